@@ -1,0 +1,920 @@
+"""Train one model on many devices, or many models at once, in one file of plain JAX.
+
+A training step is written once, for one model on one device.  All else is where its
+copies stand: in *sync* mode every device holds a replica of the same model and a part
+of the batch, and gradients are averaged; in *ensemble* mode every device holds a
+member, an independent model, and the members' probabilities are averaged afterwards.
+
+    import jax, numpy as np, pjax_ensemble as pe
+
+    def loss_fn(params, images, labels):
+        return pe.softmax_cross_entropy(pe.cnn(params, images), labels).mean()
+
+    num_devices = jax.local_device_count()
+    images, labels = np.ones((16, 28, 28, 1), np.float32), np.arange(16) % 10
+    optimizer = pe.sgd(0.01, momentum=0.9)
+    keys = jax.random.split(jax.random.key(0), num_devices)
+    members = [pe.train_state(pe.cnn_init(k), optimizer, key=k) for k in keys]
+    state = jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *members)
+    update = pe.make_ensemble_update(loss_fn, optimizer)
+    state, losses = update(state, *pe.replicate((images, labels)))  # losses [D]
+
+For sync mode three lines change:
+
+    state = pe.replicate(pe.train_state(pe.cnn_init(keys[0]), optimizer))
+    update = pe.make_sync_update(loss_fn, optimizer)
+    state, losses = update(state, *pe.split((images, labels)))
+
+Legend, used everywhere.  A replica is an identical copy, a member a model of its own.
+
+    K        members of the ensemble          N, B, C  examples, batch, classes
+    D        devices in use                   H W I O  height, width, channels in, out
+
+Images are NHWC, kernels HWIO, labels integers, losses in nats per example.
+
+Contents: Layers, Networks, Losses and metrics, Optimizers, Devices, Updates, Demo.
+A section uses only what stands above it.  Importing the module touches no device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+__version__ = "0.1.0"
+
+__all__ = [
+    # Layers
+    "Conv",
+    "conv_init",
+    "conv",
+    "Dense",
+    "dense_init",
+    "dense",
+    "avg_pool",
+    "max_pool",
+    # Networks
+    "CNN",
+    "cnn_init",
+    "cnn",
+    # Losses and metrics
+    "softmax_cross_entropy",
+    "accuracy",
+    "ensemble_report",
+    # Optimizers
+    "Optimizer",
+    "apply_updates",
+    "SGDState",
+    "sgd",
+    "linear_schedule",
+    "cosine_schedule",
+    # Devices
+    "use_cpu_devices",
+    "split",
+    "merge",
+    "replicate",
+    "unreplicate",
+    # Updates
+    "TrainState",
+    "train_state",
+    "make_sync_update",
+    "make_ensemble_update",
+    # Demo
+    "main",
+]
+
+Array = jax.Array
+PyTree = Any
+Schedule = Callable[[Any], Any]  # step count, from 0 -> learning rate
+
+
+# ---------------------------------------------------------------------------------
+# Layers: parameters first, data second, options by keyword
+# ---------------------------------------------------------------------------------
+
+
+class Conv(NamedTuple):
+    weight: Array  # [kh, kw, I, O]
+    bias: Array | None  # [O]
+
+
+class Dense(NamedTuple):
+    weight: Array  # [I, O]
+    bias: Array  # [O]
+
+
+def _he_normal(key: Array, shape: Sequence[int]) -> Array:
+    """Draw from N(0, 2 / fan_in), for layers before a relu (He et al. 2015, eq. 10)."""
+    fan_in = math.prod(shape[:-1])
+    return jax.random.normal(key, shape, jnp.float32) * math.sqrt(2 / fan_in)
+
+
+def _pair(name: str, value: int | Sequence[int]) -> tuple[int, int]:
+    """Read an int as (int, int), for heights and widths."""
+    pair = tuple(value) if isinstance(value, Sequence) else (value, value)
+    whole = all(isinstance(v, (int, np.integer)) for v in pair)
+    if len(pair) != 2 or not whole or min(pair) < 1:
+        raise ValueError(f"{name} is {value!r}; expected an int >= 1, or two of them")
+    return pair
+
+
+def _windows(
+    images: Array,
+    size: tuple[int, int],
+    stride: tuple[int, int],
+    padding: str = "VALID",
+) -> list[Array]:
+    """Slice images [B, H, W, I] into kh * kw shifted views, each [B, H', W', I].
+
+    View (i, j), in row-major order, holds pixel (i, j) of every window.  Sizes are
+    those of `jax.lax.conv_general_dilated`: with "SAME", H' = ceil(H / stride) and an
+    odd row of zeros goes to the bottom or right; with "VALID",
+    H' = floor((H - kh) / stride) + 1.
+    """
+    if padding not in ("SAME", "VALID"):
+        raise ValueError(f"padding is {padding!r}; expected 'SAME' or 'VALID'")
+    if images.ndim != 4:
+        raise ValueError(f"images have shape {images.shape}; expected [B, H, W, I]")
+    if padding == "SAME":
+        pads = [
+            max((-(-n // s) - 1) * s + k - n, 0)
+            for n, k, s in zip(images.shape[1:3], size, stride)
+        ]
+        pads = [(p // 2, p - p // 2) for p in pads]
+        images = jnp.pad(images, [(0, 0), *pads, (0, 0)])
+    spans = [n - k + 1 for n, k in zip(images.shape[1:3], size)]
+    if min(spans) < 1:
+        raise ValueError(
+            f"a window of {size[0]}x{size[1]} does not fit images of "
+            f"{images.shape[1]}x{images.shape[2]}; use a smaller window or 'SAME'"
+        )
+    return [
+        images[:, i : i + spans[0] : stride[0], j : j + spans[1] : stride[1]]
+        for i in range(size[0])
+        for j in range(size[1])
+    ]
+
+
+def conv_init(
+    key: Array,
+    in_channels: int,
+    out_channels: int,
+    kernel_size: int | Sequence[int] = 3,
+    *,
+    bias: bool = True,
+) -> Conv:
+    """Draw a convolution: weights by `_he_normal`, bias zero, or None without bias."""
+    kh, kw = _pair("kernel_size", kernel_size)
+    weight = _he_normal(key, (kh, kw, in_channels, out_channels))
+    return Conv(weight, jnp.zeros(out_channels) if bias else None)
+
+
+def _conv_patches(images, weight, *, stride, padding):
+    """Convolve as one matrix product: patches [BH'W', kh kw I] times [kh kw I, O]."""
+    kh, kw, _, features = weight.shape
+    patches = jnp.concatenate(_windows(images, (kh, kw), stride, padding), axis=-1)
+    return patches @ weight.reshape(-1, features)
+
+
+def _conv_library(images, weight, *, stride, padding):
+    dims = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(
+        images, weight, stride, padding, dimension_numbers=dims
+    )
+
+
+def conv(
+    params: Conv,
+    images: Array,
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: str = "SAME",
+) -> Array:
+    """Convolve images [B, H, W, I] to [B, H', W', O].
+
+    Kernels of any size, odd or even; H' and W' as in `jax.lax.conv_general_dilated`
+    (which, like this function, does not flip the kernel).  On CPU it is a product of
+    patches and kernel, since XLA's convolution inside a loop is some fifty times
+    slower there (jax issue 12868); elsewhere it is XLA's convolution.
+
+    Raises ValueError for images that are not [B, H, W, I], another number of channels
+    than the kernel's, a kernel larger than the images with "VALID", or an unknown
+    padding.
+    """
+    weight, bias = params
+    stride = _pair("stride", stride)
+    if images.shape[-1] != weight.shape[2]:
+        raise ValueError(
+            f"images of shape {images.shape} have {images.shape[-1]} channels; "
+            f"the kernel of shape {weight.shape} takes {weight.shape[2]}"
+        )
+    dtype = jnp.promote_types(images.dtype, weight.dtype)
+    options = dict(stride=stride, padding=padding)
+    outputs = lax.platform_dependent(
+        images.astype(dtype),
+        weight.astype(dtype),
+        cpu=functools.partial(_conv_patches, **options),
+        default=functools.partial(_conv_library, **options),
+    )
+    return outputs if bias is None else outputs + bias
+
+
+def dense_init(key: Array, in_features: int, out_features: int) -> Dense:
+    """Draw a dense layer: weights by `_he_normal`, bias zero."""
+    return Dense(_he_normal(key, (in_features, out_features)), jnp.zeros(out_features))
+
+
+def dense(params: Dense, inputs: Array) -> Array:
+    """Map inputs [..., I] to [..., O].  Raises ValueError for another I."""
+    if inputs.shape[-1] != params.weight.shape[0]:
+        raise ValueError(
+            f"inputs of shape {inputs.shape} have {inputs.shape[-1]} features; "
+            f"the weight of shape {params.weight.shape} takes {params.weight.shape[0]}"
+        )
+    return inputs @ params.weight + params.bias
+
+
+def avg_pool(
+    images: Array,
+    window: int | Sequence[int] = 2,
+    *,
+    stride: int | Sequence[int] | None = None,
+) -> Array:
+    """Average over windows of images [B, H, W, I], without padding: [B, H', W', I].
+
+    `stride` defaults to `window`; H' = floor((H - window) / stride) + 1, so rows and
+    columns that fill no window are left out.  Raises ValueError for a window larger
+    than the images.
+    """
+    window = _pair("window", window)
+    views = _windows(images, window, _pair("stride", stride or window))
+    return sum(views[1:], views[0]) / len(views)
+
+
+def max_pool(
+    images: Array,
+    window: int | Sequence[int] = 2,
+    *,
+    stride: int | Sequence[int] | None = None,
+) -> Array:
+    """Take the maximum over windows of images; windows and errors as in `avg_pool`.
+
+    Equal maxima share the gradient.
+    """
+    window = _pair("window", window)
+    views = _windows(images, window, _pair("stride", stride or window))
+    return functools.reduce(jnp.maximum, views)
+
+
+# ---------------------------------------------------------------------------------
+# Networks
+# ---------------------------------------------------------------------------------
+
+
+class CNN(NamedTuple):
+    conv1: Conv  # [3, 3, 1, 32]
+    conv2: Conv  # [3, 3, 32, 64]
+    dense1: Dense  # [3136, 256]
+    dense2: Dense  # [256, 10]
+
+
+def cnn_init(key: Array) -> CNN:
+    """Draw the 824,458 parameters of the network of Flax's ensembling guide."""
+    keys = jax.random.split(key, 4)
+    return CNN(
+        conv_init(keys[0], 1, 32),
+        conv_init(keys[1], 32, 64),
+        dense_init(keys[2], 7 * 7 * 64, 256),
+        dense_init(keys[3], 256, 10),
+    )
+
+
+def cnn(params: CNN, images: Array) -> Array:
+    """Map images [B, 28, 28, 1], pixels in [0, 1], to logits [B, 10]."""
+    x = avg_pool(jax.nn.relu(conv(params.conv1, images)))
+    x = avg_pool(jax.nn.relu(conv(params.conv2, x)))
+    x = x.reshape(x.shape[0], -1)
+    x = jax.nn.relu(dense(params.dense1, x))
+    return dense(params.dense2, x)
+
+
+# ---------------------------------------------------------------------------------
+# Losses and metrics
+# ---------------------------------------------------------------------------------
+
+
+def _check_labels(logits: Array, labels: Array) -> None:
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"labels have shape {labels.shape}; logits of shape {logits.shape} "
+            f"take {logits.shape[:-1]}, one class index each"
+        )
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise ValueError(f"labels are {labels.dtype}; expected integers, class indices")
+
+
+def softmax_cross_entropy(logits: Array, labels: Array) -> Array:
+    """Return -log softmax(logits)[label] in nats: logits [B, C], labels [B] -> [B].
+
+    A label outside 0..C-1 gives nan.  Raises ValueError for labels that are not
+    integers or not one per row of logits.
+    """
+    _check_labels(logits, labels)
+    log_probs = jax.nn.log_softmax(logits)
+    # As an unsigned index, -1 lies out of range too, instead of wrapping around.
+    index = labels.astype(jnp.uint32)[..., None]
+    return -jnp.take_along_axis(log_probs, index, axis=-1, mode="fill")[..., 0]
+
+
+def accuracy(logits: Array, labels: Array) -> Array:
+    """Return the fraction of rows whose largest entry is the label's: a scalar.
+
+    logits (or probabilities) [B, C], labels [B]; errors as `softmax_cross_entropy`.
+    """
+    _check_labels(logits, labels)
+    return jnp.mean(jnp.argmax(logits, axis=-1) == labels)
+
+
+def _entropy(probs: np.ndarray) -> np.ndarray:
+    """Return -sum_c p_c log p_c in nats, with 0 log 0 = 0: [..., C] -> [...]."""
+    return -np.sum(probs * np.log(np.where(probs > 0, probs, 1)), axis=-1)
+
+
+def _scores(probs: np.ndarray, labels: np.ndarray, num_bins: int = 15) -> dict:
+    """Score probabilities [N, C] against labels [N]; formulas in `ensemble_report`."""
+    rows = np.arange(len(labels))
+    tiny = np.finfo(np.float32).tiny
+    confidence, correct = probs.max(axis=-1), probs.argmax(axis=-1) == labels
+    edges = np.linspace(0, 1, num_bins + 1)[1:-1]
+    bins = np.searchsorted(edges, confidence, side="right")
+    gaps = np.bincount(bins, weights=correct - confidence, minlength=num_bins)
+    # sum_c (p_c - y_c)^2 = sum_c p_c^2 - 2 p_label + 1
+    brier = np.sum(probs**2, axis=-1) - 2 * probs[rows, labels] + 1
+    return {
+        "accuracy": float(correct.mean()),
+        "negative_log_likelihood": float(
+            -np.log(np.maximum(probs[rows, labels], tiny)).mean()
+        ),
+        "brier_score": float(brier.mean()),
+        "expected_calibration_error": float(np.abs(gaps).sum() / len(labels)),
+    }
+
+
+def ensemble_report(member_probs: Any, labels: Any) -> dict:
+    """Report how good an ensemble is and how far it knows it: a dict of numbers.
+
+    member_probs [K, N, C] are each member's probabilities, labels [N] class indices.
+    The ensemble's probabilities are the members' mean (Lakshminarayanan et al. 2017,
+    section 2.4).  Computed on the host in float64.  Keys, with means over examples:
+
+    `ensemble`, `member` [K], `by_size` [K] (of the first 1..K members), each with
+      accuracy                    fraction whose most probable class is the label
+      negative_log_likelihood     -log p_label, nats; p = 0 counts as 1.2e-38, so that
+                                  the result is finite
+      brier_score                 sum_c (p_c - [c = label])^2, in [0, 2] (Brier 1950)
+      expected_calibration_error  sum_b n_b / N |accuracy_b - confidence_b| over 15
+                                  bins of equal width of the largest probability,
+                                  [l, u), the last closed (Guo et al. 2017, eq. 3)
+    `disagreement`                fraction of examples on which two members predict
+                                  different classes, mean over pairs; 0 for K = 1
+    `predictive_entropy`          H(mean_k p_k), nats: the total uncertainty
+    `mutual_information`          H(mean_k p_k) - mean_k H(p_k), nats: the part of it
+                                  that is disagreement (Depeweg et al. 2018, eq. 3)
+
+    Raises ValueError for other shapes, labels outside 0..C-1, no examples, or
+    probabilities that are not finite, negative, or sum to 1 only beyond 1e-3.
+    """
+    probs, labels = np.asarray(member_probs, np.float64), np.asarray(labels)
+    if probs.ndim != 3 or labels.shape != probs.shape[1:2] or 0 in probs.shape:
+        raise ValueError(
+            f"probabilities have shape {probs.shape} and labels {labels.shape}; "
+            "expected [K, N, C] and [N], none of them empty"
+        )
+    if not np.issubdtype(labels.dtype, np.integer):
+        raise ValueError(f"labels are {labels.dtype}; expected integers, class indices")
+    if labels.min() < 0 or labels.max() >= probs.shape[2]:
+        raise ValueError(
+            f"labels lie in {labels.min()}..{labels.max()}; "
+            f"{probs.shape[2]} classes take 0..{probs.shape[2] - 1}"
+        )
+    sums = probs.sum(axis=-1)
+    # Written so that nan fails too.
+    wrong = ~((np.abs(sums - 1) < 1e-3) & (probs >= 0).all(axis=-1))
+    if wrong.any():
+        k, n = np.argwhere(wrong)[0]
+        raise ValueError(
+            f"member {k}, example {n}: probabilities {probs[k, n]} (sum {sums[k, n]}) "
+            "are not a distribution; pass softmax(logits)"
+        )
+    by_size = np.cumsum(probs, axis=0) / np.arange(1, len(probs) + 1)[:, None, None]
+    votes = probs.argmax(axis=-1)
+    pairs = [(votes[i] != votes[j]).mean() for i in range(len(votes)) for j in range(i)]
+    entropy = _entropy(by_size[-1]).mean()
+    return {
+        "ensemble": _scores(by_size[-1], labels),
+        "member": [_scores(p, labels) for p in probs],
+        "by_size": [_scores(p, labels) for p in by_size],
+        "disagreement": float(np.mean(pairs)) if pairs else 0.0,
+        "predictive_entropy": float(entropy),
+        "mutual_information": float(entropy - _entropy(probs).mean()),
+    }
+
+
+# ---------------------------------------------------------------------------------
+# Optimizers: Optax's GradientTransformation in shape, so either's drop into the other
+# ---------------------------------------------------------------------------------
+
+
+class Optimizer(NamedTuple):
+    init: Callable  # params -> opt_state
+    update: Callable  # (grads, opt_state, params=None) -> (updates, opt_state)
+
+
+def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
+    """Add updates to params, leaf by leaf, in the dtype of params."""
+    return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
+
+
+class SGDState(NamedTuple):
+    count: Array  # [], steps done
+    velocity: PyTree  # like params
+
+
+def sgd(
+    learning_rate: float | Schedule, momentum: float = 0.9, *, nesterov: bool = False
+) -> Optimizer:
+    """Make stochastic gradient descent with momentum.
+
+    v = mu v + g; w = w - eta v, or with Nesterov's w = w - eta (g + mu v): the form of
+    PyTorch and Optax, which leaves eta out of v (Sutskever et al. 2013 fold it in).
+    `learning_rate` is a number or a function of the step count, 0 at the first step.
+
+    Raises ValueError for a negative or non-finite learning rate and for a momentum
+    outside [0, 1).
+    """
+    if not callable(learning_rate) and not 0 <= learning_rate < math.inf:
+        raise ValueError(f"learning_rate is {learning_rate}; expected finite, >= 0")
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum is {momentum}; expected 0 <= momentum < 1")
+
+    def init(params):
+        return SGDState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
+
+    def update(grads, opt_state, params=None):
+        del params
+        count, velocity = opt_state
+        rate = learning_rate(count) if callable(learning_rate) else learning_rate
+        velocity = jax.tree.map(lambda v, g: momentum * v + g, velocity, grads)
+        if nesterov:
+            steps = jax.tree.map(lambda v, g: g + momentum * v, velocity, grads)
+        else:
+            steps = velocity
+        updates = jax.tree.map(lambda s: jnp.asarray(-rate, s.dtype) * s, steps)
+        return updates, SGDState(count + 1, velocity)
+
+    return Optimizer(init, update)
+
+
+def _progress(num_steps: int, warmup: float) -> Schedule:
+    """Return a function of the step: 0 -> 1 over the warmup, then 1 -> 0 to the end."""
+    if num_steps < 0 or not 0 <= warmup < 1:
+        raise ValueError(
+            f"num_steps is {num_steps} and warmup {warmup}; "
+            "expected num_steps >= 0 and 0 <= warmup < 1"
+        )
+
+    def progress(step):
+        # Of the num_steps + 2 points from 0 to 1, the steps take the inner ones: the
+        # first and the last step have a rate above 0.
+        t = (jnp.asarray(step, jnp.float32) + 1) / (num_steps + 1)
+        return jnp.clip(jnp.minimum(t / max(warmup, 1e-9), (1 - t) / (1 - warmup)), 0)
+
+    return progress
+
+
+def linear_schedule(peak: float, num_steps: int, *, warmup: float = 0.15) -> Schedule:
+    """Make a learning rate that rises linearly to `peak` and falls linearly to 0.
+
+    It rises over the fraction `warmup` of `num_steps` (Howard and Ruder 2018, slanted
+    triangular; Goyal et al. 2017 for the warmup), and stays 0 after the last step.
+    """
+    progress = _progress(num_steps, warmup)
+    return lambda step: peak * progress(step)
+
+
+def cosine_schedule(peak: float, num_steps: int, *, warmup: float = 0.15) -> Schedule:
+    """Make a learning rate that rises and falls like `linear_schedule`, in half cosines.
+
+    peak (1 - cos(pi t)) / 2, with t rising 0 to 1, then falling (Loshchilov and Hutter
+    2017, without restarts).
+    """
+    progress = _progress(num_steps, warmup)
+    return lambda step: peak * (1 - jnp.cos(jnp.pi * progress(step))) / 2
+
+
+# ---------------------------------------------------------------------------------
+# Devices: trees to and from a leading device axis
+# ---------------------------------------------------------------------------------
+
+
+def use_cpu_devices(num_devices: int | None = None) -> None:
+    """Divide the CPU into virtual devices, one a core by default.
+
+    Call it before JAX first touches a device; later it leaves things as they are.  Has
+    no effect on other platforms.
+    """
+    if num_devices is None:
+        affinity = getattr(os, "sched_getaffinity", None)
+        num_devices = len(affinity(0)) if affinity else os.cpu_count() or 1
+    try:
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError:  # JAX already runs, with the devices that it has
+        pass
+
+
+def _num_devices(num_devices: int | None) -> int:
+    if num_devices is None:
+        return jax.local_device_count()
+    if not isinstance(num_devices, (int, np.integer)) or num_devices < 1:
+        raise ValueError(f"num_devices is {num_devices!r}; expected an int >= 1")
+    return int(num_devices)
+
+
+def split(tree: PyTree, num_devices: int | None = None) -> PyTree:
+    """Reshape every leaf [N, ...] to [D, N / D, ...]; D defaults to the local devices.
+
+    Rows keep their order; none is dropped or repeated.  NumPy arrays stay on the host.
+    Raises ValueError when D does not divide N, and for leaves without an axis.
+    """
+    d = _num_devices(num_devices)
+
+    def reshape(x):
+        if np.ndim(x) < 1:
+            raise ValueError("a leaf without axes cannot be split; replicate it instead")
+        x = x if hasattr(x, "reshape") else np.asarray(x)
+        n = x.shape[0]
+        if n % d:
+            raise ValueError(
+                f"a batch of {n} does not split over {d} devices; use a multiple of "
+                f"{d}, for example {n - n % d or d}"
+            )
+        return x.reshape(d, n // d, *x.shape[1:])
+
+    return jax.tree.map(reshape, tree)
+
+
+def merge(tree: PyTree) -> PyTree:
+    """Reshape every leaf [D, n, ...] to [D * n, ...]: the inverse of `split`."""
+
+    def reshape(x):
+        if np.ndim(x) < 2:
+            raise ValueError(f"a leaf of shape {np.shape(x)} is not [D, n, ...]")
+        x = x if hasattr(x, "reshape") else np.asarray(x)
+        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+    return jax.tree.map(reshape, tree)
+
+
+def replicate(tree: PyTree, num_devices: int | None = None) -> PyTree:
+    """Copy every leaf [...] to [D, ...], one copy on each of the first D devices.
+
+    D defaults to the number of local devices.  The copies are new buffers: consuming
+    them leaves `tree` as it was.  Raises ValueError when there are fewer devices.
+    """
+    d = _num_devices(num_devices)
+    devices = jax.local_devices()[:d]
+    if len(devices) < d:
+        raise ValueError(
+            f"cannot replicate to {d} devices; there are {len(devices)} (on CPU, "
+            f"use_cpu_devices({d}) before JAX first runs makes more)"
+        )
+    mesh = jax.sharding.Mesh(np.array(devices), ("devices",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices"))
+
+    def copy(x):
+        x = jnp.array(x)[None]  # a copy: a device may otherwise share the host's memory
+        shards = [jax.device_put(x, device) for device in devices[1:]]
+        shards.insert(0, jax.device_put(x, devices[0]))
+        shape = (d, *x.shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+
+    return jax.tree.map(copy, tree)
+
+
+def unreplicate(tree: PyTree) -> PyTree:
+    """Take the first of the D copies of every leaf [D, ...], without moving the others."""
+
+    def first(x):
+        if not isinstance(x, jax.Array):
+            return x[0]
+        copy = x.addressable_shards[0].data
+        return copy if copy.ndim < x.ndim else copy[0]
+
+    return jax.tree.map(first, tree)
+
+
+# ---------------------------------------------------------------------------------
+# Updates: one step, for one model on one device, and the two places of its copies
+# ---------------------------------------------------------------------------------
+
+
+class TrainState(NamedTuple):
+    params: PyTree
+    opt_state: PyTree
+    model_state: PyTree  # what a model keeps besides parameters: running statistics
+    key: Array | None  # random key of the member, a new one after every stateful step
+
+
+def train_state(
+    params: PyTree,
+    optimizer: Optimizer,
+    *,
+    model_state: PyTree = (),
+    key: Array | None = None,
+) -> TrainState:
+    """Make the state of one model.
+
+    `replicate` it for sync mode; stack D of them, of different keys, for ensemble mode
+    (or `jax.pmap` a function of the key that makes one).  `key` is an old-style
+    `PRNGKey` or a new-style `key`; only losses with `stateful=True` need it.
+    """
+    return TrainState(params, optimizer.init(params), model_state, key)
+
+
+def _full_loss(loss_fn: Callable, has_aux: bool, stateful: bool) -> Callable:
+    """Give every loss one form: (params, model_state, key, *batch) ->
+
+    (loss, (model_state, aux)).
+    """
+
+    def loss(params, model_state, key, *batch):
+        if stateful and has_aux:
+            return loss_fn(params, model_state, key, *batch)
+        if stateful:
+            value, model_state = loss_fn(params, model_state, key, *batch)
+            return value, (model_state, ())
+        if has_aux:
+            value, aux = loss_fn(params, *batch)
+            return value, (model_state, aux)
+        return loss_fn(params, *batch), (model_state, ())
+
+    return loss
+
+
+def _make_step(
+    loss_fn: Callable,
+    optimizer: Optimizer,
+    has_aux: bool,
+    stateful: bool,
+    replicas: str | None = None,
+) -> Callable:
+    """Make the training step: (state, *batch) -> (state, metrics).
+
+    `replicas` names the axis over which the model's replicas stand, each with its part
+    of the batch; None is a model that stands alone.
+    """
+    loss_and_grads = jax.value_and_grad(
+        _full_loss(loss_fn, has_aux, stateful), has_aux=True
+    )
+
+    def average(tree):
+        return tree if replicas is None else lax.pmean(tree, replicas)
+
+    def step(state, *batch):
+        params, opt_state, model_state, key = state
+        loss_key = None
+        if stateful:
+            if key is None:
+                raise ValueError(
+                    "stateful=True takes a random key; make the state with "
+                    "train_state(..., key=key)"
+                )
+            # Replicas share their key, and draw different numbers for their examples.
+            key, loss_key = jax.random.split(key)
+            replica = 0 if replicas is None else lax.axis_index(replicas)
+            loss_key = jax.random.fold_in(loss_key, replica)
+        (loss, (model_state, aux)), grads = loss_and_grads(
+            params, model_state, loss_key, *batch
+        )
+        grads, loss, aux = average((grads, loss, aux))
+        model_state = jax.tree.map(
+            # Counts and keys have no mean; replicas advance them alike.
+            lambda x: average(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x,
+            model_state,
+        )
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = apply_updates(params, updates)
+        state = TrainState(params, opt_state, model_state, key)
+        return state, (loss, aux) if has_aux else loss
+
+    return step
+
+
+def _check_keys(key: Array | None, replicas: bool) -> None:
+    """Raise ValueError unless replicas' keys [D] are all equal, members' all distinct."""
+    if key is None or isinstance(key, jax.core.Tracer):
+        return
+    rows = [row.tobytes() for row in np.asarray(jax.random.key_data(key))]
+    if replicas and len(set(rows)) > 1:
+        other = next(i for i, row in enumerate(rows) if row != rows[0])
+        raise ValueError(
+            f"replicas 0 and {other} have different keys, so they would drift apart; "
+            "make them with replicate(train_state(...))"
+        )
+    if not replicas and len(set(rows)) < len(rows):
+        later = next(i for i, row in enumerate(rows) if row in rows[:i])
+        raise ValueError(
+            f"members {rows.index(rows[later])} and {later} have equal keys, so they "
+            f"would draw alike; use jax.random.split(key, {len(rows)})"
+        )
+
+
+def _pmap_update(step: Callable, axis_name: str, replicas: bool) -> Callable:
+    """Map the step over the devices, and check what it is given."""
+    pmapped = jax.pmap(step, axis_name=axis_name, donate_argnums=0)
+    returned_key = None
+
+    def update(state, *batch):
+        nonlocal returned_key
+        num_devices = {np.shape(x)[:1] for x in jax.tree.leaves(state)}
+        rows = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
+        if len(num_devices) != 1 or rows - num_devices or () in num_devices:
+            raise ValueError(
+                f"leading axes are {sorted(num_devices)} in the state and "
+                f"{sorted(rows)} in the batch; all must be the number of devices: see "
+                "replicate for the state, split or replicate for the batch"
+            )
+        # The keys that this function returned need no second look, and no wait.
+        if state.key is not returned_key:
+            _check_keys(state.key, replicas)
+        state, metrics = pmapped(state, *batch)
+        returned_key = state.key
+        return state, metrics
+
+    return update
+
+
+def make_sync_update(
+    loss_fn: Callable,
+    optimizer: Optimizer,
+    *,
+    has_aux: bool = False,
+    stateful: bool = False,
+) -> Callable:
+    """Make update(state, *batch) -> (state, metrics) for one model on D devices.
+
+    Every leaf has a leading device axis: `state` from `replicate`, each batch leaf
+    [D, B / D, ...] from `split`.  `loss_fn(params, *batch)` returns the mean loss of its
+    part, a scalar in nats, or `(loss, aux)` with `has_aux`; gradients, loss and aux are
+    averaged over the replicas, so the step equals one on the whole batch, to rounding,
+    and the replicas stay bit-identical.  `metrics` is the loss [D] or `(loss, aux)`,
+    D equal copies.
+
+    With `stateful`, `loss_fn(params, model_state, key, *batch)` returns
+    `(loss, model_state)`, or `(loss, (model_state, aux))`; floating-point leaves of the
+    model state are averaged too, and every replica and step has a key of its own.
+
+    `state` is consumed: its buffers are reused for the result.
+
+    `update` raises ValueError for other leading axes and for replicas of unequal keys.
+    """
+    step = _make_step(loss_fn, optimizer, has_aux, stateful, replicas="devices")
+    return _pmap_update(step, "devices", replicas=True)
+
+
+def make_ensemble_update(
+    loss_fn: Callable,
+    optimizer: Optimizer,
+    *,
+    has_aux: bool = False,
+    stateful: bool = False,
+) -> Callable:
+    """Make update(state, *batch) -> (state, metrics) for D members, one a device.
+
+    As `make_sync_update`, but nothing crosses devices: each leaf of `state` [D, ...]
+    holds D independent models, each leaf of the batch [D, B, ...] a batch for each
+    (`replicate` a batch to show all members the same), and `metrics` [D] are their own.
+    Whatever one member meets, nan included, leaves the others' bits as they are.
+
+    `state` is consumed: its buffers are reused for the result.
+
+    `update` raises ValueError for other leading axes and for members of equal keys.
+    """
+    step = _make_step(loss_fn, optimizer, has_aux, stateful, replicas=None)
+    return _pmap_update(step, "devices", replicas=False)
+
+
+# ---------------------------------------------------------------------------------
+# Demo: python pjax_ensemble.py
+# ---------------------------------------------------------------------------------
+
+
+class Params(NamedTuple):
+    weight: Array  # []
+    bias: Array  # []
+
+
+def _plot_line(path: str, xs, ys, truth: Params, fitted: Params) -> None:
+    """Draw the points, the true and the fitted line to a file."""
+    import matplotlib  # the [plot] extra
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    ends = np.array([xs.min(), xs.max()])
+    axes.scatter(xs, ys, s=12, color="0.6", label="data")
+    for line, name, color, dash in (
+        (truth, "true line", "#0072b2", "-"),
+        (fitted, "fitted line", "#d55e00", "--"),
+    ):
+        label = f"{name}: y = {float(line.weight):.3f} x {float(line.bias):+.3f}"
+        heights = float(line.weight) * ends + float(line.bias)
+        axes.plot(ends, heights, dash, color=color, linewidth=2, label=label)
+    axes.set(xlabel="x", ylabel="y", title="Linear regression, synchronized SGD")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Fit y = 2 x - 1 + noise in sync mode on every device: JAX's pmap tutorial."""
+    parser = argparse.ArgumentParser(
+        prog="pjax_ensemble.py", description=main.__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--devices",
+        type=int,
+        metavar="N",
+        help="devices to use (default: all; on CPU, one virtual device a core)",
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draw data and lines to FILE (needs matplotlib)"
+    )
+    args = parser.parse_args(argv)
+    if args.devices is not None and (args.devices < 1 or 128 % args.devices):
+        parser.error(
+            f"--devices {args.devices}: the 128 points do not split over that many; "
+            "use 1, 2, 4, 8, ... 128"
+        )
+    if args.plot:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            parser.error(
+                "--plot needs matplotlib: pip install 'pjax_ensemble[plot]', or "
+                "pip install matplotlib"
+            )
+    use_cpu_devices(args.devices)
+    num_devices = args.devices or math.gcd(128, jax.local_device_count())
+    if num_devices > jax.local_device_count():
+        parser.error(f"--devices {num_devices}: there are {jax.local_device_count()}")
+
+    truth = Params(np.float32(2), np.float32(-1))
+    rng = np.random.default_rng(0)
+    xs = rng.normal(size=(128, 1)).astype(np.float32)
+    noise = 0.5 * rng.normal(size=xs.shape).astype(np.float32)
+    ys = truth.weight * xs + truth.bias + noise
+
+    def loss_fn(params, xs, ys):
+        return jnp.mean((params.weight * xs + params.bias - ys) ** 2)
+
+    optimizer = sgd(0.005, momentum=0.9)
+    update = make_sync_update(loss_fn, optimizer)
+    params = Params(*jax.random.normal(jax.random.key(0), (2,)))
+    state = replicate(train_state(params, optimizer), num_devices)
+    x_split, y_split = split((xs, ys), num_devices)
+
+    print(f"{num_devices} devices: {[str(d) for d in jax.devices()[:num_devices]]}")
+    for step in range(1000):
+        state, loss = update(state, x_split, y_split)
+        if step == 0:
+            print(f"type(params.weight): {type(state.params.weight)}")
+            print(f"type(loss): {type(loss)}")
+            print(f"type(x_split): {type(x_split)}")
+        if step % 100 == 0:
+            print(f"Step {step:3d}, loss: {float(unreplicate(loss)):.3f}")
+
+    fitted = unreplicate(state.params)
+    print(f"weight: {float(fitted.weight): .3f}   (true: {float(truth.weight): .3f})")
+    print(f"bias:   {float(fitted.bias): .3f}   (true: {float(truth.bias): .3f})")
+    if args.plot:
+        try:
+            _plot_line(args.plot, xs, ys, truth, fitted)
+        except (OSError, ValueError) as error:
+            parser.error(f"--plot {args.plot}: {error}")
+        print(f"drawn to {args.plot}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
