@@ -39,10 +39,12 @@ A section uses only what stands above it.  Importing the module touches no devic
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import math
 import os
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -108,11 +110,6 @@ class Conv(NamedTuple):
     bias: Array | None  # [O]
 
 
-class Dense(NamedTuple):
-    weight: Array  # [I, O]
-    bias: Array  # [O]
-
-
 def _he_normal(key: Array, shape: Sequence[int]) -> Array:
     """Draw from N(0, 2 / fan_in), for layers before a relu (He et al. 2015, eq. 10)."""
     fan_in = math.prod(shape[:-1])
@@ -163,6 +160,11 @@ def _windows(
         for i in range(size[0])
         for j in range(size[1])
     ]
+
+
+def _add_bias(outputs: Array, bias: Array) -> Array:
+    """Add [O] to [..., O], also where jax_numpy_rank_promotion is "raise"."""
+    return outputs + jnp.broadcast_to(bias, outputs.shape)
 
 
 def conv_init(
@@ -226,7 +228,12 @@ def conv(
         cpu=functools.partial(_conv_patches, **options),
         default=functools.partial(_conv_library, **options),
     )
-    return outputs if bias is None else outputs + bias
+    return outputs if bias is None else _add_bias(outputs, bias)
+
+
+class Dense(NamedTuple):
+    weight: Array  # [I, O]
+    bias: Array  # [O]
 
 
 def dense_init(key: Array, in_features: int, out_features: int) -> Dense:
@@ -241,7 +248,7 @@ def dense(params: Dense, inputs: Array) -> Array:
             f"inputs of shape {inputs.shape} have {inputs.shape[-1]} features; "
             f"the weight of shape {params.weight.shape} takes {params.weight.shape[0]}"
         )
-    return inputs @ params.weight + params.bias
+    return _add_bias(inputs @ params.weight, params.bias)
 
 
 def avg_pool(
@@ -267,9 +274,9 @@ def max_pool(
     *,
     stride: int | Sequence[int] | None = None,
 ) -> Array:
-    """Take the maximum over windows of images; windows and errors as in `avg_pool`.
+    """Take the maximum over windows of images [B, H, W, I]: [B, H', W', I].
 
-    Equal maxima share the gradient.
+    Windows and errors as in `avg_pool`.  Equal maxima share the gradient.
     """
     window = _pair("window", window)
     views = _windows(images, window, _pair("stride", stride or window))
@@ -331,8 +338,8 @@ def softmax_cross_entropy(logits: Array, labels: Array) -> Array:
     """
     _check_labels(logits, labels)
     log_probs = jax.nn.log_softmax(logits)
-    # As an unsigned index, -1 lies out of range too, instead of wrapping around.
-    index = labels.astype(jnp.uint32)[..., None]
+    # -1 lies out of range too, instead of counting from the end.
+    index = jnp.where(labels < 0, logits.shape[-1], labels)[..., None]
     return -jnp.take_along_axis(log_probs, index, axis=-1, mode="fill")[..., 0]
 
 
@@ -513,7 +520,7 @@ def linear_schedule(peak: float, num_steps: int, *, warmup: float = 0.15) -> Sch
 
 
 def cosine_schedule(peak: float, num_steps: int, *, warmup: float = 0.15) -> Schedule:
-    """Make a learning rate that rises and falls like `linear_schedule`, in half cosines.
+    """Make a learning rate that rises and falls as `linear_schedule`, in half cosines.
 
     peak (1 - cos(pi t)) / 2, with t rising 0 to 1, then falling (Loshchilov and Hutter
     2017, without restarts).
@@ -536,10 +543,8 @@ def use_cpu_devices(num_devices: int | None = None) -> None:
     if num_devices is None:
         affinity = getattr(os, "sched_getaffinity", None)
         num_devices = len(affinity(0)) if affinity else os.cpu_count() or 1
-    try:
+    with contextlib.suppress(RuntimeError):  # JAX runs, with the devices that it has
         jax.config.update("jax_num_cpu_devices", num_devices)
-    except RuntimeError:  # JAX already runs, with the devices that it has
-        pass
 
 
 def _num_devices(num_devices: int | None) -> int:
@@ -560,7 +565,9 @@ def split(tree: PyTree, num_devices: int | None = None) -> PyTree:
 
     def reshape(x):
         if np.ndim(x) < 1:
-            raise ValueError("a leaf without axes cannot be split; replicate it instead")
+            raise ValueError(
+                "a leaf without axes cannot be split; replicate it instead"
+            )
         x = x if hasattr(x, "reshape") else np.asarray(x)
         n = x.shape[0]
         if n % d:
@@ -574,7 +581,10 @@ def split(tree: PyTree, num_devices: int | None = None) -> PyTree:
 
 
 def merge(tree: PyTree) -> PyTree:
-    """Reshape every leaf [D, n, ...] to [D * n, ...]: the inverse of `split`."""
+    """Reshape every leaf [D, n, ...] to [D * n, ...]: the inverse of `split`.
+
+    Raises ValueError for leaves with fewer than two axes.
+    """
 
     def reshape(x):
         if np.ndim(x) < 2:
@@ -585,34 +595,39 @@ def merge(tree: PyTree) -> PyTree:
     return jax.tree.map(reshape, tree)
 
 
+def _device_sharding(num_devices: int) -> jax.sharding.Sharding:
+    """Lay a leading axis [D, ...] over the first D local devices."""
+    devices = jax.local_devices()[:num_devices]
+    if len(devices) < num_devices:
+        raise ValueError(
+            f"{num_devices} devices are asked for; there are {len(devices)} (on CPU, "
+            f"use_cpu_devices({num_devices}) before JAX first runs makes more)"
+        )
+    mesh = jax.sharding.Mesh(np.array(devices), ("devices",))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices"))
+
+
 def replicate(tree: PyTree, num_devices: int | None = None) -> PyTree:
     """Copy every leaf [...] to [D, ...], one copy on each of the first D devices.
 
     D defaults to the number of local devices.  The copies are new buffers: consuming
     them leaves `tree` as it was.  Raises ValueError when there are fewer devices.
     """
-    d = _num_devices(num_devices)
-    devices = jax.local_devices()[:d]
-    if len(devices) < d:
-        raise ValueError(
-            f"cannot replicate to {d} devices; there are {len(devices)} (on CPU, "
-            f"use_cpu_devices({d}) before JAX first runs makes more)"
-        )
-    mesh = jax.sharding.Mesh(np.array(devices), ("devices",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices"))
+    num_devices = _num_devices(num_devices)
+    sharding = _device_sharding(num_devices)
 
     def copy(x):
         x = jnp.array(x)[None]  # a copy: a device may otherwise share the host's memory
-        shards = [jax.device_put(x, device) for device in devices[1:]]
-        shards.insert(0, jax.device_put(x, devices[0]))
-        shape = (d, *x.shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
+        shards = [jax.device_put(x, d) for d in sharding.mesh.devices]
+        return jax.make_array_from_single_device_arrays(
+            (num_devices, *x.shape[1:]), sharding, shards
+        )
 
     return jax.tree.map(copy, tree)
 
 
 def unreplicate(tree: PyTree) -> PyTree:
-    """Take the first of the D copies of every leaf [D, ...], without moving the others."""
+    """Take the first of the D copies of every leaf [D, ...]; the others do not move."""
 
     def first(x):
         if not isinstance(x, jax.Array):
@@ -652,9 +667,9 @@ def train_state(
 
 
 def _full_loss(loss_fn: Callable, has_aux: bool, stateful: bool) -> Callable:
-    """Give every loss one form: (params, model_state, key, *batch) ->
+    """Give every loss one form.
 
-    (loss, (model_state, aux)).
+    (params, model_state, key, *batch) -> (loss, (model_state, aux))
     """
 
     def loss(params, model_state, key, *batch):
@@ -721,8 +736,8 @@ def _make_step(
 
 
 def _check_keys(key: Array | None, replicas: bool) -> None:
-    """Raise ValueError unless replicas' keys [D] are all equal, members' all distinct."""
-    if key is None or isinstance(key, jax.core.Tracer):
+    """Raise ValueError unless keys [D] are equal for replicas, distinct for members."""
+    if key is None:
         return
     rows = [row.tobytes() for row in np.asarray(jax.random.key_data(key))]
     if replicas and len(set(rows)) > 1:
@@ -739,26 +754,35 @@ def _check_keys(key: Array | None, replicas: bool) -> None:
         )
 
 
-def _pmap_update(step: Callable, axis_name: str, replicas: bool) -> Callable:
-    """Map the step over the devices, and check what it is given."""
-    pmapped = jax.pmap(step, axis_name=axis_name, donate_argnums=0)
-    returned_key = None
+def _pmap_update(step: Callable, replicas: bool) -> Callable:
+    """Map the step over the devices; check and place the states that come from afar."""
+    pmapped = jax.pmap(step, axis_name="devices", donate_argnums=0)
+    returned = lambda: None  # noqa: E731  a weak reference, so that no state is kept
+    in_flight = None
+
+    def mark(state):
+        return jax.tree.leaves((state.key, state.params))[0]
 
     def update(state, *batch):
-        nonlocal returned_key
-        num_devices = {np.shape(x)[:1] for x in jax.tree.leaves(state)}
+        nonlocal returned, in_flight
+        axes = {np.shape(x)[:1] for x in jax.tree.leaves(state)}
         rows = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
-        if len(num_devices) != 1 or rows - num_devices or () in num_devices:
+        if len(axes) != 1 or () in axes or rows - axes:
             raise ValueError(
-                f"leading axes are {sorted(num_devices)} in the state and "
-                f"{sorted(rows)} in the batch; all must be the number of devices: see "
-                "replicate for the state, split or replicate for the batch"
+                f"leading axes are {sorted(axes)} in the state and {sorted(rows)} in "
+                "the batch; all must be the number of devices: see replicate for the "
+                "state, split or replicate for the batch"
             )
-        # The keys that this function returned need no second look, and no wait.
-        if state.key is not returned_key:
+        if returned() is not mark(state):
             _check_keys(state.key, replicas)
+            state = jax.device_put(state, _device_sharding(*axes.pop()))
+        # XLA:CPU serves all virtual devices with one pool of threads.  Where several
+        # programs of replicas wait for each other in it, no thread may be left for the
+        # last to arrive, and the process aborts: one at a time, then.
+        if replicas and jax.default_backend() == "cpu":
+            jax.block_until_ready(in_flight)
         state, metrics = pmapped(state, *batch)
-        returned_key = state.key
+        returned, in_flight = weakref.ref(mark(state)), jax.tree.leaves(metrics)[0]
         return state, metrics
 
     return update
@@ -774,8 +798,8 @@ def make_sync_update(
     """Make update(state, *batch) -> (state, metrics) for one model on D devices.
 
     Every leaf has a leading device axis: `state` from `replicate`, each batch leaf
-    [D, B / D, ...] from `split`.  `loss_fn(params, *batch)` returns the mean loss of its
-    part, a scalar in nats, or `(loss, aux)` with `has_aux`; gradients, loss and aux are
+    [D, B / D, ...] from `split`.  `loss_fn(params, *batch)` returns the mean loss of
+    its part, a scalar, or `(loss, aux)` with `has_aux`; gradients, loss and aux are
     averaged over the replicas, so the step equals one on the whole batch, to rounding,
     and the replicas stay bit-identical.  `metrics` is the loss [D] or `(loss, aux)`,
     D equal copies.
@@ -789,7 +813,7 @@ def make_sync_update(
     `update` raises ValueError for other leading axes and for replicas of unequal keys.
     """
     step = _make_step(loss_fn, optimizer, has_aux, stateful, replicas="devices")
-    return _pmap_update(step, "devices", replicas=True)
+    return _pmap_update(step, replicas=True)
 
 
 def make_ensemble_update(
@@ -811,7 +835,7 @@ def make_ensemble_update(
     `update` raises ValueError for other leading axes and for members of equal keys.
     """
     step = _make_step(loss_fn, optimizer, has_aux, stateful, replicas=None)
-    return _pmap_update(step, "devices", replicas=False)
+    return _pmap_update(step, replicas=False)
 
 
 # ---------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ TIMEOUT = 30  # seconds without a byte, and ten times that for a whole file
 
 
 def read_at_most(file, num_bytes: int) -> bytes:
-    """Read to the end or to `num_bytes`, in pieces: what was promised is not reserved."""
+    """Read to the end or to `num_bytes`, in pieces: a mere promise takes no memory."""
     pieces, left = [], num_bytes
     while left and (piece := file.read(min(left, 1 << 20))):
         pieces.append(piece)
@@ -149,9 +149,7 @@ def read_content(path: Path, num_dims: int) -> bytes:
                     "bytes"
                 )
             if header[3] != num_dims:
-                raise DataError(
-                    f"{path}: {header[3]} dimensions; expected {num_dims}"
-                )
+                raise DataError(f"{path}: {header[3]} dimensions; expected {num_dims}")
             if len(header) < header_bytes:
                 raise DataError(
                     f"{path}: truncated: {len(header)} bytes of a header of "
@@ -224,8 +222,8 @@ def download(folder: Path, file: IdxFile) -> None:
         print(f"downloading {url}", flush=True)
         temporary = None
         try:
-            packed = fetch(url, max_bytes=2 * file.num_bytes)
             folder.mkdir(parents=True, exist_ok=True)
+            packed = fetch(url, max_bytes=2 * file.num_bytes)
             handle, temporary = tempfile.mkstemp(suffix=".gz", dir=folder)
             with open(handle, "wb") as stream:
                 stream.write(packed)
@@ -250,6 +248,8 @@ def load_mnist(folder: Path, *, download_missing: bool = True) -> Dataset:
     Raises DataError for a file that is missing and cannot be downloaded, and for one
     that is damaged.
     """
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"{folder}: not a folder")
     contents = {
         file: read_content(path, file.num_dims)
         for file in MNIST_FILES
@@ -265,8 +265,8 @@ def load_mnist(folder: Path, *, download_missing: bool = True) -> Dataset:
             continue
         if foreign:
             raise DataError(
-                f"{folder}: {file.name} is missing, and {foreign[0]} is not MNIST's, so "
-                "MNIST's cannot take its place"
+                f"{folder}: {file.name} is missing, and {foreign[0]} is not MNIST's, "
+                "so MNIST's cannot take its place"
             )
         if not download_missing:
             raise DataError(f"{folder}: {file.name} is missing")
@@ -305,18 +305,138 @@ def load_mnist(folder: Path, *, download_missing: bool = True) -> Dataset:
 # ---------------------------------------------------------------------------------
 
 
+SIDE = 28  # pixels along each side of an image
+CHUNK = 1000  # images drawn at once, from a random stream of their own
+STEPS = 72  # equal steps in which the pen writes a digit
+KNOTS = 12  # most control points that a way of writing may have
+
+# Ways of writing each digit.  A pair such as "27" is a control point, 2 across, 7 down,
+# that attracts the pen; a pair written twice makes a corner; a comma lifts the pen.
+STROKES = {
+    0: ("50 10 19 89 80 50", "70 20 08 49 98 80 30", "50 20 29 79 70 40"),
+    1: ("50 55 59", "23 50 50 59", "23 50 50 59, 29 59 89"),
+    2: ("12 20 90 84 19 19 99", "12 20 90 74 29 08 16 59 98", "11 40 90 75 09 09 88"),
+    3: (
+        "11 40 90 84 44 44 95 99 39 08",
+        "10 80 80 44 44 94 99 29 08",
+        "11 50 90 85 34 95 99 39 07",
+    ),
+    4: ("20 15 15 95, 70 65 69", "60 06 06 96, 60 65 69", "10 06 65 74, 80 75 69"),
+    5: (
+        "80 20 20 14 14 83 99 39 08",
+        "20 14 14 83 99 39 08, 20 90",
+        "80 20 14 94 99 39 08",
+    ),
+    6: ("70 30 05 19 89 94 34 17", "60 16 29 89 85 45 17", "81 40 08 39 99 84 24 08"),
+    7: ("10 80 80 55 49", "10 80 80 55 39, 25 75", "12 10 80 90 55 39"),
+    8: (
+        "60 10 13 86 89 19 16 83 80 50",
+        "50 20 24 74 70 50, 54 14 19 89 84 54",
+        "81 40 11 33 86 89 19 16 63 81",
+    ),
+    9: (
+        "82 80 10 15 75 82 82 79",
+        "80 20 15 75 81 85 79 29 18",
+        "81 30 14 65 81 81 69",
+    ),
+}
+
+
+class Plan(NamedTuple):
+    """Ways W of writing digits, as the pen's pull to knots that may move."""
+
+    label: np.ndarray  # uint8 [W]
+    knots: np.ndarray  # [W, KNOTS, 2], control points around the center
+    pen: np.ndarray  # [W, STEPS, KNOTS]; the pen visits pen @ knots
+    step: np.ndarray  # [W], length of a step of the pen
+
+
+def smooth(curve: np.ndarray) -> np.ndarray:
+    """Round a polyline [n, d] by cutting its corners, four times (Chaikin 1974)."""
+    for _ in range(4):
+        a, b = curve[:-1], curve[1:]
+        cuts = np.stack([0.75 * a + 0.25 * b, 0.25 * a + 0.75 * b], axis=1)
+        curve = np.concatenate([curve[:1], *cuts, curve[-1:]])
+    return curve
+
+
+def plan_way(label: int, way: str) -> Plan:
+    """Plan one way of writing: leaves as in `Plan`, without W."""
+    strokes = [stroke.split() for stroke in way.split(",")]
+    points = np.array([(int(x), int(y)) for stroke in strokes for x, y in stroke])
+    knots = np.pad(points - 4.5, ((0, KNOTS - len(points)), (0, 0)))
+    lifts = np.cumsum([len(stroke) for stroke in strokes])[:-1]
+    paths = [smooth(own) for own in np.split(np.eye(len(points), KNOTS), lifts)]
+    moves = [np.diff(path @ knots, axis=0, prepend=path[:1] @ knots) for path in paths]
+    travel = np.cumsum(np.linalg.norm(np.concatenate(moves), axis=1))
+    steps = np.linspace(0, travel[-1], STEPS)
+    pen = [np.interp(steps, travel, pull) for pull in np.concatenate(paths).T]
+    return Plan(np.uint8(label), knots, np.stack(pen, axis=1), steps[1])
+
+
+def draw_digits(rng: np.random.Generator, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+    """Draw images uint8 [CHUNK, SIDE, SIDE] and labels uint8 [CHUNK]."""
+
+    def normal(mean, spread, *shape):
+        return mean + spread * rng.standard_normal((CHUNK, *shape), np.float32)
+
+    def bell(at):  # [CHUNK, STEPS] -> [CHUNK, STEPS, SIDE]
+        squares = ((at[..., None] - np.arange(SIDE, dtype=np.float32)) / width) ** 2
+        return np.exp(-0.5 * squares.clip(max=40))  # clipped: denormals are slow
+
+    way = rng.integers(len(plan.label), size=CHUNK)
+    haste = np.exp(normal(-0.7, 0.45, 1, 1))  # most write neatly, a few scrawl
+    knots = plan.knots[way] + haste * normal(0, 1, KNOTS, 2)
+    x, y = np.moveaxis(plan.pen[way] @ knots, 2, 0)
+    x, y = x * normal(1.6, 0.2, 1), y * normal(1.9, 0.15, 1)  # from knots to pixels
+    x = x - y * normal(0.2, 0.2, 1)  # slant
+    turn = normal(0, 0.12, 1)
+    x, y = x * np.cos(turn) - y * np.sin(turn), x * np.sin(turn) + y * np.cos(turn)
+    x, y = x + normal(SIDE / 2 - 0.5, 1, 1), y + normal(SIDE / 2 - 0.5, 1, 1)
+    width = np.exp(normal(-0.2, 0.2, 1, 1))
+
+    # A dab of ink is one bell down times one across; a matrix product sums the dabs.
+    dab = 1.5 * plan.step[way][:, None, None] / width
+    ink = bell(y).swapaxes(1, 2) @ bell(x) * dab
+    ink = np.tanh(ink**2) * normal(1, 0.1, SIDE, SIDE)  # saturated, on rough paper
+    return np.uint8(255 * ink.clip(0, 1)), plan.label[way]
+
+
+def generate_digits(
+    seed: int, num_train: int = 60_000, num_test: int = 10_000
+) -> Dataset:
+    """Draw white digits on black, MNIST's stand-in in shapes and types.
+
+    Equal seeds draw equal digits, and fewer are the first of more.  No label is wrong;
+    what makes some digits hard is how hastily they are written.
+    """
+    ways = [plan_way(label, way) for label in STROKES for way in STROKES[label]]
+    plan = Plan(*map(np.stack, zip(*ways)))
+    plan = Plan(plan.label, *(part.astype(np.float32) for part in plan[1:]))
+    arrays = []
+    for part, count in enumerate((num_train, num_test)):
+        chunks = [
+            draw_digits(np.random.default_rng([seed, part, start]), plan)
+            for start in range(0, max(count, 1), CHUNK)
+        ]
+        images, labels = (np.concatenate(pieces)[:count] for pieces in zip(*chunks))
+        arrays += [images[..., None], labels.astype(np.int32)]
+    return Dataset("generated digits", *arrays)
+
+
 def load_data(source: str, folder: Path) -> Dataset:
     """Load what --data names.  Raises DataError."""
     if source == "generated":
-        return generated_dataset()
+        return generate_digits(seed=0)
     missing = not all(find_file(folder, file.name) for file in MNIST_FILES)
+    missing = missing and (folder.is_dir() or not folder.exists())
     try:
         return load_mnist(folder)
     except DataError as error:
         if source == "mnist" or not missing:
             raise
         print(f"notice: training on generated digits, since MNIST is missing: {error}")
-        return generated_dataset()
+        return generate_digits(seed=0)
 
 
 # ---------------------------------------------------------------------------------
@@ -405,3 +525,398 @@ def make_predict(mode: str, num_devices: int, chunk: int = 128):
         return np.concatenate(results, axis=1)
 
     return predict
+
+
+def train(
+    mode: str, recipe: Recipe, images, labels, *, num_devices: int, seed: int
+) -> Iterator[tuple[pe.PyTree, float]]:
+    """Yield parameters [D, ...] and seconds: first the initial ones, then each epoch's.
+
+    What was yielded is consumed when the next is asked for.
+    """
+    steps = len(images) // recipe.batch_size
+    optimizer, update = make_update(mode, recipe, recipe.epochs * steps)
+    state = init_state(mode, optimizer, seed, num_devices)
+    members = 1 if mode == "sync" else num_devices
+    yield state.params, 0.0
+    for epoch in range(recipe.epochs):
+        started = time.perf_counter()
+        for rows in batch_rows(
+            len(images), recipe.batch_size, seed=seed, epoch=epoch, members=members
+        ):
+            batch = images[rows], labels[rows]  # [K, B, ...]
+            if mode == "sync":
+                batch = pe.split((batch[0][0], batch[1][0]), num_devices)
+            state, _ = update(state, *batch)
+        jax.block_until_ready(state)
+        yield state.params, time.perf_counter() - started
+
+
+# ---------------------------------------------------------------------------------
+# Report
+# ---------------------------------------------------------------------------------
+
+
+def report_finite(member_probs: np.ndarray, labels: np.ndarray) -> dict | None:
+    """Make `pe.ensemble_report` of the members whose probabilities are finite.
+
+    The others stand in `member` as None.  None when no member is finite.
+    """
+    finite = np.isfinite(member_probs).all(axis=(1, 2))
+    if not finite.any():
+        return None
+    report = pe.ensemble_report(member_probs[finite], labels)
+    scores = iter(report["member"])
+    report["member"] = [next(scores) if ok else None for ok in finite]
+    return report
+
+
+def mean_loss(report: dict) -> float:
+    """Average the negative log-likelihood over the members, in nats."""
+    return float(np.mean([m["negative_log_likelihood"] for m in report["member"] if m]))
+
+
+def print_table(title: str, rows: Sequence[tuple[str, dict | None]]) -> None:
+    print(f"\n{title}\n{'':10}{'accuracy':>10}{'NLL':>10}{'Brier':>10}{'ECE':>10}")
+    for name, scores in rows:
+        if scores is None:
+            print(f"{name:10}{'failed: not finite':>22}")
+            continue
+        accuracy, *others = scores.values()
+        print(
+            f"{name:10}{100 * accuracy:9.2f}%" + "".join(f"{s:10.4f}" for s in others)
+        )
+
+
+def write_json(path: Path, value: dict) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
+    os.replace(temporary, path)
+
+
+def versions() -> dict:
+    return {
+        "pjax_ensemble": pe.__version__,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
+# ---------------------------------------------------------------------------------
+# Command line
+# ---------------------------------------------------------------------------------
+
+
+class Failure(Exception):
+    """A run that ends here: a message for one line, and an exit status."""
+
+    def __init__(self, message: str, status: int = 2):
+        super().__init__(message)
+        self.status = status
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise Failure(message)
+
+
+def default_folder() -> Path:
+    """Return $MNIST_DIR, or a folder of our own in the user's cache folder."""
+    if os.environ.get("MNIST_DIR"):
+        return Path(os.environ["MNIST_DIR"])
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "pjax_ensemble"
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line.  Raises Failure for what lies out of range."""
+    recipe = Recipe()
+    parser = Parser(
+        prog="train_mnist.py",
+        description="Train convolutional networks on MNIST: an ensemble with a member "
+        "on every device, or one model on all devices.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    where = parser.add_argument_group("models and devices")
+    where.add_argument(
+        "--mode",
+        choices=("ensemble", "sync"),
+        default="ensemble",
+        help="ensemble: an independent member on each device, probabilities averaged; "
+        "sync: one model, each batch divided over the devices, gradients averaged",
+    )
+    where.add_argument(
+        "--devices",
+        type=int,
+        metavar="D",
+        help="devices to use; on CPU, that many virtual devices (default: all; on "
+        "CPU, one a core)",
+        default=argparse.SUPPRESS,
+    )
+    training = parser.add_argument_group("training")
+    training.add_argument(
+        "--epochs",
+        type=int,
+        default=recipe.epochs,
+        help="passes over the training images; 0 reports the initial models",
+    )
+    training.add_argument(
+        "--batch-size",
+        type=int,
+        default=recipe.batch_size,
+        help="examples a step of one model, all its replicas together",
+    )
+    training.add_argument(
+        "--learning-rate",
+        type=float,
+        default=recipe.learning_rate,
+        help="of stochastic gradient descent; the schedule's peak",
+    )
+    training.add_argument(
+        "--momentum",
+        type=float,
+        default=recipe.momentum,
+        help="share of the velocity that a step keeps",
+    )
+    training.add_argument(
+        "--schedule",
+        choices=tuple(SCHEDULES),
+        default=recipe.schedule,
+        help="learning rate over the run: constant, or rising over its first 15%% and "
+        "falling to 0, in straight lines or half cosines",
+    )
+    training.add_argument(
+        "--seed", type=int, default=0, help="member i depends on seed and i alone"
+    )
+    data = parser.add_argument_group("data")
+    data.add_argument(
+        "--data",
+        choices=("auto", "mnist", "generated"),
+        default="auto",
+        help="mnist: from --data-dir, downloaded there if missing; generated: digits "
+        "that this script draws; auto: mnist, or generated if it cannot be had",
+    )
+    data.add_argument(
+        "--data-dir",
+        type=Path,
+        metavar="DIR",
+        help="MNIST's four files, gzipped or plain (default: $MNIST_DIR, else "
+        "pjax_ensemble in the user's cache folder)",
+        default=argparse.SUPPRESS,
+    )
+    data.add_argument(
+        "--train-size",
+        type=int,
+        metavar="N",
+        help="train on the first N images (default: all)",
+        default=argparse.SUPPRESS,
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--workdir",
+        type=Path,
+        metavar="DIR",
+        help="write metrics.jsonl and report.json there (default: write nothing)",
+        default=argparse.SUPPRESS,
+    )
+    args = parser.parse_args(argv)
+    for name in ("devices", "train_size", "workdir"):
+        setattr(args, name, getattr(args, name, None))
+    args.data_dir = getattr(args, "data_dir", None) or default_folder()
+
+    def check(flag: str, ok: bool, expected: str) -> None:
+        if not ok:
+            value = getattr(args, flag.strip("-").replace("-", "_"))
+            raise Failure(f"{flag} {value}: expected {expected}")
+
+    check("--devices", args.devices is None or 1 <= args.devices <= 1024, "1 to 1024")
+    check("--epochs", args.epochs >= 0, "0 or more")
+    check("--batch-size", args.batch_size >= 1, "1 or more")
+    check("--learning-rate", 0 <= args.learning_rate < math.inf, "0 or more, finite")
+    check("--momentum", 0 <= args.momentum < 1, "0 or more, below 1")
+    check("--seed", 0 <= args.seed < 2**32, "0 to 4294967295")
+    check("--train-size", args.train_size is None or args.train_size >= 1, "1 or more")
+    return args
+
+
+def open_workdir(folder: Path):
+    """Make the folder and open its metrics.jsonl, before any work is done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("report.json", "metrics.jsonl"):
+            if (folder / name).exists() and (folder / name).stat().st_size:
+                raise Failure(
+                    f"--workdir {folder}: holds {name} of an earlier run; choose "
+                    "another folder, or remove it"
+                )
+        with tempfile.TemporaryFile(dir=folder):  # report.json will need a new file
+            return open(folder / "metrics.jsonl", "w")
+    except OSError as error:
+        raise Failure(f"--workdir {folder}: {error.strerror or error}") from error
+
+
+def prepare(args: argparse.Namespace) -> tuple[Dataset, int]:
+    """Load the data and start the devices.  Raises Failure where flags do not fit."""
+    try:
+        data = load_data(args.data, args.data_dir)
+    except DataError as error:
+        raise Failure(f"--data-dir: {error}") from error
+    size = args.train_size or len(data.train_images)
+    if size > len(data.train_images):
+        raise Failure(
+            f"--train-size {size}: {data.name} has {len(data.train_images)} training "
+            "images"
+        )
+    if args.batch_size > size:
+        raise Failure(
+            f"--batch-size {args.batch_size}: more than the {size} training images"
+        )
+    data = data._replace(
+        train_images=data.train_images[:size], train_labels=data.train_labels[:size]
+    )
+    pe.use_cpu_devices(args.devices)
+    available = jax.local_device_count()
+    num_devices = args.devices or available
+    if num_devices > available:
+        raise Failure(
+            f"--devices {num_devices}: there are {available} "
+            f"{jax.default_backend().upper()} devices"
+        )
+    if args.mode == "sync" and args.batch_size % num_devices:
+        below = args.batch_size - args.batch_size % num_devices
+        raise Failure(
+            f"--batch-size {args.batch_size}: does not split over {num_devices} "
+            f"devices; use a multiple of {num_devices}, for example "
+            f"{below or num_devices}"
+        )
+    return data, num_devices
+
+
+def announce(args: argparse.Namespace, recipe: Recipe, data: Dataset, devices: int):
+    """Say in two lines what is about to run."""
+    models = "1 model" if args.mode == "sync" else f"{devices} members"
+    print(
+        f"{args.mode}: {models} on {devices} {jax.default_backend().upper()} devices, "
+        f"{data.name}, {len(data.train_images)} training and {len(data.test_images)} "
+        f"test images, seed {args.seed}, jax {jax.__version__}"
+    )
+    settings = (f"{name} {value}" for name, value in recipe._asdict().items())
+    print(", ".join(settings), flush=True)
+
+
+def evaluate(predict, params, data: Dataset, epoch: int) -> tuple[dict, dict, float]:
+    """Report on the test images, and on as many training images, measured alike.
+
+    Returns both reports and the seconds that the test images took.  Raises Failure,
+    status 3, when no model is finite.
+    """
+    started = time.perf_counter()
+    probs = predict(params, data.test_images)
+    seconds = time.perf_counter() - started
+    test = report_finite(probs, data.test_labels)
+    sample = slice(len(data.test_images))
+    probs = predict(params, data.train_images[sample])
+    train = report_finite(probs, data.train_labels[sample])
+    if test is None or train is None:
+        raise Failure(
+            f"no model is finite after epoch {epoch}; lower --learning-rate", status=3
+        )
+    return test, train, seconds
+
+
+def run(args: argparse.Namespace) -> dict:
+    """Train and report; return what report.json holds.  Raises Failure."""
+    metrics_file = open_workdir(args.workdir) if args.workdir else None
+    data, num_devices = prepare(args)
+    recipe = Recipe()._replace(
+        **{name: getattr(args, name) for name in Recipe._fields if name in args}
+    )
+    announce(args, recipe, data, num_devices)
+    predict = make_predict(args.mode, num_devices)
+    epochs = train(
+        args.mode,
+        recipe,
+        data.train_images,
+        data.train_labels,
+        num_devices=num_devices,
+        seed=args.seed,
+    )
+    images_per_epoch = len(data.train_images) // recipe.batch_size * recipe.batch_size
+    failed = set()
+    for epoch, (params, train_seconds) in enumerate(epochs):
+        if epoch == 0 and recipe.epochs > 0:
+            continue  # the initial models are of interest only when none is trained
+        report, train_report, test_seconds = evaluate(predict, params, data, epoch)
+        members = report["member"]
+        for i, scores in enumerate(members):
+            if scores is None and i not in failed:
+                failed.add(i)
+                print(f"notice: member {i} is not finite after epoch {epoch}")
+        if epoch == 0:
+            break
+        metrics = {
+            "epoch": epoch,
+            "train_loss": mean_loss(train_report),
+            "train_accuracy": train_report["ensemble"]["accuracy"],
+            "test_loss": mean_loss(report),
+            "test_accuracy": report["ensemble"]["accuracy"],
+            "member_test_accuracy": [m and m["accuracy"] for m in members],
+            "train_seconds": train_seconds,
+            "test_seconds": test_seconds,
+            "member_images_per_second": len(members) * images_per_epoch / train_seconds,
+        }
+        print(
+            f"epoch: {epoch:2d}, train_loss: {metrics['train_loss']:.4f}, "
+            f"train_accuracy: {100 * metrics['train_accuracy']:.2f}, "
+            f"test_loss: {metrics['test_loss']:.4f}, "
+            f"test_accuracy: {100 * metrics['test_accuracy']:.2f}",
+            flush=True,
+        )
+        if metrics_file:
+            print(json.dumps(metrics, allow_nan=False), file=metrics_file, flush=True)
+
+    rows = [(f"member {i}", scores) for i, scores in enumerate(members)]
+    if args.mode == "sync":
+        rows = [("model", members[0])]
+    else:
+        rows.append(("ensemble", report["ensemble"]))
+    print_table(f"{data.name}, {len(data.test_images)} test images", rows)
+    report = {
+        "dataset": data.name,
+        "test_examples": len(data.test_images),
+        "members": len(members),
+        **report,
+        "config": {
+            "mode": args.mode,
+            "devices": num_devices,
+            **recipe._asdict(),
+            "seed": args.seed,
+            "train_size": len(data.train_images),
+        },
+        "versions": versions(),
+    }
+    if metrics_file:
+        metrics_file.close()
+        write_json(args.workdir / "report.json", report)
+    return report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status, after one line of what is wrong."""
+    try:
+        run(parse_arguments(argv))
+    except Failure as failure:
+        print(f"train_mnist.py: error: {failure}", file=sys.stderr)
+        return failure.status
+    except KeyboardInterrupt:
+        print("train_mnist.py: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

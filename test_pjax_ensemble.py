@@ -1,0 +1,1505 @@
+"""Tests of pjax_ensemble.py and train_mnist.py, in the order of their sections."""
+
+import gzip
+import inspect
+import io
+import itertools
+import json
+import os
+import struct
+import subprocess
+import sys
+import tracemalloc
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose, assert_array_equal
+
+import pjax_ensemble as pe
+import train_mnist as tm
+
+D = 8
+HERE = Path(__file__).parent
+MNIST = Path(os.environ.get("MNIST_DIR", HERE / "../shared/mnist"))
+
+
+def leaves_equal(a, b):
+    """Whether two trees hold the same bits (nan equal to nan)."""
+    a, b = jax.tree.leaves(a), jax.tree.leaves(b)
+    return len(a) == len(b) and all(
+        np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in zip(a, b)
+    )
+
+
+def member(tree, i):
+    return jax.tree.map(lambda x: x[i], jax.device_get(tree))
+
+
+def randn(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def test_eight_virtual_devices_are_there():
+    assert jax.local_device_count() == D
+
+
+# ---------------------------------------------------------------------------------
+# The module as a whole
+# ---------------------------------------------------------------------------------
+
+
+def run_python(code, *args, cwd=HERE, **env):
+    """Run code in a fresh interpreter, and return what it printed."""
+    env = {"PATH": os.environ["PATH"], "JAX_PLATFORMS": "cpu", **env}
+    command = [sys.executable, "-W", "error::DeprecationWarning", "-c", code, *args]
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_touches_no_device_sets_nothing_and_prints_nothing():
+    code = """
+import jax
+before = dict(jax.config.values)
+import pjax_ensemble
+assert dict(jax.config.values) == before
+jax.config.update("jax_num_cpu_devices", 3)  # without effect once a device is in use
+assert jax.device_count() == 3, jax.device_count()
+"""
+    assert run_python(code) == ""
+
+
+def test_module_works_alone_beside_a_script(tmp_path):
+    (tmp_path / "pjax_ensemble.py").write_bytes(
+        (HERE / "pjax_ensemble.py").read_bytes()
+    )
+    code = "import pjax_ensemble as pe; print(pe.__file__); pe.main(['--devices', '2'])"
+    printed = run_python(code, cwd=tmp_path)
+    assert str(tmp_path) in printed and "Step 900" in printed
+
+
+def test_usage_in_the_docstring_runs():
+    blocks = [
+        "\n".join(line[4:] for line in block.splitlines())
+        for block in pe.__doc__.split("\n\n")
+        if block.startswith("    ") and ("pe." in block or "import" in block)
+    ]
+    *usage, sync = blocks
+    names = {}
+    exec("\n".join(usage), names)
+    ensemble = names["losses"]
+    exec(sync, names)
+    assert ensemble.shape == names["losses"].shape == (D,)
+    assert len(set(np.asarray(ensemble).tolist())) == D
+    assert len(set(np.asarray(names["losses"]).tolist())) == 1
+
+
+def test_all_names_stand_in_the_order_of_the_file():
+    source = inspect.getsource(pe)
+    places = [
+        max(source.find(f"\ndef {name}("), source.find(f"\nclass {name}("))
+        for name in pe.__all__
+    ]
+    assert min(places) > 0
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("name", pe.__all__)
+def test_docstring_gives_shapes_and_errors(name):
+    thing = getattr(pe, name)
+    if inspect.isclass(thing):  # shapes stand beside the fields
+        fields = inspect.getsource(thing).splitlines()[1:]
+        assert (
+            all("#" in line for line in fields if ": " in line) or name == "TrainState"
+        )
+        return
+    first = thing.__doc__.splitlines()[0]
+    assert first.endswith((".", ":")) and first[0].isupper()
+    source = inspect.getsource(thing)
+    if "raise ValueError" in source:
+        assert "ValueError" in thing.__doc__
+    if any(f"{arg}: Array" in source for arg in ("images", "inputs", "logits")):
+        assert "[" in thing.__doc__
+
+
+# ---------------------------------------------------------------------------------
+# Layers
+# ---------------------------------------------------------------------------------
+
+
+def conv_by_loops(images, weight, stride, padding):
+    """Convolve by numpy loops, from the definition of "SAME" and "VALID"."""
+    batch, *size, _ = images.shape
+    kernel = weight.shape[:2]
+    if padding == "SAME":
+        out = [-(-n // s) for n, s in zip(size, stride)]
+        pads = [
+            max((o - 1) * s + k - n, 0) for o, s, k, n in zip(out, stride, kernel, size)
+        ]
+    else:
+        out = [(n - k) // s + 1 for n, k, s in zip(size, kernel, stride)]
+        pads = [0, 0]
+    padded = np.pad(images, [(0, 0), *[(p // 2, p - p // 2) for p in pads], (0, 0)])
+    result = np.zeros((batch, *out, weight.shape[3]))
+    for b, i, j in itertools.product(range(batch), range(out[0]), range(out[1])):
+        top, left = i * stride[0], j * stride[1]
+        window = padded[b, top : top + kernel[0], left : left + kernel[1]]
+        result[b, i, j] = np.tensordot(window, weight, 3)
+    return result
+
+
+CONVS = [
+    # batch, height, width, in, out, kernel, stride
+    (1, 5, 7, 1, 1, 1, 1),
+    (2, 6, 5, 3, 4, 2, 1),
+    (2, 7, 7, 2, 3, 3, 1),
+    (3, 8, 6, 2, 3, 3, 2),
+    (1, 9, 8, 1, 2, 4, 3),
+    (2, 7, 9, 3, 2, (5, 2), (1, 2)),
+    (1, 6, 6, 4, 1, 6, 2),
+    (2, 5, 5, 2, 2, 2, 3),
+]
+
+
+def conv_case(batch, height, width, channels, features, kernel, stride):
+    params = pe.conv_init(jax.random.key(1), channels, features, kernel)
+    params = params._replace(bias=jnp.asarray(randn(2, features)))
+    images = jnp.asarray(randn(3, batch, height, width, channels))
+    pair = stride if isinstance(stride, tuple) else (stride, stride)
+    return params, images, pair
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+@pytest.mark.parametrize("case", CONVS, ids=str)
+def test_conv_equals_numpy_loops(case, padding):
+    params, images, stride = conv_case(*case)
+    outputs = pe.conv(params, images, stride=case[-1], padding=padding)
+    expected = conv_by_loops(
+        np.asarray(images), np.asarray(params.weight), stride, padding
+    ) + np.asarray(params.bias)
+    assert outputs.shape == expected.shape
+    assert_allclose(outputs, expected, atol=1e-5)
+    no_bias = pe.conv(
+        params._replace(bias=None), images, stride=case[-1], padding=padding
+    )
+    assert_allclose(
+        outputs - no_bias, np.broadcast_to(params.bias, outputs.shape), 1e-4
+    )
+
+
+def conv_library(params, images, stride, padding):
+    dims = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(
+        images, params.weight, stride, padding, dimension_numbers=dims
+    ) + jnp.reshape(params.bias, (1, 1, 1, -1))
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+@pytest.mark.parametrize("case", CONVS, ids=str)
+def test_conv_gradients_equal_the_library_convolutions(case, padding):
+    params, images, stride = conv_case(*case)
+
+    def grads(f):
+        return jax.grad(lambda p, x: jnp.sum(jnp.sin(f(p, x))), argnums=(0, 1))
+
+    ours = grads(lambda p, x: pe.conv(p, x, stride=stride, padding=padding))
+    theirs = grads(lambda p, x: conv_library(p, x, stride, padding))
+    jax.tree.map(
+        lambda a, b: assert_allclose(a, b, atol=1e-4, rtol=1e-4),
+        ours(params, images),
+        theirs(params, images),
+    )
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+@pytest.mark.parametrize("case", CONVS, ids=str)
+def test_both_forms_of_conv_agree(case, padding):
+    params, images, stride = conv_case(*case)
+    options = dict(stride=stride, padding=padding)
+    assert_allclose(
+        pe._conv_patches(images, params.weight, **options),
+        pe._conv_library(images, params.weight, **options),
+        atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("around", ["scan", "vmap", "pmap"])
+def test_conv_works_inside(around):
+    params, images, stride = conv_case(*CONVS[3])
+    f = lambda x: pe.conv(params, x, stride=stride)  # noqa: E731
+    stacked = jnp.stack([images, 2 * images])
+    mapped = {
+        "scan": lambda x: jax.lax.scan(lambda c, x: (c, f(x)), 0, x)[1],
+        "vmap": jax.vmap(f),
+        "pmap": jax.pmap(f),
+    }[around]
+    expected = [conv_library(params, x, stride, "SAME") for x in stacked]
+    assert_allclose(mapped(stacked), np.stack(expected), atol=1e-5)
+
+
+def test_conv_is_a_matrix_product_on_cpu():
+    params, images, _ = conv_case(*CONVS[2])
+    loss = lambda p, x: pe.conv(p, x).sum()  # noqa: E731
+    program = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, images)
+    assert "convolution" not in program.as_text()
+    assert "dot_general" in program.as_text()
+
+
+def test_conv_promotes_integers_and_keeps_half_precision():
+    params = pe.conv_init(jax.random.key(0), 1, 2)
+    assert pe.conv(params, jnp.ones((1, 4, 4, 1), jnp.uint8)).dtype == jnp.float32
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    assert pe.conv(half, jnp.ones((1, 4, 4, 1), jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+def test_init_has_zero_bias_and_the_variance_of_he():
+    params = pe.conv_init(jax.random.key(0), 16, 64, 5)
+    assert params.weight.shape == (5, 5, 16, 64)
+    assert_allclose(params.weight.std(), np.sqrt(2 / (5 * 5 * 16)), rtol=0.02)
+    assert not params.bias.any() and params.bias.shape == (64,)
+    assert pe.conv_init(jax.random.key(0), 1, 2, (2, 3), bias=False).bias is None
+    params = pe.dense_init(jax.random.key(0), 400, 100)
+    assert_allclose(params.weight.std(), np.sqrt(2 / 400), rtol=0.02)
+    assert not params.bias.any() and params.bias.shape == (100,)
+
+
+def test_dense_equals_numpy():
+    params = pe.Dense(jnp.asarray(randn(0, 3, 4)), jnp.asarray(randn(1, 4)))
+    inputs = randn(2, 2, 5, 3)
+    expected = np.einsum("abi,io->abo", inputs, params.weight) + np.asarray(params.bias)
+    assert_allclose(pe.dense(params, jnp.asarray(inputs)), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "pool, reduce", [(pe.avg_pool, np.mean), (pe.max_pool, np.max)]
+)
+@pytest.mark.parametrize(
+    "window, stride", [(2, None), (3, 2), ((2, 3), (3, 1)), (3, 4)]
+)
+def test_pool_equals_numpy_loops(pool, reduce, window, stride):
+    images = randn(0, 2, 7, 9, 3)
+    kh, kw = window if isinstance(window, tuple) else (window, window)
+    stride_ = window if stride is None else stride
+    sh, sw = stride_ if isinstance(stride_, tuple) else (stride_, stride_)
+    expected = np.stack(
+        [
+            np.stack(
+                [
+                    reduce(images[:, i : i + kh, j : j + kw], axis=(1, 2))
+                    for j in range(0, 9 - kw + 1, sw)
+                ],
+                axis=1,
+            )
+            for i in range(0, 7 - kh + 1, sh)
+        ],
+        axis=1,
+    )
+    assert_allclose(pool(jnp.asarray(images), window, stride=stride), expected, 1e-5)
+
+
+def test_max_pool_sends_the_gradient_to_the_largest():
+    images = jnp.asarray(randn(0, 1, 4, 4, 1))
+    grads = jax.grad(lambda x: pe.max_pool(x).sum())(images)
+    assert grads.sum() == 4
+    largest = np.sort(pe.max_pool(images).ravel())
+    assert_array_equal(np.sort(images[grads == 1]), largest)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda p, x: pe.conv(p, x[..., :1]), "have 1 channels; the kernel"),
+        (lambda p, x: pe.conv(p, x, padding="same"), "'same'; expected 'SAME' or"),
+        (lambda p, x: pe.conv(p, x[0]), r"\(5, 5, 2\); expected \[B, H, W, I\]"),
+        (lambda p, x: pe.conv(p, x, stride=0), "stride is 0; expected an int >= 1"),
+        (lambda p, x: pe.conv(p, x, stride=1.5), "stride is 1.5"),
+        (lambda p, x: pe.conv(p, x[:, :2], padding="VALID"), "window of 3x3 does not"),
+        (lambda p, x: pe.avg_pool(x, 6), "window of 6x6 does not fit images of 5x5"),
+        (lambda p, x: pe.max_pool(x, (1, 2, 3)), r"window is \(1, 2, 3\)"),
+        (
+            lambda p, x: pe.dense(pe.dense_init(jax.random.key(0), 3, 1), x),
+            "have 2 features; the weight of shape",
+        ),
+    ],
+)
+def test_layer_names_what_does_not_fit(call, message):
+    params = pe.conv_init(jax.random.key(0), 2, 3)
+    with pytest.raises(ValueError, match=message):
+        call(params, jnp.ones((1, 5, 5, 2)))
+
+
+# ---------------------------------------------------------------------------------
+# Networks
+# ---------------------------------------------------------------------------------
+
+
+def test_cnn_is_the_guides_network():
+    params = pe.cnn_init(jax.random.key(0))
+    assert sum(x.size for x in jax.tree.leaves(params)) == 824_458
+    images = jnp.asarray(randn(0, 3, 28, 28, 1))
+
+    def pool(x):
+        ones = (1, 2, 2, 1)
+        return jax.lax.reduce_window(x, 0.0, jax.lax.add, ones, ones, "VALID") / 4
+
+    x = pool(jax.nn.relu(conv_library(params.conv1, images, (1, 1), "SAME")))
+    x = pool(jax.nn.relu(conv_library(params.conv2, x, (1, 1), "SAME")))
+    x = x.reshape(3, -1) @ params.dense1.weight + params.dense1.bias[None]
+    logits = jax.nn.relu(x) @ params.dense2.weight + params.dense2.bias[None]
+    assert_allclose(pe.cnn(params, images), logits, atol=1e-4)
+
+
+# ---------------------------------------------------------------------------------
+# Losses and metrics
+# ---------------------------------------------------------------------------------
+
+
+def test_cross_entropy_equals_numpy_and_is_stable():
+    logits, labels = randn(0, 6, 4), np.array([0, 1, 2, 3, 0, 1])
+    probs = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    expected = [-np.log(p[i]) for p, i in zip(probs, labels)]
+    assert_allclose(pe.softmax_cross_entropy(logits, labels), expected, rtol=1e-5)
+    far = pe.softmax_cross_entropy(
+        jnp.array([[1e4, 0.0], [1e4, 0.0]]), np.array([0, 1])
+    )
+    assert_allclose(far, [0, 1e4])
+
+
+@pytest.mark.parametrize("label", [-1, 4, 255])
+def test_cross_entropy_of_a_label_out_of_range_is_nan(label):
+    losses = pe.softmax_cross_entropy(jnp.zeros((2, 4)), jnp.array([0, label]))
+    assert_array_equal(np.isnan(losses), [False, True])
+
+
+def test_accuracy_counts_the_largest():
+    logits = jnp.array([[1.0, 2.0], [3.0, 0.0], [0.0, 1.0], [5.0, 4.0]])
+    assert pe.accuracy(logits, jnp.array([1, 0, 0, 1])) == 0.5
+
+
+@pytest.mark.parametrize("metric", [pe.softmax_cross_entropy, pe.accuracy])
+def test_metric_refuses_labels_of_another_form(metric):
+    with pytest.raises(ValueError, match=r"labels have shape \(3, 1\); logits of"):
+        metric(jnp.zeros((3, 4)), jnp.zeros((3, 1), int))
+    with pytest.raises(ValueError, match=r"labels have shape \(3, 4\)"):  # one-hot
+        metric(jnp.zeros((3, 4)), jnp.zeros((3, 4)))
+    with pytest.raises(ValueError, match="labels are float32; expected integers"):
+        metric(jnp.zeros((3, 4)), jnp.zeros(3))
+
+
+def scores_by_loops(probs, labels):
+    """Compute the four scores one example at a time."""
+    nll = brier = hits = 0.0
+    bins = [[] for _ in range(15)]
+    for p, label in zip(probs, labels):
+        confidence, guess = max(p), list(p).index(max(p))
+        hits += guess == label
+        nll -= np.log(p[label])
+        brier += sum((p[c] - (c == label)) ** 2 for c in range(len(p)))
+        bins[min(int(confidence * 15), 14)].append((guess == label, confidence))
+    ece = sum(
+        len(b) * abs(np.mean([x[0] for x in b]) - np.mean([x[1] for x in b]))
+        for b in bins
+        if b
+    )
+    return [x / len(probs) for x in (hits, nll, brier, ece)]
+
+
+def random_probs(seed, *shape):
+    probs = np.random.default_rng(seed).dirichlet(0.3 * np.ones(shape[-1]), shape[:-1])
+    return probs
+
+
+def test_report_equals_loops_for_members_ensemble_and_sizes():
+    probs, labels = (
+        random_probs(0, 3, 200, 5),
+        np.random.default_rng(1).integers(5, size=200),
+    )
+    report = pe.ensemble_report(probs, labels)
+    sizes = [probs[:k].mean(axis=0) for k in (1, 2, 3)]
+    for scores, expected in [
+        (report["ensemble"], probs.mean(axis=0)),
+        *zip(report["member"], probs),
+        *zip(report["by_size"], sizes),
+    ]:
+        assert_allclose(list(scores.values()), scores_by_loops(expected, labels))
+    guesses = probs.argmax(axis=2)
+    pairs = [(0, 1), (0, 2), (1, 2)]
+    disagreement = np.mean([guesses[i] != guesses[j] for i, j in pairs])
+    assert_allclose(report["disagreement"], disagreement)
+
+    def entropy(p):
+        return np.mean([-sum(x * np.log(x) for x in row if x > 0) for row in p])
+
+    total = entropy(probs.mean(axis=0))
+    assert_allclose(report["predictive_entropy"], total)
+    expected = total - np.mean([entropy(p) for p in probs])
+    assert_allclose(report["mutual_information"], expected)
+    json.dumps(report, allow_nan=False)
+
+
+def test_report_of_certain_members_is_finite():
+    certain = np.eye(3)[[0, 1, 2, 0]]
+    report = pe.ensemble_report([certain, certain[::-1]], np.array([0, 1, 2, 1]))
+    json.dumps(report, allow_nan=False)
+    right, wrong = np.array([[1.0, 0]]), np.array([[0, 1.0]])
+    report = pe.ensemble_report([right, wrong], np.array([0]))
+    assert [m["expected_calibration_error"] for m in report["member"]] == [0, 1]
+    assert [m["brier_score"] for m in report["member"]] == [0, 2]
+    assert_allclose(report["member"][1]["negative_log_likelihood"], 87.3, atol=0.1)
+    assert report["disagreement"] == 1
+    assert_allclose(report["mutual_information"], np.log(2))
+    assert pe.ensemble_report([right], np.array([0]))["disagreement"] == 0
+
+
+@pytest.mark.parametrize(
+    "probs, labels, message",
+    [
+        (np.ones((2, 3)), [0, 0], r"shape \(2, 3\) and labels \(2,\); expected"),
+        (np.ones((1, 2, 1)), [0], r"shape \(1, 2, 1\) and labels \(1,\)"),
+        (np.ones((1, 0, 1)), [], "none of them empty"),
+        (np.full((1, 2, 2), 0.5), [0, 2], r"labels lie in 0..2; 2 classes take 0..1"),
+        (np.full((1, 2, 2), 0.5), [0, -1], r"labels lie in -1..0"),
+        (np.full((1, 2, 2), 0.5), [0.0, 1.0], "labels are float64"),
+        (np.full((1, 2, 2), 0.6), [0, 1], "member 0, example 0: probabilities"),
+        ([[[0.5, 0.5], [np.nan, 1]]], [0, 1], "member 0, example 1.*distribution"),
+        ([[[1.5, -0.5]]], [0], "pass softmax"),
+    ],
+)
+def test_report_refuses(probs, labels, message):
+    with pytest.raises(ValueError, match=message):
+        pe.ensemble_report(probs, np.array(labels, int if not labels else None))
+
+
+# ---------------------------------------------------------------------------------
+# Optimizers
+# ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", [None, "linear"])
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_equals_optax_step_by_step(momentum, nesterov, schedule):
+    rate = pe.linear_schedule(0.3, 8) if schedule else 0.1
+    ours = pe.sgd(rate, momentum, nesterov=nesterov)
+    theirs = optax.sgd(rate, momentum, nesterov=nesterov)
+    params = {"w": jnp.asarray(randn(0, 3, 2)), "b": jnp.zeros(2)}
+    a, b, state_a, state_b = params, params, ours.init(params), theirs.init(params)
+    for step in range(8):
+        grads = {"w": jnp.asarray(randn(step, 3, 2)), "b": jnp.asarray(randn(step, 2))}
+        updates, state_a = ours.update(grads, state_a, a)
+        a = pe.apply_updates(a, updates)
+        updates, state_b = theirs.update(grads, state_b, b)
+        b = optax.apply_updates(b, updates)
+        jax.tree.map(lambda x, y: assert_allclose(x, y, rtol=1e-6, atol=1e-7), a, b)
+    assert state_a.count == 8
+
+
+def test_sgd_accumulates_velocity_outside_the_rate():
+    optimizer = pe.sgd(lambda step: jnp.where(step == 0, 1.0, 0.5), momentum=0.5)
+    state = optimizer.init(jnp.zeros(()))
+    first, state = optimizer.update(jnp.ones(()), state)
+    second, state = optimizer.update(jnp.ones(()), state)
+    assert (first, second, state.velocity) == (-1, -0.5 * 1.5, 1.5)
+
+
+def test_sgd_keeps_half_precision():
+    optimizer, params = pe.sgd(pe.linear_schedule(0.1, 4)), jnp.ones(3, jnp.bfloat16)
+    updates, state = optimizer.update(params, optimizer.init(params))
+    assert updates.dtype == state.velocity.dtype == jnp.bfloat16
+    assert pe.apply_updates(params, updates.astype(jnp.float32)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("rate", [-0.1, np.nan, np.inf])
+def test_sgd_refuses_rate(rate):
+    with pytest.raises(ValueError, match=r"learning_rate is .*expected finite, >= 0"):
+        pe.sgd(rate)
+
+
+@pytest.mark.parametrize("momentum", [-0.1, 1.0, np.nan])
+def test_sgd_refuses_momentum(momentum):
+    with pytest.raises(ValueError, match="momentum is .*expected 0 <= momentum < 1"):
+        pe.sgd(0.1, momentum)
+
+
+@pytest.mark.parametrize("make", [pe.linear_schedule, pe.cosine_schedule])
+@pytest.mark.parametrize("warmup", [0, 0.15, 0.5])
+def test_schedule_rises_to_the_peak_and_falls_to_zero(make, warmup):
+    rates = np.array([make(0.4, 999, warmup=warmup)(step) for step in range(0, 999, 9)])
+    assert rates.min() > 0
+    assert_allclose(rates.max(), 0.4, rtol=0.03)
+    top = rates.argmax()
+    assert abs(top / len(rates) - warmup) < 0.02
+    assert (np.diff(rates[: top + 1]) > 0).all() and (np.diff(rates[top:]) < 0).all()
+    assert make(0.4, 999, warmup=warmup)(999) == make(0.4, 999)(5000) == 0
+
+
+def test_linear_and_cosine_are_what_their_names_say():
+    # 99 steps are the inner points of 0, 0.01, ..., 1.
+    linear, cosine = pe.linear_schedule(1.0, 99, warmup=0.5), None
+    assert_allclose([linear(24), linear(49), linear(74)], [0.5, 1, 0.5], rtol=1e-6)
+    cosine = pe.cosine_schedule(1.0, 99, warmup=0)
+    assert_allclose(cosine(24), (1 + np.cos(np.pi * 0.25)) / 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("num_steps, warmup", [(-1, 0.1), (10, 1.0), (10, -0.1)])
+def test_schedule_refuses(num_steps, warmup):
+    with pytest.raises(
+        ValueError, match=f"num_steps is {num_steps} and warmup {warmup}"
+    ):
+        pe.linear_schedule(0.1, num_steps, warmup=warmup)
+
+
+# ---------------------------------------------------------------------------------
+# Devices
+# ---------------------------------------------------------------------------------
+
+
+@given(
+    num_devices=st.integers(1, 9),
+    rows=st.integers(0, 5),
+    rest=st.lists(st.integers(0, 3), max_size=2),
+)
+@settings(max_examples=50, deadline=None)
+def test_merge_undoes_split_and_rows_keep_their_order(num_devices, rows, rest):
+    shape = (num_devices * rows, *rest)
+    tree = {
+        "a": np.arange(np.prod(shape, dtype=int)).reshape(shape),
+        "b": [shape[0] * [7]],
+    }
+    tree["b"] = np.array(tree["b"][0], np.uint8)
+    parts = pe.split(tree, num_devices)
+    assert parts["a"].shape == (num_devices, rows, *rest)
+    assert_array_equal(parts["a"].reshape(shape), tree["a"])
+    assert leaves_equal(pe.merge(parts), tree)
+
+
+def test_split_defaults_to_the_local_devices_and_stays_on_the_host():
+    parts = pe.split((np.zeros((16, 3)), jnp.zeros(24), [1] * 0))
+    assert parts[0].shape == (D, 2, 3) and isinstance(parts[0], np.ndarray)
+    assert parts[1].shape == (D, 3) and isinstance(parts[1], jax.Array)
+
+
+def test_split_refuses_rows_that_do_not_divide():
+    with pytest.raises(
+        ValueError, match="130 does not split over 8.*multiple of 8, for"
+    ):
+        pe.split(np.zeros((130, 2)))
+    with pytest.raises(ValueError, match="without axes"):
+        pe.split(np.float32(1))
+    for count in (0, -1, 2.0, "2"):
+        with pytest.raises(ValueError, match="expected an int >= 1"):
+            pe.split(np.zeros(8), count)
+    with pytest.raises(ValueError, match=r"shape \(8,\) is not \[D, n, ...\]"):
+        pe.merge(np.zeros(8))
+
+
+@pytest.mark.parametrize("num_devices", [1, 3, D])
+def test_replicate_puts_a_copy_on_each_device(num_devices):
+    tree = {
+        "w": randn(0, 2, 3),
+        "half": jnp.ones(2, jnp.bfloat16),
+        "count": 3,
+        "key": jax.random.key(7),
+    }
+    copies = pe.replicate(tree, num_devices)
+    assert copies["w"].shape == (num_devices, 2, 3)
+    shards = copies["w"].addressable_shards
+    assert [shard.device for shard in shards] == jax.local_devices()[:num_devices]
+    for shard in shards:
+        assert_array_equal(np.asarray(shard.data).reshape(2, 3), tree["w"])
+    assert copies["half"].dtype == jnp.bfloat16 and copies["count"].shape == (
+        num_devices,
+    )
+    one = pe.unreplicate(copies)
+    assert_array_equal(one["w"], tree["w"])
+    assert one["count"] == 3 and jnp.issubdtype(one["key"].dtype, jax.dtypes.prng_key)
+    assert jax.random.bits(one["key"]) == jax.random.bits(tree["key"])
+
+
+def test_replicate_refuses_more_devices_than_exist():
+    with pytest.raises(ValueError, match="9 devices are asked for; there are 8"):
+        pe.replicate(np.zeros(3), 9)
+
+
+def test_unreplicate_leaves_the_other_copies_alone():
+    outputs = jax.pmap(lambda x: x + 1)(np.arange(D, dtype=np.float32))
+    one = pe.unreplicate({"x": outputs, "host": np.arange(D)})
+    assert one["x"].devices() == {jax.local_devices()[0]}
+    assert one["x"].shape == () and (one["x"], one["host"]) == (1, 0)
+    with jax.transfer_guard("disallow"):
+        pe.unreplicate(outputs)
+
+
+# ---------------------------------------------------------------------------------
+# Updates
+# ---------------------------------------------------------------------------------
+
+
+class Net(NamedTuple):
+    conv: pe.Conv
+    dense: pe.Dense
+
+
+def net_init(key):
+    keys = jax.random.split(key)
+    return Net(pe.conv_init(keys[0], 1, 3), pe.dense_init(keys[1], 48, 4))
+
+
+def net(params, images):
+    x = jax.nn.relu(pe.conv(params.conv, images, stride=2))
+    return pe.dense(params.dense, x.reshape(len(x), -1))
+
+
+def net_loss(params, images, labels):
+    return pe.softmax_cross_entropy(net(params, images), labels).mean()
+
+
+def net_batch(seed, batch=16):
+    labels = np.random.default_rng(seed).integers(4, size=batch).astype(np.int32)
+    return randn(seed, batch, 8, 8, 1), labels
+
+
+def members_state(optimizer, keys, init=net_init, **kwargs):
+    states = [pe.train_state(init(key), optimizer, key=key, **kwargs) for key in keys]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+
+
+def keys_of(seed, count, style="new"):
+    make = jax.random.key if style == "new" else jax.random.PRNGKey
+    return jax.random.split(make(seed), count)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, D])
+def test_sync_update_equals_full_batch_step(num_devices):
+    optimizer = pe.sgd(0.1, momentum=0.9, nesterov=True)
+    params = net_init(jax.random.key(0))
+    state = pe.replicate(pe.train_state(params, optimizer), num_devices)
+    update = pe.make_sync_update(net_loss, optimizer)
+    reference = optax.sgd(0.1, momentum=0.9, nesterov=True)
+    opt_state = reference.init(params)
+    for step in range(5):
+        batch = net_batch(step)
+        state, loss = update(state, *pe.split(batch, num_devices))
+        expected, grads = jax.value_and_grad(net_loss)(params, *batch)
+        updates, opt_state = reference.update(grads, opt_state)
+        params = optax.apply_updates(params, updates)
+        assert loss.shape == (num_devices,)
+        assert_allclose(loss, np.full(num_devices, expected), rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        pe.unreplicate(state.params),
+        params,
+    )
+
+
+def test_sync_replicas_stay_bit_identical():
+    optimizer = pe.sgd(0.1)
+    state = pe.replicate(
+        pe.train_state(net_init(jax.random.key(0)), optimizer, key=jax.random.key(1))
+    )
+
+    def loss_fn(params, model_state, key, images, labels):
+        images = images + jax.random.normal(key, images.shape)
+        return net_loss(params, images, labels), model_state
+
+    update = pe.make_sync_update(loss_fn, optimizer, stateful=True)
+    for step in range(5):
+        state, loss = update(state, *pe.split(net_batch(step)))
+    state = state._replace(key=jax.random.key_data(state.key))
+    for i in range(1, D):
+        assert leaves_equal(member((state, loss), 0), member((state, loss), i))
+
+
+def test_members_equal_those_trained_alone_bit_for_bit():
+    optimizer, keys = pe.sgd(0.1), keys_of(0, D)
+    update = pe.make_ensemble_update(net_loss, optimizer)
+    state = members_state(optimizer, keys)
+    batches = [[net_batch(100 * i + step) for i in range(D)] for step in range(4)]
+    losses = []
+    for step in batches:
+        batch = [np.stack(leaves) for leaves in zip(*step)]
+        state, loss = update(state, *batch)
+        losses.append(loss)
+    for i in (0, 3, 7):
+        alone = members_state(optimizer, keys[i : i + 1])
+        for step, together in zip(batches, losses):
+            alone, loss = update(alone, *(leaf[None] for leaf in step[i]))
+            assert leaves_equal(loss[0], together[i])
+        assert leaves_equal(member(alone.params, 0), member(state.params, i))
+        assert leaves_equal(member(alone.opt_state, 0), member(state.opt_state, i))
+
+
+@pytest.mark.parametrize("what", ["key", "data", "nan"])
+def test_members_never_touch_each_other(what):
+    optimizer = pe.sgd(0.1)
+
+    def loss_fn(params, model_state, key, images, labels):
+        noise = jax.random.normal(key, images.shape)
+        return net_loss(params, images + noise, labels), model_state
+
+    update = pe.make_ensemble_update(loss_fn, optimizer, stateful=True)
+
+    def run(change):
+        keys, batches = keys_of(0, D), [pe.replicate(net_batch(i)) for i in range(3)]
+        if change == "key":
+            keys = keys.at[2].set(jax.random.key(99))
+        if change in ("data", "nan"):
+            value = np.nan if change == "nan" else 0.5
+            batches = [(x.at[2].set(value), y) for x, y in batches]
+        state = members_state(optimizer, keys)
+        for batch in batches:
+            state, loss = update(state, *batch)
+        return state._replace(key=jax.random.key_data(state.key)), loss
+
+    plain, changed = run(None), run(what)
+    for i in range(D):
+        assert leaves_equal(member(plain, i), member(changed, i)) == (i != 2)
+    assert np.isnan(changed[1][2]) == (what == "nan")
+
+
+@pytest.mark.parametrize("style", ["new", "old"])
+def test_members_of_equal_keys_are_refused(style):
+    optimizer = pe.sgd(0.1)
+    keys = keys_of(0, D, style)
+    update = pe.make_ensemble_update(net_loss, optimizer)
+    state, _ = update(members_state(optimizer, keys), *pe.replicate(net_batch(0)))
+    update(state, *pe.replicate(net_batch(0)))
+    equal = members_state(optimizer, keys.at[5].set(keys[1]))
+    with pytest.raises(ValueError, match="members 1 and 5 have equal keys.*split"):
+        update(equal, *pe.replicate(net_batch(0)))
+    assert not jax.tree.leaves(equal.params)[0].is_deleted()
+
+
+def test_replicas_of_different_keys_are_refused():
+    optimizer = pe.sgd(0.1)
+    update = pe.make_sync_update(net_loss, optimizer)
+    with pytest.raises(ValueError, match="replicas 0 and 1 have different keys"):
+        update(members_state(optimizer, keys_of(0, D)), *pe.split(net_batch(0)))
+
+
+def test_sync_averages_loss_aux_and_model_state_over_replicas():
+    def loss_fn(params, model_state, key, x):
+        new = {"mean": x.mean(), "steps": model_state["steps"] + 1}
+        return params * x.mean(), (
+            new,
+            {"largest": x.max(), "draw": jax.random.bits(key)},
+        )
+
+    optimizer = pe.sgd(1.0, momentum=0.0)
+    model_state = {"mean": jnp.zeros(()), "steps": jnp.int32(2**30)}
+    state = pe.train_state(
+        jnp.float32(2), optimizer, model_state=model_state, key=jax.random.key(0)
+    )
+    update = pe.make_sync_update(loss_fn, optimizer, has_aux=True, stateful=True)
+    state, (loss, aux) = update(pe.replicate(state), np.arange(16.0).reshape(D, 2))
+    mean = np.arange(16).mean()
+    assert_allclose(loss, np.full(D, 2 * mean))
+    assert_allclose(aux["largest"], np.full(D, np.arange(1, 16, 2).mean()))
+    assert_allclose(state.params, np.full(D, 2 - mean))
+    assert_allclose(state.model_state["mean"], np.full(D, mean))
+    assert_array_equal(state.model_state["steps"], np.full(D, 2**30 + 1))
+    assert state.model_state["steps"].dtype == np.int32
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("make", [pe.make_sync_update, pe.make_ensemble_update])
+def test_update_takes_every_form_of_loss(make, stateful, has_aux):
+    def loss_fn(params, *rest):
+        loss = jnp.sum(params * rest[-1].mean())
+        extra = (rest[0] + 1, "aux") if has_aux else rest[0] + 1
+        if stateful:
+            return loss, (rest[0] + 1, {"loss": loss}) if has_aux else rest[0] + 1
+        del extra
+        return (loss, {"loss": loss}) if has_aux else loss
+
+    optimizer = pe.sgd(0.5, momentum=0.0)
+    sync = make is pe.make_sync_update
+    keys = [jax.random.key(0 if sync else i) for i in range(D)]
+    state = members_state(
+        optimizer, keys, init=lambda key: jnp.ones(3), model_state=jnp.zeros(())
+    )
+    before = np.asarray(jax.random.key_data(state.key))
+    update = make(loss_fn, optimizer, has_aux=has_aux, stateful=stateful)
+    state, metrics = update(state, np.ones((D, 4), np.float32))
+    loss, aux = metrics if has_aux else (metrics, None)
+    assert_allclose(loss, np.full(D, 3))
+    if has_aux:
+        assert_array_equal(aux["loss"], loss)
+    assert_allclose(state.params, np.full((D, 3), 0.5))
+    assert_array_equal(state.model_state, np.full(D, float(stateful)))
+    after = np.asarray(jax.random.key_data(state.key))
+    assert (after != before).any(axis=1).all() == stateful
+
+
+def test_replicas_and_steps_draw_different_numbers():
+    def loss_fn(params, model_state, key, x):
+        draw = (
+            jnp.zeros(D).at[jax.lax.axis_index("devices")].set(jax.random.uniform(key))
+        )
+        return params * x.mean(), (model_state, draw)
+
+    optimizer = pe.sgd(0.1)
+    state = pe.train_state(jnp.float32(1), optimizer, key=jax.random.key(0))
+    update = pe.make_sync_update(loss_fn, optimizer, has_aux=True, stateful=True)
+    state, (_, first) = update(pe.replicate(state), np.ones((D, 1)))
+    state, (_, second) = update(state, np.ones((D, 1)))
+    draws = np.concatenate([np.asarray(first)[0], np.asarray(second)[0]])
+    assert len(set(draws.tolist())) == 2 * D
+
+
+def test_stateful_update_without_a_key_is_refused():
+    optimizer = pe.sgd(0.1)
+    update = pe.make_sync_update(lambda p, s, k: (p, s), optimizer, stateful=True)
+    with pytest.raises(ValueError, match=r"train_state\(..., key=key\)"):
+        update(pe.replicate(pe.train_state(jnp.float32(1), optimizer)))
+
+
+def test_update_refuses_other_leading_axes():
+    optimizer = pe.sgd(0.1)
+    state = pe.train_state(net_init(jax.random.key(0)), optimizer)
+    update = pe.make_sync_update(net_loss, optimizer)
+    with pytest.raises(ValueError, match=r"leading axes are \[\(8,\)\].*\[\(16,\)\]"):
+        update(pe.replicate(state), *net_batch(0))
+    with pytest.raises(ValueError, match="leading axes are"):
+        update(state, *pe.split(net_batch(0)))
+
+
+@pytest.mark.parametrize("make", [pe.make_sync_update, pe.make_ensemble_update])
+def test_second_update_neither_recompiles_nor_copies_the_state(make):
+    traces = []
+
+    def loss_fn(params, x):
+        traces.append(1)
+        return jnp.sum(params["w"] ** 2) * x.mean()
+
+    optimizer = pe.sgd(0.1)
+    params = {"w": jnp.ones(5)}
+    sync = make is pe.make_sync_update
+    if sync:
+        state = pe.replicate(pe.train_state(params, optimizer, key=jax.random.key(0)))
+    else:
+        state = members_state(optimizer, keys_of(0, D), init=lambda key: params)
+    update = make(loss_fn, optimizer)
+    state, _ = update(state, np.ones((D, 2)))
+    count = len(traces)
+    consumed = state
+    for _ in range(3):
+        state, _ = update(state, np.ones((D, 2)))
+    assert len(traces) == count
+    assert consumed.params["w"].is_deleted()
+    assert_array_equal(params["w"], np.ones(5))
+
+
+def test_steps_of_replicas_never_pile_up():
+    def loss_fn(params, x):  # some tens of milliseconds
+        return jnp.sum(jax.lax.fori_loop(0, 60, lambda _, y: y @ x * params, x))
+
+    optimizer = pe.sgd(1e-9)
+    update = pe.make_sync_update(loss_fn, optimizer)
+    state = pe.replicate(pe.train_state(jnp.float32(1), optimizer))
+    losses = []
+    for _ in range(4):
+        state, loss = update(state, np.full((D, 200, 200), 1e-3, np.float32))
+        losses.append(loss)
+        assert all(loss.is_ready() for loss in losses[:-1])
+
+
+def test_host_parameters_survive_a_donated_update():
+    optimizer, params = pe.sgd(0.1), {"w": np.ones((64, 64), np.float32)}
+    state = pe.replicate(pe.train_state(params, optimizer))
+    update = pe.make_sync_update(lambda p: jnp.sum(p["w"]), optimizer)
+    for _ in range(3):
+        state, _ = update(state)
+    assert_array_equal(params["w"], np.ones((64, 64)))
+    assert np.asarray(state.params["w"]).max() < 1
+
+
+@pytest.mark.parametrize("make", [pe.make_sync_update, pe.make_ensemble_update])
+def test_an_optax_optimizer_drops_in(make):
+    optimizer = optax.adam(0.01)
+    params = {"w": jnp.asarray(randn(0, 4))}
+    state = pe.replicate(pe.train_state(params, optimizer))
+    update = make(lambda p, x: jnp.mean((p["w"] - x) ** 2), optimizer)
+    opt_state = optimizer.init(params)
+    for _ in range(5):
+        state, _ = update(state, np.zeros((D, 4), np.float32))
+        grads = jax.tree.map(lambda w: 2 * w / 4, params)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    assert_allclose(pe.unreplicate(state.params)["w"], params["w"], rtol=1e-5)
+
+
+# ---------------------------------------------------------------------------------
+# Demo
+# ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args, count", [([], D), (["--devices", "2"], 2)])
+def test_demo_fits_the_line(capsys, args, count):
+    pe.main(args)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{count} devices:")
+    assert lines[1].startswith("type(params.weight): <class 'jaxlib")
+    assert lines[3] == "type(x_split): <class 'numpy.ndarray'>"
+    steps = [line for line in lines if line.startswith("Step")]
+    assert [line[:9] for line in steps] == [
+        f"Step {i:3d}," for i in range(0, 1000, 100)
+    ]
+    losses = [float(line.rpartition(" ")[2]) for line in steps]
+    assert losses[0] > 2 > 0.3 > losses[-1]
+    weight, bias = (float(line.split()[1]) for line in lines[-2:])
+    assert abs(weight - 2) < 0.1 and abs(bias + 1) < 0.1
+
+
+def test_demo_draws_the_line(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    pe.main(["--plot", str(tmp_path / "line.png")])
+    assert (tmp_path / "line.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(SystemExit):
+        pe.main(["--plot", str(tmp_path / "missing" / "line.png")])
+    assert "--plot" in capsys.readouterr().err
+
+
+def test_demo_refuses_in_one_line(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for args, message in [
+        (["--devices", "3"], "--devices 3: the 128 points do not split"),
+        (["--devices", "0"], "--devices 0"),
+        (["--devices", "16"], "--devices 16: there are 8"),
+        (["--plot", "line.png"], "pip install 'pjax_ensemble[plot]'"),
+    ]:
+        with pytest.raises(SystemExit) as stop:
+            pe.main(args)
+        assert stop.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------
+# train_mnist.py: data
+# ---------------------------------------------------------------------------------
+
+
+def idx(array, *, magic=None, dims=None):
+    """Make the bytes of an IDX file, with a header that may lie."""
+    array = np.asarray(array, np.uint8)
+    dims = array.shape if dims is None else dims
+    magic = 0x0800 + len(dims) if magic is None else magic
+    return struct.pack(f">I{len(dims)}I", magic, *dims) + array.tobytes()
+
+
+def small_files(num_train=40, num_test=20):
+    """Make the contents of four sound files, by name."""
+    data = tm.generate_digits(3, num_train, num_test)
+    arrays = [leaf[..., 0] if leaf.ndim == 4 else leaf for leaf in data[1:]]
+    return {file.name: idx(array) for file, array in zip(tm.MNIST_FILES, arrays)}
+
+
+def write_files(folder, contents, *, packed=False):
+    folder.mkdir(exist_ok=True)
+    for name, content in contents.items():
+        content = gzip.compress(content, 1) if packed else content
+        (folder / (f"{name}.gz" if packed else name)).write_bytes(content)
+    return folder
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_other_data_in_the_same_form_is_loaded_with_a_notice(tmp_path, capsys, packed):
+    expected = tm.generate_digits(3, 40, 20)
+    data = tm.load_mnist(write_files(tmp_path, small_files(), packed=packed))
+    for leaf, want in zip(data[1:], expected[1:]):
+        assert leaf.dtype == want.dtype
+        assert_array_equal(leaf, want)
+    assert "MNIST's form" in data.name
+    notice = capsys.readouterr().out
+    assert notice.count("\n") == 1 and "holds other data than MNIST" in notice
+
+
+IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
+GOOD = idx(np.ones((40, 28, 28)))
+BAD_FILES = {
+    "wrong magic": (
+        IMAGES,
+        b"PK\3\4" + GOOD[4:],
+        "magic number 0x504b0304; expected 0x",
+    ),
+    "wrong type": (IMAGES, idx(np.ones((40, 28, 28)), magic=0x0D03), "type 0x0d; exp"),
+    "wrong rank": (IMAGES, idx(np.ones(40)), "1 dimensions; expected 3"),
+    "cut in the header": (IMAGES, GOOD[:9], "truncated: 9 bytes of a header of 16"),
+    "cut in the magic": (IMAGES, GOOD[:3], "3 bytes; expected an IDX header of 16"),
+    "truncated": (IMAGES, GOOD[:-5], "truncated: 31355 bytes of 31360"),
+    "trailing bytes": (IMAGES, GOOD + b"\0", "more than the 31360 bytes"),
+    "no images": (IMAGES, idx(np.ones((0, 28, 28))), "no examples"),
+    "other count": (LABELS, idx(np.ones(39)), "40 images and 39 labels"),
+    "label above 9": (LABELS, idx([1] * 39 + [10]), "label 10 at 39; expected 0 to 9"),
+    "other size": (IMAGES, idx(np.ones((40, 28, 29))), "28 x 29; expected 28 x 28"),
+    "overflow": (IMAGES, idx([], dims=(2**32 - 1,) * 3), "at most 2147483648 are read"),
+    "giant": (IMAGES, idx([], dims=(2**22, 28, 28)), "at most 2147483648 are read"),
+    "empty": (IMAGES, b"", "0 bytes; expected an IDX header"),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_file_is_named(tmp_path, case, packed):
+    name, content, message = BAD_FILES[case]
+    contents = {**small_files(), name: content}
+    with pytest.raises(tm.DataError) as error:
+        tm.load_mnist(write_files(tmp_path, contents, packed=packed))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert str(tmp_path) in str(error.value)
+
+
+BAD_GZIPS = {
+    "truncated": (lambda b: b[:-20], "ended before the end-of-stream"),
+    "cut before the checksum": (lambda b: b[:-8], "ended before the end-of-stream"),
+    "bad checksum": (
+        lambda b: b[:-8] + bytes([b[-8] ^ 1]) + b[-7:],
+        "CRC check failed",
+    ),
+    "not gzip": (lambda b: b"\0" + b, "Not a gzipped file"),
+    "empty": (lambda b: b"", "0 bytes; expected an IDX header"),
+    "damaged": (lambda b: b[:10] + b"\7" + b[11:], "while decompressing data"),
+    "second member": (lambda b: b + gzip.compress(b"x"), "more than the 40 bytes"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_GZIPS)
+def test_bad_gzip_is_named(tmp_path, case):
+    damage, message = BAD_GZIPS[case]
+    path = write_files(tmp_path, small_files(), packed=True) / f"{LABELS}.gz"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(tm.DataError, match=message) as error:
+        tm.load_mnist(tmp_path)
+    assert str(path) in str(error.value)
+
+
+def test_gzip_bomb_is_read_no_further_than_its_header_promises(tmp_path):
+    path = tmp_path / f"{IMAGES}.gz"
+    with gzip.open(path, "wb", 1) as file:
+        file.write(idx([], dims=(40, 28, 28)))
+        for _ in range(200):
+            file.write(bytes(1 << 20))
+    tracemalloc.start()
+    with pytest.raises(tm.DataError, match="more than the 31360 bytes"):
+        tm.read_content(path, 3)
+    promise = idx([], dims=(2**21, 28, 28))  # much promised, little there
+    path.write_bytes(gzip.compress(promise))
+    with pytest.raises(tm.DataError, match="truncated: 0 bytes of 1644167168"):
+        tm.read_content(path, 3)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4e6
+
+
+def test_missing_file_is_not_taken_from_another_data_set(tmp_path, monkeypatch):
+    monkeypatch.setattr(tm, "fetch", lambda *args, **kwargs: pytest.fail("fetched"))
+    contents = small_files()
+    del contents[LABELS]
+    with pytest.raises(tm.DataError, match=f"{LABELS} is missing, and train-images"):
+        tm.load_mnist(write_files(tmp_path, contents))
+
+
+@pytest.fixture
+def mirrors(monkeypatch):
+    """Stand in for the network: addresses and what they give, bytes or an error."""
+    contents, answers, asked = small_files(), {}, []
+    files = tuple(
+        file._replace(
+            num_bytes=len(contents[file.name]),
+            sha256=tm.hashlib.sha256(contents[file.name]).hexdigest(),
+        )
+        for file in tm.MNIST_FILES
+    )
+    monkeypatch.setattr(tm, "MNIST_FILES", files)
+    for mirror in tm.MIRRORS:
+        for name, content in contents.items():
+            answers[f"{mirror}{name}.gz"] = gzip.compress(content)
+
+    def fetch(url, max_bytes):
+        asked.append(url)
+        if isinstance(answers[url], Exception):
+            raise answers[url]
+        return answers[url]
+
+    monkeypatch.setattr(tm, "fetch", fetch)
+    return answers, asked
+
+
+def test_missing_files_are_downloaded_once_and_verified(tmp_path, mirrors):
+    _, asked = mirrors
+    folder = tmp_path / "a" / "b"
+    data = tm.load_mnist(folder)
+    assert data.name == "MNIST" and len(data.train_images) == 40
+    assert sorted(p.name for p in folder.iterdir()) == sorted(
+        f"{file.name}.gz" for file in tm.MNIST_FILES
+    )
+    assert len(asked) == 4 and all(url.startswith(tm.MIRRORS[0]) for url in asked)
+    assert leaves_equal(tm.load_mnist(folder)[1:], data[1:]) and len(asked) == 4
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        urllib.error.URLError("no route"),
+        TimeoutError("timed out"),
+        gzip.compress(idx(np.ones(40))),  # sound, but other content
+        b"<html>a captive portal</html>",
+        b"",
+    ],
+    ids=str,
+)
+def test_failed_mirror_is_followed_by_the_next(tmp_path, mirrors, answer):
+    answers, asked = mirrors
+    first, second = (f"{mirror}{LABELS}.gz" for mirror in tm.MIRRORS)
+    answers[first] = answer
+    assert tm.load_mnist(tmp_path).name == "MNIST"
+    assert asked[asked.index(first) + 1] == second
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_error_lists_what_was_tried_and_leaves_nothing_behind(tmp_path, mirrors):
+    answers, _ = mirrors
+    first, second = (f"{mirror}{IMAGES}.gz" for mirror in tm.MIRRORS)
+    answers[first] = urllib.error.URLError("no route to host")
+    answers[second] = gzip.compress(b"something else entirely")
+    with pytest.raises(tm.DataError) as error:
+        tm.load_mnist(tmp_path)
+    message = str(error.value)
+    assert f"{first}: <urlopen error no route to host>" in message
+    assert f"{second}: content: magic number" in message
+    assert not list(tmp_path.iterdir())
+
+
+def test_fetch_takes_https_alone():
+    with pytest.raises(ValueError, match="not an https address"):
+        tm.fetch("http://127.0.0.1/x", 10)
+    request = urllib.request.Request("https://127.0.0.1/x")
+    redirect = tm.HttpsRedirects().redirect_request
+    with pytest.raises(urllib.error.URLError, match="which is not https"):
+        redirect(request, None, 302, "Found", {}, "http://127.0.0.1/x")
+    assert redirect(request, None, 302, "Found", {}, "https://127.0.0.1/y") is not None
+
+
+def test_fetch_bounds_what_it_reads(monkeypatch):
+    class Opener:
+        def open(self, url, timeout):
+            assert timeout == tm.TIMEOUT
+            return io.BytesIO(b"x" * 5_000_000)
+
+    monkeypatch.setattr(urllib.request, "build_opener", lambda *handlers: Opener())
+    assert len(tm.fetch("https://127.0.0.1/x", 5_000_000)) == 5_000_000
+    with pytest.raises(ValueError, match="more than the 4000000 bytes"):
+        tm.fetch("https://127.0.0.1/x", 4_000_000)
+    monkeypatch.setattr(tm, "TIMEOUT", -1)
+    Opener.open = lambda self, url, timeout: io.BytesIO(b"x")
+    with pytest.raises(TimeoutError, match="not finished after"):
+        tm.fetch("https://127.0.0.1/x", 10)
+
+
+def test_auto_falls_back_to_generated_digits_and_mnist_never(
+    tmp_path, mirrors, capsys, monkeypatch
+):
+    answers, _ = mirrors
+    for url in answers:
+        answers[url] = urllib.error.URLError("no route to host")
+    damaged = {**small_files(), IMAGES: b"damaged"}
+    small = lambda seed: tm.Dataset("generated digits", *[None] * 4)  # noqa: E731
+    monkeypatch.setattr(tm, "generate_digits", small)
+    assert tm.load_data("auto", tmp_path).name == "generated digits"
+    printed = capsys.readouterr().out
+    assert "notice: training on generated digits" in printed
+    assert "no route to host" in printed
+    with pytest.raises(tm.DataError, match="no route to host"):
+        tm.load_data("mnist", tmp_path)
+    write_files(tmp_path, damaged)
+    with pytest.raises(tm.DataError, match="magic number"):
+        tm.load_data("auto", tmp_path)
+
+
+@pytest.mark.skipif(not MNIST.exists(), reason="no MNIST here; set MNIST_DIR")
+def test_mnist_itself_is_recognized(capsys):
+    data = tm.load_mnist(MNIST, download_missing=False)
+    assert data.name == "MNIST" and capsys.readouterr().out == ""
+    assert [leaf.shape for leaf in data[1:]] == [
+        (60_000, 28, 28, 1),
+        (60_000,),
+        (10_000, 28, 28, 1),
+        (10_000,),
+    ]
+    assert data.train_labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
+
+
+def test_generated_digits_have_mnists_form_and_depend_on_the_seed():
+    data = tm.generate_digits(0, 2500, 1200)
+    assert data.train_images.shape == (2500, 28, 28, 1)
+    assert data.test_images.shape == (1200, 28, 28, 1)
+    assert data.train_images.dtype == np.uint8 and data.test_labels.dtype == np.int32
+    assert np.bincount(data.train_labels, minlength=10).min() > 180
+    assert 0.05 < data.train_images.mean() / 255 < 0.25
+    assert (data.train_images.max(axis=(1, 2, 3)) > 128).all()
+    fewer, other = tm.generate_digits(0, 700, 10), tm.generate_digits(1, 700, 10)
+    assert_array_equal(fewer.train_images, data.train_images[:700])
+    assert_array_equal(fewer.test_labels, data.test_labels[:10])
+    assert (other.train_images != fewer.train_images).any(axis=(1, 2, 3)).all()
+    assert not np.array_equal(data.train_labels[:1200], data.test_labels)
+
+
+# ---------------------------------------------------------------------------------
+# train_mnist.py: training
+# ---------------------------------------------------------------------------------
+
+
+def test_shift_moves_each_image_whole_by_its_own_offset():
+    images = np.zeros((64, 9, 9, 1), np.uint8)
+    images[:, 4, 4] = 7
+    moved = np.asarray(tm.shift_images(jax.random.key(0), jnp.asarray(images), 2))
+    assert moved.shape == images.shape and moved.dtype == np.uint8
+    assert_array_equal(moved.sum(axis=(1, 2, 3)), np.full(64, 7))
+    places = {tuple(p) for p in np.argwhere(moved[..., 0])[:, 1:] - 4}
+    assert all(max(map(abs, place)) <= 2 for place in places)
+    assert {p for p, _ in places} == {p for _, p in places} == {-2, -1, 0, 1, 2}
+    assert_array_equal(
+        tm.shift_images(jax.random.key(0), jnp.asarray(images), 0), images
+    )
+
+
+def test_each_member_sees_each_example_once_in_its_own_order():
+    options = dict(seed=5, members=3)
+    rows = np.stack(list(tm.batch_rows(20, 4, epoch=0, **options)), axis=1)
+    assert rows.shape == (3, 5, 4)
+    for order in rows.reshape(3, -1):
+        assert_array_equal(np.sort(order), np.arange(20))
+    assert not np.array_equal(rows[0], rows[1])
+    again = np.stack(list(tm.batch_rows(20, 4, epoch=0, seed=5, members=1)), axis=1)
+    assert_array_equal(again[0], rows[0])
+    later = np.stack(list(tm.batch_rows(20, 4, epoch=1, **options)), axis=1)
+    assert not np.array_equal(later, rows)
+    assert len(list(tm.batch_rows(23, 4, epoch=0, **options))) == 5
+
+
+@pytest.mark.parametrize("mode", ["ensemble", "sync"])
+@pytest.mark.parametrize("count", [1, 8, 9, 41])
+def test_predict_counts_each_example_once(mode, count):
+    predict = tm.make_predict(mode, D, chunk=8 if mode == "ensemble" else 1)
+    optimizer = pe.sgd(0.1)
+    params = tm.init_state(mode, optimizer, 0, D).params
+    images = np.random.default_rng(0).integers(
+        256, size=(count, 28, 28, 1), dtype=np.uint8
+    )
+    probs = predict(params, images)
+    members = [0, D - 1] if mode == "ensemble" else [0]
+    assert probs.shape == (D if mode == "ensemble" else 1, count, 10)
+    for k in members:
+        logits = pe.cnn(member(params, k), jnp.asarray(images, jnp.float32) / 255)
+        assert_allclose(probs[k], jax.nn.softmax(logits), atol=1e-5)
+
+
+def test_predict_holds_one_chunk_at_a_time_and_compiles_once(monkeypatch):
+    batches = []
+
+    def counted(params, images):
+        batches.append(images.shape)
+        return jnp.zeros((len(images), 10)) * params
+
+    monkeypatch.setattr(pe, "cnn", counted)
+    predict = tm.make_predict("ensemble", D, chunk=16)
+    for count in (1, 16, 33, 100):
+        images = np.zeros((count, 28, 28, 1), np.uint8)
+        assert predict(np.zeros(D, np.float32), images).shape == (D, count, 10)
+    assert set(batches) == {(16, 28, 28, 1)}
+    compiled = len(batches)
+    predict(np.zeros(D, np.float32), np.zeros((64, 28, 28, 1), np.uint8))
+    assert len(batches) == compiled
+
+
+def test_member_depends_on_seed_and_number_alone():
+    optimizer = pe.sgd(0.1)
+    eight, three = (tm.init_state("ensemble", optimizer, 4, d) for d in (D, 3))
+    one = tm.init_state("sync", optimizer, 4, 2)
+    for i in range(3):
+        assert leaves_equal(member(eight.params, i), member(three.params, i))
+    assert leaves_equal(member(eight.params, 0), member(one.params, 1))
+    assert not leaves_equal(member(eight.params, 0), member(eight.params, 1))
+
+
+# ---------------------------------------------------------------------------------
+# train_mnist.py: command line
+# ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small_folder(tmp_path_factory):
+    """Make a data set of 768 training and 200 test images in MNIST's form."""
+    return write_files(tmp_path_factory.mktemp("data"), small_files(768, 200))
+
+
+def run_script(capsys, *args):
+    status = tm.main([str(arg) for arg in args])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.mark.parametrize("mode, members", [("ensemble", 2), ("sync", 1)])
+def test_script_learns_and_reports(tmp_path, capsys, small_folder, mode, members):
+    args = ["--mode", mode, "--devices", 2, "--data-dir", small_folder]
+    args += ["--epochs", 3, "--batch-size", 32, "--learning-rate", 0.03]
+    status, out, _ = run_script(capsys, *args, "--workdir", tmp_path / "a" / "b")
+    assert status == 0
+    lines = [line for line in out.splitlines() if line.startswith("epoch:")]
+    folder = tmp_path / "a" / "b"
+    metrics = list(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))
+    report = json.loads((folder / "report.json").read_text())
+    assert [m["epoch"] for m in metrics] == [1, 2, 3]
+    for line, m in zip(lines, metrics):
+        assert line == (
+            f"epoch: {m['epoch']:2d}, train_loss: {m['train_loss']:.4f}, "
+            f"train_accuracy: {100 * m['train_accuracy']:.2f}, "
+            f"test_loss: {m['test_loss']:.4f}, "
+            f"test_accuracy: {100 * m['test_accuracy']:.2f}"
+        )
+        assert len(m["member_test_accuracy"]) == members
+        assert m["train_seconds"] > 0 < m["test_seconds"]
+        rate = members * 768 / m["train_seconds"]
+        assert_allclose(m["member_images_per_second"], rate)
+    assert metrics[-1]["test_accuracy"] > 0.6 > 0.2 + metrics[0]["test_loss"] / 10
+    assert metrics[-1]["train_loss"] < metrics[0]["train_loss"]
+    assert report["dataset"].startswith("data in MNIST's form")
+    assert report["test_examples"] == 200 and report["members"] == members
+    assert len(report["member"]) == len(report["by_size"]) == members
+    assert report["ensemble"]["accuracy"] == metrics[-1]["test_accuracy"]
+    losses = [m["negative_log_likelihood"] for m in report["member"]]
+    assert_allclose(np.mean(losses), metrics[-1]["test_loss"])
+    assert report["config"]["batch_size"] == 32 and report["config"]["devices"] == 2
+    assert report["versions"]["jax"] == jax.__version__
+    table = out.split("\n\n")[-1].splitlines()
+    names = [row.split()[0] for row in table[2:]]
+    assert names == (["model"] if mode == "sync" else ["member", "member", "ensemble"])
+    assert f"{100 * report['ensemble']['accuracy']:.2f}%" in table[-1]
+
+
+def test_epochs_0_reports_the_initial_members(tmp_path, capsys, small_folder):
+    args = ["--epochs", 0, "--devices", 2, "--data-dir", small_folder]
+    status, out, _ = run_script(capsys, *args, "--workdir", tmp_path)
+    assert status == 0 and "epoch:" not in out and "member 1" in out
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["ensemble"]["negative_log_likelihood"] > 1.5
+
+
+def test_one_member_that_is_not_finite_does_not_stop_the_others():
+    probs = np.full((3, 4, 2), 0.5)
+    probs[1, 2] = np.nan
+    report = tm.report_finite(probs, np.array([0, 1, 0, 1]))
+    assert report["member"][1] is None and len(report["by_size"]) == 2
+    assert report["member"][2] == report["ensemble"]
+    assert_allclose(tm.mean_loss(report), np.log(2))
+    probs[:, 0] = np.nan
+    assert tm.report_finite(probs, np.array([0, 1, 0, 1])) is None
+
+
+def test_diverged_run_ends_with_status_3(tmp_path, capsys, small_folder):
+    args = ["--devices", 1, "--data-dir", small_folder, "--epochs", 1]
+    args += ["--learning-rate", 1e30, "--workdir", tmp_path]
+    status, _, err = run_script(capsys, *args)
+    assert status == 3 and "no model is finite after epoch 1" in err
+    assert not (tmp_path / "report.json").exists()
+
+
+BAD_FLAGS = [
+    ("--devices 0", "--devices 0: expected 1 to 1024"),
+    ("--devices 9", "--devices 9: there are 8 CPU devices"),
+    ("--devices two", "argument --devices: invalid int value: 'two'"),
+    ("--epochs -1", "--epochs -1: expected 0 or more"),
+    ("--batch-size 0", "--batch-size 0: expected 1 or more"),
+    ("--batch-size 769", "--batch-size 769: more than the 768 training images"),
+    ("--mode sync --batch-size 100", "--batch-size 100: does not split over 8 devices"),
+    ("--mode sync --batch-size 4", "a multiple of 8, for example 8"),
+    ("--learning-rate -0.1", "--learning-rate -0.1: expected 0 or more, finite"),
+    ("--learning-rate nan", "--learning-rate nan: expected 0 or more, finite"),
+    ("--learning-rate inf", "--learning-rate inf: expected 0 or more, finite"),
+    ("--momentum 1", "--momentum 1.0: expected 0 or more, below 1"),
+    ("--seed -1", "--seed -1: expected 0 to 4294967295"),
+    ("--train-size 0", "--train-size 0: expected 1 or more"),
+    ("--train-size 769", "--train-size 769: data in MNIST's form"),
+    ("--mode both", "argument --mode: invalid choice: 'both'"),
+    ("--schedule step", "argument --schedule: invalid choice: 'step'"),
+    ("--learning-rat 1", "unrecognized arguments: --learning-rat 1"),
+    ("--workdir FILE/runs", "--workdir FILE/runs: Not a directory"),
+    ("--workdir FILE", "--workdir FILE: File exists"),
+    ("--data mnist --data-dir FILE", "--data-dir: FILE"),
+]
+
+
+@pytest.mark.parametrize("flags, message", BAD_FLAGS, ids=[f for f, _ in BAD_FLAGS])
+def test_bad_flag_gives_one_line_and_status_2(
+    tmp_path, capsys, small_folder, monkeypatch, flags, message
+):
+    monkeypatch.setattr(tm, "MIRRORS", ())
+    (tmp_path / "file").write_text("in the way")
+    flags, message = (
+        text.replace("FILE", str(tmp_path / "file")) for text in (flags, message)
+    )
+    args = ["--data-dir", small_folder, "--epochs", 1, *flags.split()]
+    status, out, err = run_script(capsys, *args)
+    assert status == 2
+    assert err.startswith("train_mnist.py: error: ") and err.count("\n") == 1
+    assert message in err
+    assert "epoch" not in out
+
+
+def test_results_of_an_earlier_run_are_not_overwritten(tmp_path, capsys, small_folder):
+    (tmp_path / "report.json").write_text("{}")
+    status, _, err = run_script(
+        capsys, "--data-dir", small_folder, "--workdir", tmp_path
+    )
+    assert status == 2 and "holds report.json of an earlier run" in err
+    assert (tmp_path / "report.json").read_text() == "{}"
+
+
+def test_folder_that_takes_no_files_is_refused_before_training(
+    tmp_path, capsys, small_folder, monkeypatch
+):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tm.tempfile, "TemporaryFile", full)
+    args = ["--data-dir", small_folder, "--workdir", tmp_path]
+    status, out, err = run_script(capsys, *args)
+    assert status == 2 and "No space left on device" in err and out == ""
+
+
+def test_help_shows_every_default(capsys):
+    with pytest.raises(SystemExit) as stop:
+        tm.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert stop.value.code == 0
+    for name, value in tm.Recipe()._asdict().items():
+        if name != "max_shift":
+            assert f"--{name.replace('_', '-')}" in text
+            assert f"(default: {value})" in text
+
+
+def test_script_without_a_workdir_writes_nothing(tmp_path, small_folder):
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    code = "import sys, train_mnist; sys.exit(train_mnist.main(sys.argv[1:]))"
+    args = ["--data-dir", small_folder, "--epochs", "1", "--train-size", "256"]
+    run_python(
+        code, *map(str, args), cwd=folder, PYTHONPATH=str(HERE), HOME=str(folder)
+    )
+    assert not list(folder.iterdir())
