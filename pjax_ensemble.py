@@ -617,7 +617,7 @@ def replicate(tree: PyTree, num_devices: int | None = None) -> PyTree:
     sharding = _device_sharding(num_devices)
 
     def copy(x):
-        x = jnp.array(x)[None]  # a copy: a device may otherwise share the host's memory
+        x = jnp.asarray(x)[None]  # computed, so a buffer that nobody else holds
         shards = [jax.device_put(x, d) for d in sharding.mesh.devices]
         return jax.make_array_from_single_device_arrays(
             (num_devices, *x.shape[1:]), sharding, shards

@@ -32,8 +32,9 @@ import pjax_ensemble as pe
 import train_mnist as tm
 
 D = 8
+jax.devices()  # now, before a test could ask for another number
 HERE = Path(__file__).parent
-MNIST = Path(os.environ.get("MNIST_DIR", HERE / "../shared/mnist"))
+MNIST_DIR = os.environ.get("MNIST_DIR")
 
 
 def leaves_equal(a, b):
@@ -253,9 +254,10 @@ def test_conv_works_inside(around):
 def test_conv_is_a_matrix_product_on_cpu():
     params, images, _ = conv_case(*CONVS[2])
     loss = lambda p, x: pe.conv(p, x).sum()  # noqa: E731
-    program = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, images)
-    assert "convolution" not in program.as_text()
-    assert "dot_general" in program.as_text()
+    program = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, images).compile()
+    assert " convolution(" not in program.as_text()
+    library = jax.jit(lambda p, x: conv_library(p, x, (1, 1), "SAME"))
+    assert " convolution(" in library.lower(params, images).compile().as_text()
 
 
 def test_conv_promotes_integers_and_keeps_half_precision():
@@ -465,6 +467,20 @@ def test_report_of_certain_members_is_finite():
 
 
 @pytest.mark.parametrize(
+    "confidences, correct, error",
+    [
+        ((0.8, 0.85), (True, False), 0.325),  # 12/15 opens the bin of 0.85
+        ((0.8, 0.79), (True, False), 0.495),  # and does not close the one before
+        ((1.0, 0.95), (False, True), 0.475),  # the last bin is closed
+    ],
+)
+def test_calibration_bins_hold_their_lower_edge(confidences, correct, error):
+    probs = np.array([[c, 1 - c] for c in confidences])
+    scores = pe.ensemble_report([probs], np.where(correct, 0, 1))["ensemble"]
+    assert_allclose(scores["expected_calibration_error"], error)
+
+
+@pytest.mark.parametrize(
     "probs, labels, message",
     [
         (np.ones((2, 3)), [0, 0], r"shape \(2, 3\) and labels \(2,\); expected"),
@@ -639,7 +655,7 @@ def test_unreplicate_leaves_the_other_copies_alone():
     one = pe.unreplicate({"x": outputs, "host": np.arange(D)})
     assert one["x"].devices() == {jax.local_devices()[0]}
     assert one["x"].shape == () and (one["x"], one["host"]) == (1, 0)
-    with jax.transfer_guard("disallow"):
+    with jax.transfer_guard_device_to_device("disallow"):
         pe.unreplicate(outputs)
 
 
@@ -1231,9 +1247,9 @@ def test_auto_falls_back_to_generated_digits_and_mnist_never(
         tm.load_data("auto", tmp_path)
 
 
-@pytest.mark.skipif(not MNIST.exists(), reason="no MNIST here; set MNIST_DIR")
+@pytest.mark.skipif(not MNIST_DIR, reason="MNIST_DIR is not set")
 def test_mnist_itself_is_recognized(capsys):
-    data = tm.load_mnist(MNIST, download_missing=False)
+    data = tm.load_mnist(Path(MNIST_DIR), download_missing=False)
     assert data.name == "MNIST" and capsys.readouterr().out == ""
     assert [leaf.shape for leaf in data[1:]] == [
         (60_000, 28, 28, 1),

@@ -63,6 +63,10 @@ class DataError(Exception):
     """A data set that cannot be had; the message says which file and why."""
 
 
+class DownloadError(DataError):
+    """A file that is missing, and that no mirror gives."""
+
+
 class Dataset(NamedTuple):
     name: str
     train_images: np.ndarray  # uint8 [N, 28, 28, 1]
@@ -214,7 +218,7 @@ def fetch(url: str, max_bytes: int) -> bytes:
 def download(folder: Path, file: IdxFile) -> None:
     """Put one of MNIST's files into `folder`, whole and verified or not at all.
 
-    Raises DataError with every mirror tried and why it failed.
+    Raises DownloadError with every mirror tried and why it failed.
     """
     failures = []
     for mirror in MIRRORS:
@@ -239,7 +243,7 @@ def download(folder: Path, file: IdxFile) -> None:
             failures.append(f"{url}: {str(error).replace(str(temporary), 'content')}")
             if temporary is not None and os.path.exists(temporary):
                 os.unlink(temporary)
-    raise DataError("; ".join(failures))
+    raise DownloadError("; ".join(failures))
 
 
 def load_mnist(folder: Path, *, download_missing: bool = True) -> Dataset:
@@ -428,12 +432,10 @@ def load_data(source: str, folder: Path) -> Dataset:
     """Load what --data names.  Raises DataError."""
     if source == "generated":
         return generate_digits(seed=0)
-    missing = not all(find_file(folder, file.name) for file in MNIST_FILES)
-    missing = missing and (folder.is_dir() or not folder.exists())
     try:
         return load_mnist(folder)
-    except DataError as error:
-        if source == "mnist" or not missing:
+    except DownloadError as error:
+        if source == "mnist":
             raise
         print(f"notice: training on generated digits, since MNIST is missing: {error}")
         return generate_digits(seed=0)
