@@ -862,8 +862,10 @@ def _plot_line(path: str, xs, ys, truth: Params, fitted: Params) -> None:
         (truth, "true line", "#0072b2", "-"),
         (fitted, "fitted line", "#d55e00", "--"),
     ):
-        label = f"{name}: y = {float(line.weight):.3f} x {float(line.bias):+.3f}"
-        heights = float(line.weight) * ends + float(line.bias)
+        weight, bias = float(line.weight), float(line.bias)
+        sign = "-" if bias < 0 else "+"
+        label = f"{name}: y = {weight:.3f} x {sign} {abs(bias):.3f}"
+        heights = weight * ends + bias
         axes.plot(ends, heights, dash, color=color, linewidth=2, label=label)
     axes.set(xlabel="x", ylabel="y", title="Linear regression, synchronized SGD")
     axes.legend(frameon=False)
@@ -871,39 +873,8 @@ def _plot_line(path: str, xs, ys, truth: Params, fitted: Params) -> None:
     plt.close(figure)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Fit y = 2 x - 1 + noise in sync mode on every device: JAX's pmap tutorial."""
-    parser = argparse.ArgumentParser(
-        prog="pjax_ensemble.py", description=main.__doc__.splitlines()[0]
-    )
-    parser.add_argument(
-        "--devices",
-        type=int,
-        metavar="N",
-        help="devices to use (default: all; on CPU, one virtual device a core)",
-    )
-    parser.add_argument(
-        "--plot", metavar="FILE", help="draw data and lines to FILE (needs matplotlib)"
-    )
-    args = parser.parse_args(argv)
-    if args.devices is not None and (args.devices < 1 or 128 % args.devices):
-        parser.error(
-            f"--devices {args.devices}: the 128 points do not split over that many; "
-            "use 1, 2, 4, 8, ... 128"
-        )
-    if args.plot:
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            parser.error(
-                "--plot needs matplotlib: pip install 'pjax_ensemble[plot]', or "
-                "pip install matplotlib"
-            )
-    use_cpu_devices(args.devices)
-    num_devices = args.devices or math.gcd(128, jax.local_device_count())
-    if num_devices > jax.local_device_count():
-        parser.error(f"--devices {num_devices}: there are {jax.local_device_count()}")
-
+def _fit_line(num_devices: int) -> tuple[np.ndarray, np.ndarray, Params, Params]:
+    """Fit a line to 128 points over the devices; return xs, ys, truth and fit."""
     truth = Params(np.float32(2), np.float32(-1))
     rng = np.random.default_rng(0)
     xs = rng.normal(size=(128, 1)).astype(np.float32)
@@ -919,7 +890,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     state = replicate(train_state(params, optimizer), num_devices)
     x_split, y_split = split((xs, ys), num_devices)
 
-    print(f"{num_devices} devices: {[str(d) for d in jax.devices()[:num_devices]]}")
     for step in range(1000):
         state, loss = update(state, x_split, y_split)
         if step == 0:
@@ -928,8 +898,54 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"type(x_split): {type(x_split)}")
         if step % 100 == 0:
             print(f"Step {step:3d}, loss: {float(unreplicate(loss)):.3f}")
+    return xs, ys, truth, unreplicate(state.params)
 
-    fitted = unreplicate(state.params)
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Fit y = 2 x - 1 + noise in sync mode on every device: JAX's pmap tutorial.
+
+    Exits with status 2, after one line of explanation, for arguments out of range.
+    """
+    parser = argparse.ArgumentParser(
+        prog="pjax_ensemble.py", description=main.__doc__.splitlines()[0]
+    )
+    parser.error = lambda text: parser.exit(2, f"{parser.prog}: error: {text}\n")
+    parser.add_argument(
+        "--devices",
+        type=int,
+        metavar="N",
+        help="devices to use, a power of 2 up to 128 (default: as many as there are; "
+        "on CPU, one virtual device a core)",
+    )
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="draw points and lines to FILE (needs matplotlib)",
+    )
+    args = parser.parse_args(argv)
+    if args.devices is not None and (args.devices < 1 or 128 % args.devices):
+        parser.error(
+            f"--devices {args.devices}: the 128 points do not split over that many; "
+            "use 1, 2, 4, 8, 16, 32, 64 or 128"
+        )
+    if args.plot:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            parser.error(
+                "--plot needs matplotlib, the [plot] extra: pip install '.[plot]', or "
+                "pip install matplotlib"
+            )
+    use_cpu_devices(args.devices)
+    available = jax.local_device_count()
+    num_devices = args.devices or min(128, 1 << (available.bit_length() - 1))
+    if num_devices > available:
+        parser.error(f"--devices {num_devices}: there are {available} devices")
+
+    print(
+        f"{num_devices} devices: {[str(d) for d in jax.local_devices()[:num_devices]]}"
+    )
+    xs, ys, truth, fitted = _fit_line(num_devices)
     print(f"weight: {float(fitted.weight): .3f}   (true: {float(truth.weight): .3f})")
     print(f"bias:   {float(fitted.bias): .3f}   (true: {float(truth.bias): .3f})")
     if args.plot:

@@ -1,6 +1,7 @@
 """Tests of pjax_ensemble.py and train_mnist.py, in the order of their sections."""
 
 import gzip
+import http.client
 import inspect
 import io
 import itertools
@@ -106,6 +107,16 @@ def test_usage_in_the_docstring_runs():
     assert ensemble.shape == names["losses"].shape == (D,)
     assert len(set(np.asarray(ensemble).tolist())) == D
     assert len(set(np.asarray(names["losses"]).tolist())) == 1
+
+
+def test_readme_code_runs():
+    blocks = (HERE / "README.md").read_text().split("```python\n")[1:]
+    assert blocks
+    names = {}
+    for block in blocks:
+        exec(block.partition("```")[0], names)
+    assert names["params"].dense2.weight.shape == (256, 10)
+    assert len(names["report"]["member"]) == D
 
 
 def test_all_names_stand_in_the_order_of_the_file():
@@ -996,7 +1007,7 @@ def test_demo_refuses_in_one_line(capsys, monkeypatch):
         (["--devices", "3"], "--devices 3: the 128 points do not split"),
         (["--devices", "0"], "--devices 0"),
         (["--devices", "16"], "--devices 16: there are 8"),
-        (["--plot", "line.png"], "pip install 'pjax_ensemble[plot]'"),
+        (["--plot", "line.png"], "the [plot] extra: pip install"),
     ]:
         with pytest.raises(SystemExit) as stop:
             pe.main(args)
@@ -1059,7 +1070,7 @@ BAD_FILES = {
     "truncated": (IMAGES, GOOD[:-5], "truncated: 31355 bytes of 31360"),
     "trailing bytes": (IMAGES, GOOD + b"\0", "more than the 31360 bytes"),
     "no images": (IMAGES, idx(np.ones((0, 28, 28))), "no examples"),
-    "other count": (LABELS, idx(np.ones(39)), "40 images and 39 labels"),
+    "other count": (LABELS, idx(np.ones(39)), "39 labels for 40 images"),
     "label above 9": (LABELS, idx([1] * 39 + [10]), "label 10 at 39; expected 0 to 9"),
     "other size": (IMAGES, idx(np.ones((40, 28, 29))), "28 x 29; expected 28 x 28"),
     "overflow": (IMAGES, idx([], dims=(2**32 - 1,) * 3), "at most 2147483648 are read"),
@@ -1173,6 +1184,7 @@ def test_missing_files_are_downloaded_once_and_verified(tmp_path, mirrors):
     [
         urllib.error.URLError("no route"),
         TimeoutError("timed out"),
+        http.client.IncompleteRead(b""),
         gzip.compress(idx(np.ones(40))),  # sound, but other content
         b"<html>a captive portal</html>",
         b"",

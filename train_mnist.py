@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import hashlib
+import http.client
 import json
 import math
 import os
@@ -239,7 +240,7 @@ def download(folder: Path, file: IdxFile) -> None:
             os.chmod(temporary, 0o644)
             os.replace(temporary, folder / f"{file.name}.gz")
             return
-        except (OSError, ValueError, DataError, EOFError) as error:
+        except (OSError, http.client.HTTPException, ValueError, DataError) as error:
             failures.append(f"{url}: {str(error).replace(str(temporary), 'content')}")
             if temporary is not None and os.path.exists(temporary):
                 os.unlink(temporary)
@@ -279,18 +280,23 @@ def load_mnist(folder: Path, *, download_missing: bool = True) -> Dataset:
         contents[file] = read_content(path, file.num_dims)
 
     arrays = [as_array(contents[file], file.num_dims) for file in MNIST_FILES]
-    for part, images, labels in (("train", *arrays[:2]), ("t10k", *arrays[2:])):
-        where = f"{folder}: {part}"
+    for i in (0, 2):
+        images, labels = arrays[i : i + 2]
+        images_name, labels_name = (file.name for file in MNIST_FILES[i : i + 2])
         if images.shape[1:] != (28, 28):
+            height, width = images.shape[1:]
             raise DataError(
-                f"{where}: images are {images.shape[1]} x {images.shape[2]}; expected "
+                f"{folder}/{images_name}: images are {height} x {width}; expected "
                 "28 x 28"
             )
         if len(images) != len(labels):
-            raise DataError(f"{where}: {len(images)} images and {len(labels)} labels")
+            raise DataError(
+                f"{folder}/{labels_name}: {len(labels)} labels for {len(images)} images"
+            )
         if labels.max() > 9:
             raise DataError(
-                f"{where}: label {labels.max()} at {labels.argmax()}; expected 0 to 9"
+                f"{folder}/{labels_name}: label {labels.max()} at {labels.argmax()}; "
+                "expected 0 to 9"
             )
     if foreign:
         print(f"notice: {folder} holds other data than MNIST ({', '.join(foreign)})")
@@ -502,7 +508,7 @@ def batch_rows(
         yield np.stack([order[start : start + batch_size] for order in orders])
 
 
-def make_predict(mode: str, num_devices: int, chunk: int = 128):
+def make_predict(mode: str, num_devices: int, chunk: int = 32):
     """Make predict(params [D, ...], images uint8 [N, ...]) -> probabilities [K, N, C].
 
     Each image is counted once: the last chunk is filled up, so that one program serves
@@ -576,6 +582,17 @@ def report_finite(member_probs: np.ndarray, labels: np.ndarray) -> dict | None:
 def mean_loss(report: dict) -> float:
     """Average the negative log-likelihood over the members, in nats."""
     return float(np.mean([m["negative_log_likelihood"] for m in report["member"] if m]))
+
+
+def print_epoch(metrics: dict) -> None:
+    """Print the guide's line: losses in nats, accuracies in percent."""
+    print(
+        f"epoch: {metrics['epoch']:2d}, train_loss: {metrics['train_loss']:.4f}, "
+        f"train_accuracy: {100 * metrics['train_accuracy']:.2f}, "
+        f"test_loss: {metrics['test_loss']:.4f}, "
+        f"test_accuracy: {100 * metrics['test_accuracy']:.2f}",
+        flush=True,
+    )
 
 
 def print_table(title: str, rows: Sequence[tuple[str, dict | None]]) -> None:
@@ -830,10 +847,22 @@ def evaluate(predict, params, data: Dataset, epoch: int) -> tuple[dict, dict, fl
     return test, train, seconds
 
 
+def print_report(args: argparse.Namespace, data: Dataset, report: dict) -> None:
+    """Print the final table: a row a member and the ensemble, or the one model."""
+    members = report["member"]
+    rows = [(f"member {i}", scores) for i, scores in enumerate(members)]
+    if args.mode == "sync":
+        rows = [("model", members[0])]
+    else:
+        rows.append(("ensemble", report["ensemble"]))
+    print_table(f"{data.name}, {len(data.test_images)} test images", rows)
+
+
 def run(args: argparse.Namespace) -> dict:
     """Train and report; return what report.json holds.  Raises Failure."""
     metrics_file = open_workdir(args.workdir) if args.workdir else None
     data, num_devices = prepare(args)
+    num_train = len(data.train_images)
     recipe = Recipe()._replace(
         **{name: getattr(args, name) for name in Recipe._fields if name in args}
     )
@@ -847,7 +876,6 @@ def run(args: argparse.Namespace) -> dict:
         num_devices=num_devices,
         seed=args.seed,
     )
-    images_per_epoch = len(data.train_images) // recipe.batch_size * recipe.batch_size
     failed = set()
     for epoch, (params, train_seconds) in enumerate(epochs):
         if epoch == 0 and recipe.epochs > 0:
@@ -860,6 +888,7 @@ def run(args: argparse.Namespace) -> dict:
                 print(f"notice: member {i} is not finite after epoch {epoch}")
         if epoch == 0:
             break
+        images = len(members) * (num_train - num_train % recipe.batch_size)
         metrics = {
             "epoch": epoch,
             "train_loss": mean_loss(train_report),
@@ -869,24 +898,13 @@ def run(args: argparse.Namespace) -> dict:
             "member_test_accuracy": [m and m["accuracy"] for m in members],
             "train_seconds": train_seconds,
             "test_seconds": test_seconds,
-            "member_images_per_second": len(members) * images_per_epoch / train_seconds,
+            "member_images_per_second": images / train_seconds,
         }
-        print(
-            f"epoch: {epoch:2d}, train_loss: {metrics['train_loss']:.4f}, "
-            f"train_accuracy: {100 * metrics['train_accuracy']:.2f}, "
-            f"test_loss: {metrics['test_loss']:.4f}, "
-            f"test_accuracy: {100 * metrics['test_accuracy']:.2f}",
-            flush=True,
-        )
+        print_epoch(metrics)
         if metrics_file:
             print(json.dumps(metrics, allow_nan=False), file=metrics_file, flush=True)
 
-    rows = [(f"member {i}", scores) for i, scores in enumerate(members)]
-    if args.mode == "sync":
-        rows = [("model", members[0])]
-    else:
-        rows.append(("ensemble", report["ensemble"]))
-    print_table(f"{data.name}, {len(data.test_images)} test images", rows)
+    print_report(args, data, report)
     report = {
         "dataset": data.name,
         "test_examples": len(data.test_images),
@@ -897,7 +915,7 @@ def run(args: argparse.Namespace) -> dict:
             "devices": num_devices,
             **recipe._asdict(),
             "seed": args.seed,
-            "train_size": len(data.train_images),
+            "train_size": num_train,
         },
         "versions": versions(),
     }
