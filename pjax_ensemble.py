@@ -705,6 +705,9 @@ def _make_step(
     def average(tree):
         return tree if replicas is None else lax.pmean(tree, replicas)
 
+    def has_mean(x):
+        return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
     def step(state, *batch):
         params, opt_state, model_state, key = state
         loss_key = None
@@ -724,7 +727,7 @@ def _make_step(
         grads, loss, aux = average((grads, loss, aux))
         model_state = jax.tree.map(
             # Counts and keys have no mean; replicas advance them alike.
-            lambda x: average(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x,
+            lambda x: average(x) if has_mean(x) else x,
             model_state,
         )
         updates, opt_state = optimizer.update(grads, opt_state, params)

@@ -819,14 +819,14 @@ def test_replicas_of_different_keys_are_refused():
 
 def test_sync_averages_loss_aux_and_model_state_over_replicas():
     def loss_fn(params, model_state, key, x):
-        new = {"mean": x.mean(), "steps": model_state["steps"] + 1}
+        new = {"mean": x.mean(), "steps": model_state["steps"] + 1, "constant": 0.5}
         return params * x.mean(), (
             new,
             {"largest": x.max(), "draw": jax.random.bits(key)},
         )
 
     optimizer = pe.sgd(1.0, momentum=0.0)
-    model_state = {"mean": jnp.zeros(()), "steps": jnp.int32(2**30)}
+    model_state = {"mean": 0.0, "steps": jnp.int32(2**30), "constant": 0.5}
     state = pe.train_state(
         jnp.float32(2), optimizer, model_state=model_state, key=jax.random.key(0)
     )

@@ -41,8 +41,8 @@ class Recipe(NamedTuple):
     """
 
     epochs: int = 5
-    batch_size: int = 128  # examples a step of one model, over all its replicas
-    learning_rate: float = 0.1  # the schedule's peak
+    batch_size: int = 64  # examples a step of one model, over all its replicas
+    learning_rate: float = 0.15  # the schedule's peak
     momentum: float = 0.9
     schedule: str = "linear"
     max_shift: int = 2  # pixels by which training images move at random
