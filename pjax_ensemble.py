@@ -686,12 +686,31 @@ def _full_loss(loss_fn: Callable, has_aux: bool, stateful: bool) -> Callable:
     return loss
 
 
+def _num_parts(batch: PyTree, model_state: PyTree, microbatch: int | None) -> int:
+    """Return in how many micro-batches a device's batch [B, ...] is worked through."""
+    rows = jax.tree.leaves(batch)[0].shape[0] if microbatch else 0
+    if not microbatch or rows <= microbatch:
+        return 1
+    if rows % microbatch:
+        raise ValueError(
+            f"a device's batch of {rows} does not divide into micro-batches of "
+            f"{microbatch}; use a divisor of {rows}"
+        )
+    if jax.tree.leaves(model_state):
+        raise ValueError(
+            f"microbatch={microbatch} would take the model state, such as batch "
+            f"statistics, from parts of a batch of {rows}; use microbatch=None"
+        )
+    return rows // microbatch
+
+
 def _make_step(
     loss_fn: Callable,
     optimizer: Optimizer,
     has_aux: bool,
     stateful: bool,
-    replicas: str | None = None,
+    microbatch: int | None,
+    replicas: str | None,
 ) -> Callable:
     """Make the training step: (state, *batch) -> (state, metrics).
 
@@ -701,6 +720,8 @@ def _make_step(
     loss_and_grads = jax.value_and_grad(
         _full_loss(loss_fn, has_aux, stateful), has_aux=True
     )
+    if microbatch is not None and microbatch < 1:
+        raise ValueError(f"microbatch is {microbatch}; expected None or an int >= 1")
 
     def average(tree):
         return tree if replicas is None else lax.pmean(tree, replicas)
@@ -710,20 +731,37 @@ def _make_step(
 
     def step(state, *batch):
         params, opt_state, model_state, key = state
-        loss_key = None
+        num_parts = _num_parts(batch, model_state, microbatch)
         if stateful:
             if key is None:
                 raise ValueError(
                     "stateful=True takes a random key; make the state with "
                     "train_state(..., key=key)"
                 )
-            # Replicas share their key, and draw different numbers for their examples.
             key, loss_key = jax.random.split(key)
             replica = 0 if replicas is None else lax.axis_index(replicas)
-            loss_key = jax.random.fold_in(loss_key, replica)
-        (loss, (model_state, aux)), grads = loss_and_grads(
-            params, model_state, loss_key, *batch
-        )
+
+        def part_loss_and_grads(i, part):
+            # Each part of the batch, here or on another replica, draws its own numbers.
+            part_key = None
+            if stateful:
+                part_key = jax.random.fold_in(loss_key, replica * num_parts + i)
+            return loss_and_grads(params, model_state, part_key, *part)
+
+        if num_parts == 1:
+            (loss, (model_state, aux)), grads = part_loss_and_grads(0, batch)
+        else:
+
+            def add(total, numbered_part):
+                (loss, (_, aux)), grads = part_loss_and_grads(*numbered_part)
+                return jax.tree.map(jnp.add, total, grads), (loss, aux)
+
+            zeros = jax.tree.map(jnp.zeros_like, params)
+            parts = jnp.arange(num_parts), split(batch, num_parts)
+            total, metrics = lax.scan(add, zeros, parts)
+            grads = jax.tree.map(lambda g: g / num_parts, total)
+            loss, aux = jax.tree.map(lambda x: x.mean(axis=0), metrics)
+
         grads, loss, aux = average((grads, loss, aux))
         model_state = jax.tree.map(
             # Counts and keys have no mean; replicas advance them alike.
@@ -797,6 +835,7 @@ def make_sync_update(
     *,
     has_aux: bool = False,
     stateful: bool = False,
+    microbatch: int | None = None,
 ) -> Callable:
     """Make update(state, *batch) -> (state, metrics) for one model on D devices.
 
@@ -811,11 +850,16 @@ def make_sync_update(
     `(loss, model_state)`, or `(loss, (model_state, aux))`; floating-point leaves of the
     model state are averaged too, and every replica and step has a key of its own.
 
+    With `microbatch`, a device works through its batch that many examples at a time and
+    averages loss, aux and gradients: the same step to rounding, in less memory, and on
+    CPU, where the work then stays in cache, often twice as fast.
+
     `state` is consumed: its buffers are reused for the result.
 
-    `update` raises ValueError for other leading axes and for replicas of unequal keys.
+    `update` raises ValueError for other leading axes, for replicas of unequal keys, and
+    for micro-batches that do not divide the batch or meet a model state.
     """
-    step = _make_step(loss_fn, optimizer, has_aux, stateful, replicas="devices")
+    step = _make_step(loss_fn, optimizer, has_aux, stateful, microbatch, "devices")
     return _pmap_update(step, replicas=True)
 
 
@@ -825,6 +869,7 @@ def make_ensemble_update(
     *,
     has_aux: bool = False,
     stateful: bool = False,
+    microbatch: int | None = None,
 ) -> Callable:
     """Make update(state, *batch) -> (state, metrics) for D members, one a device.
 
@@ -835,9 +880,10 @@ def make_ensemble_update(
 
     `state` is consumed: its buffers are reused for the result.
 
-    `update` raises ValueError for other leading axes and for members of equal keys.
+    `update` raises ValueError for other leading axes, for members of equal keys, and
+    for micro-batches that do not divide the batch or meet a model state.
     """
-    step = _make_step(loss_fn, optimizer, has_aux, stateful, replicas=None)
+    step = _make_step(loss_fn, optimizer, has_aux, stateful, microbatch, None)
     return _pmap_update(step, replicas=False)
 
 

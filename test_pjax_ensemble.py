@@ -888,6 +888,72 @@ def test_replicas_and_steps_draw_different_numbers():
     assert len(set(draws.tolist())) == 2 * D
 
 
+@pytest.mark.parametrize("make", [pe.make_sync_update, pe.make_ensemble_update])
+def test_microbatches_make_the_step_of_the_whole_batch(make):
+    sizes = []
+
+    def loss_fn(params, images, labels):
+        sizes.append(len(images))
+        loss = net_loss(params, images, labels)
+        return loss, pe.accuracy(net(params, images), labels)
+
+    optimizer, sync = pe.sgd(0.1), make is pe.make_sync_update
+    results = []
+    for microbatch in (None, 4, 16, 64):
+        sizes.clear()
+        update = make(loss_fn, optimizer, has_aux=True, microbatch=microbatch)
+        keys = [keys_of(0, D)[0]] * D if sync else keys_of(0, D)
+        state = members_state(optimizer, keys)
+        for step in range(3):
+            batch = net_batch(step, 16 * D)
+            state, metrics = update(state, *pe.split(batch))
+        assert set(sizes) == {min(microbatch or 16, 16)}
+        results.append((state.params, state.opt_state, metrics))
+    for other in results[1:]:
+        close = lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-6)  # noqa: E731
+        jax.tree.map(close, results[0], other)
+
+
+def test_parts_draw_alike_wherever_they_stand():
+    def loss_fn(params, model_state, key, images, labels):
+        images = images + jax.random.normal(key, images.shape)
+        return net_loss(params, images, labels), model_state
+
+    optimizer = pe.sgd(0.1)
+    fresh = pe.train_state(
+        net_init(jax.random.key(0)), optimizer, key=jax.random.key(1)
+    )
+    results = []
+    for num_devices in (1, 2, 4):
+        update = pe.make_sync_update(loss_fn, optimizer, stateful=True, microbatch=4)
+        state = pe.replicate(fresh, num_devices)
+        for step in range(3):
+            state, _ = update(state, *pe.split(net_batch(step), num_devices))
+        results.append(pe.unreplicate(state.params))
+    for other in results[1:]:
+        close = lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-6)  # noqa: E731
+        jax.tree.map(close, results[0], other)
+
+
+def test_microbatch_is_refused_where_it_would_not_be_the_same_step():
+    optimizer, loss = pe.sgd(0.1), lambda p, x: jnp.mean(p * x)
+    state = pe.replicate(pe.train_state(jnp.float32(1), optimizer))
+    update = pe.make_sync_update(loss, optimizer, microbatch=4)
+    with pytest.raises(
+        ValueError, match="batch of 6 does not divide .* of 4; use a di"
+    ):
+        update(state, np.ones((D, 6), np.float32))
+    state = state._replace(model_state=pe.replicate(jnp.zeros(3)))
+    with pytest.raises(
+        ValueError, match="model state.* of a batch of 8; use microbatch"
+    ):
+        update(state, np.ones((D, 8), np.float32))
+    with pytest.raises(
+        ValueError, match="microbatch is 0; expected None or an int >= 1"
+    ):
+        pe.make_sync_update(loss, optimizer, microbatch=0)
+
+
 def test_stateful_update_without_a_key_is_refused():
     optimizer = pe.sgd(0.1)
     update = pe.make_sync_update(lambda p, s, k: (p, s), optimizer, stateful=True)
@@ -1304,6 +1370,11 @@ def test_shift_moves_each_image_whole_by_its_own_offset():
     assert_array_equal(
         tm.shift_images(jax.random.key(0), jnp.asarray(images), 0), images
     )
+
+
+def test_microbatch_divides_the_batch_of_a_device():
+    chosen = {rows: tm.choose_microbatch(rows) for rows in (64, 100, 8, 97, 4)}
+    assert chosen == {64: 16, 100: 10, 8: 8, 97: None, 4: None}
 
 
 def test_each_member_sees_each_example_once_in_its_own_order():
