@@ -848,11 +848,12 @@ def make_sync_update(
 
     With `stateful`, `loss_fn(params, model_state, key, *batch)` returns
     `(loss, model_state)`, or `(loss, (model_state, aux))`; floating-point leaves of the
-    model state are averaged too, and every replica and step has a key of its own.
+    model state are averaged too, and the key is another in every replica and step.
 
     With `microbatch`, a device works through its batch that many examples at a time and
-    averages loss, aux and gradients: the same step to rounding, in less memory, and on
-    CPU, where the work then stays in cache, often twice as fast.
+    averages loss, aux and gradients: the same step to rounding, in less memory, and
+    faster on CPU, where the work then stays in cache.  With `stateful`, every
+    micro-batch has a key of its own too, the same one on whichever device it stands.
 
     `state` is consumed: its buffers are reused for the result.
 

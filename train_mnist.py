@@ -667,7 +667,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="train_mnist.py",
         description="Train convolutional networks on MNIST: an ensemble with a member "
         "on every device, or one model on all devices.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
     where = parser.add_argument_group("models and devices")
@@ -676,7 +675,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=("ensemble", "sync"),
         default="ensemble",
         help="ensemble: an independent member on each device, probabilities averaged; "
-        "sync: one model, each batch divided over the devices, gradients averaged",
+        "sync: one model, each batch divided over the devices, gradients averaged "
+        "(default: %(default)s)",
     )
     where.add_argument(
         "--devices",
@@ -684,42 +684,52 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="D",
         help="devices to use; on CPU, that many virtual devices (default: all; on "
         "CPU, one a core)",
-        default=argparse.SUPPRESS,
     )
     training = parser.add_argument_group("training")
     training.add_argument(
         "--epochs",
         type=int,
+        metavar="N",
         default=recipe.epochs,
-        help="passes over the training images; 0 reports the initial models",
+        help="passes over the training images; 0 reports the initial models (default: "
+        "%(default)s)",
     )
     training.add_argument(
         "--batch-size",
         type=int,
+        metavar="B",
         default=recipe.batch_size,
-        help="examples a step of one model, all its replicas together",
+        help="examples a step of one model, all its replicas together (default: "
+        "%(default)s)",
     )
     training.add_argument(
         "--learning-rate",
         type=float,
+        metavar="RATE",
         default=recipe.learning_rate,
-        help="of stochastic gradient descent; the schedule's peak",
+        help="of stochastic gradient descent; the schedule's peak (default: "
+        "%(default)s)",
     )
     training.add_argument(
         "--momentum",
         type=float,
+        metavar="SHARE",
         default=recipe.momentum,
-        help="share of the velocity that a step keeps",
+        help="share of the velocity that a step keeps (default: %(default)s)",
     )
     training.add_argument(
         "--schedule",
         choices=tuple(SCHEDULES),
         default=recipe.schedule,
         help="learning rate over the run: constant, or rising over its first 15%% and "
-        "falling to 0, in straight lines or half cosines",
+        "falling to 0, in straight lines or half cosines (default: %(default)s)",
     )
     training.add_argument(
-        "--seed", type=int, default=0, help="member i depends on seed and i alone"
+        "--seed",
+        type=int,
+        metavar="S",
+        default=0,
+        help="member i depends on seed and i alone (default: %(default)s)",
     )
     data = parser.add_argument_group("data")
     data.add_argument(
@@ -727,7 +737,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=("auto", "mnist", "generated"),
         default="auto",
         help="mnist: from --data-dir, downloaded there if missing; generated: digits "
-        "that this script draws; auto: mnist, or generated if it cannot be had",
+        "that this script draws; auto: mnist, or generated if it cannot be had "
+        "(default: %(default)s)",
     )
     data.add_argument(
         "--data-dir",
@@ -735,14 +746,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="DIR",
         help="MNIST's four files, gzipped or plain (default: $MNIST_DIR, else "
         "pjax_ensemble in the user's cache folder)",
-        default=argparse.SUPPRESS,
     )
     data.add_argument(
         "--train-size",
         type=int,
         metavar="N",
         help="train on the first N images (default: all)",
-        default=argparse.SUPPRESS,
     )
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -750,12 +759,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=Path,
         metavar="DIR",
         help="write metrics.jsonl and report.json there (default: write nothing)",
-        default=argparse.SUPPRESS,
     )
     args = parser.parse_args(argv)
-    for name in ("devices", "train_size", "workdir"):
-        setattr(args, name, getattr(args, name, None))
-    args.data_dir = getattr(args, "data_dir", None) or default_folder()
+    args.data_dir = args.data_dir or default_folder()
 
     def check(flag: str, ok: bool, expected: str) -> None:
         if not ok:
