@@ -1274,6 +1274,7 @@ def test_error_lists_what_was_tried_and_leaves_nothing_behind(tmp_path, mirrors)
     with pytest.raises(tm.DataError) as error:
         tm.load_mnist(tmp_path)
     message = str(error.value)
+    assert message.startswith(f"{tmp_path / IMAGES} is missing, and no mirror gives it")
     assert f"{first}: <urlopen error no route to host>" in message
     assert f"{second}: content: magic number" in message
     assert not list(tmp_path.iterdir())

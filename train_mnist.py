@@ -227,8 +227,8 @@ def download(folder: Path, file: IdxFile) -> None:
         print(f"downloading {url}", flush=True)
         temporary = None
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             packed = fetch(url, max_bytes=2 * file.num_bytes)
+            folder.mkdir(parents=True, exist_ok=True)
             handle, temporary = tempfile.mkstemp(suffix=".gz", dir=folder)
             with open(handle, "wb") as stream:
                 stream.write(packed)
@@ -244,7 +244,10 @@ def download(folder: Path, file: IdxFile) -> None:
             failures.append(f"{url}: {str(error).replace(str(temporary), 'content')}")
             if temporary is not None and os.path.exists(temporary):
                 os.unlink(temporary)
-    raise DownloadError("; ".join(failures))
+    raise DownloadError(
+        f"{folder / file.name} is missing, and no mirror gives it: "
+        + "; ".join(failures)
+    )
 
 
 def load_mnist(folder: Path, *, download_missing: bool = True) -> Dataset:
@@ -443,7 +446,7 @@ def load_data(source: str, folder: Path) -> Dataset:
     except DownloadError as error:
         if source == "mnist":
             raise
-        print(f"notice: training on generated digits, since MNIST is missing: {error}")
+        print(f"notice: training on generated digits: {error}")
         return generate_digits(seed=0)
 
 
