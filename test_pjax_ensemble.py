@@ -1327,8 +1327,9 @@ def test_auto_falls_back_to_generated_digits_and_mnist_never(
 
 
 @pytest.mark.skipif(not MNIST_DIR, reason="MNIST_DIR is not set")
-def test_mnist_itself_is_recognized(capsys):
-    data = tm.load_mnist(Path(MNIST_DIR), download_missing=False)
+def test_mnist_itself_is_recognized(capsys, monkeypatch):
+    monkeypatch.setattr(tm, "fetch", lambda *args, **kwargs: pytest.fail("fetched"))
+    data = tm.load_mnist(Path(MNIST_DIR))
     assert data.name == "MNIST" and capsys.readouterr().out == ""
     assert [leaf.shape for leaf in data[1:]] == [
         (60_000, 28, 28, 1),

@@ -250,7 +250,7 @@ def download(folder: Path, file: IdxFile) -> None:
     )
 
 
-def load_mnist(folder: Path, *, download_missing: bool = True) -> Dataset:
+def load_mnist(folder: Path) -> Dataset:
     """Load the four files from `folder`; other images in the same form are welcome.
 
     Raises DataError for a file that is missing and cannot be downloaded, and for one
@@ -276,8 +276,6 @@ def load_mnist(folder: Path, *, download_missing: bool = True) -> Dataset:
                 f"{folder}: {file.name} is missing, and {foreign[0]} is not MNIST's, "
                 "so MNIST's cannot take its place"
             )
-        if not download_missing:
-            raise DataError(f"{folder}: {file.name} is missing")
         download(folder, file)
         path = find_file(folder, file.name)
         contents[file] = read_content(path, file.num_dims)
