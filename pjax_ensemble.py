@@ -1,45 +1,47 @@
-"""Train one model on many devices, or many models at once, in one file of plain JAX.
+"""Train K models on D devices, whatever K and D are, in one file of plain JAX.
 
 A training step is written once, for one model on one device.  All else is where its
-copies stand: in *sync* mode every device holds a replica of the same model and a part
-of the batch, and gradients are averaged; in *ensemble* mode every device holds a
-member, an independent model, and the members' probabilities are averaged afterwards.
+copies stand: members, independent models whose probabilities are averaged, or replicas,
+copies of one model that share its batch and average gradients.
 
-    import jax, numpy as np, pjax_ensemble as pe
+    import jax, jax.numpy as jnp, numpy as np, pjax_ensemble as pe
+
+    def network(params, images):
+        return pe.cnn(params, images.astype(jnp.float32) / 255)
 
     def loss_fn(params, images, labels):
-        return pe.softmax_cross_entropy(pe.cnn(params, images), labels).mean()
+        return pe.softmax_cross_entropy(network(params, images), labels).mean()
 
-    num_devices = jax.local_device_count()
-    images, labels = np.ones((16, 28, 28, 1), np.float32), np.arange(16) % 10
-    optimizer = pe.sgd(0.01, momentum=0.9)
-    keys = jax.random.split(jax.random.key(0), num_devices)
-    members = [pe.train_state(pe.cnn_init(k), optimizer, key=k) for k in keys]
-    state = jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *members)
-    update = pe.make_ensemble_update(loss_fn, optimizer)
-    state, losses = update(state, *pe.replicate((images, labels)))  # losses [D]
+    images, labels = np.ones((64, 28, 28, 1), np.uint8), np.arange(64) % 10
+    trainer = pe.make_trainer(
+        pe.cnn_init, loss_fn, pe.sgd(0.01), members=5, apply_fn=network
+    )
+    state = trainer.init(jax.random.key(0))
+    order = np.random.default_rng(0).permutation(64).reshape(4, 16)
+    state, losses = trainer.epoch(state, (images, labels), order)  # losses [5, 4]
+    probs = trainer.predict_members(state, images)  # [5, 64, 10]
+    report = pe.ensemble_report(probs, labels)
 
-For sync mode three lines change:
-
-    state = pe.replicate(pe.train_state(pe.cnn_init(keys[0]), optimizer))
-    update = pe.make_sync_update(loss_fn, optimizer)
-    state, losses = update(state, *pe.split((images, labels)))
+One call a step, on batches that are split or replicated by hand, is what
+`make_sync_update` and `make_ensemble_update` do, with the same step.
 
 Legend, used everywhere.  A replica is an identical copy, a member a model of its own.
 
-    K        members of the ensemble          N, B, C  examples, batch, classes
-    D        devices in use                   H W I O  height, width, channels in, out
+    K   members of the ensemble        N, B, C  examples, a member's batch, classes
+    D   devices in use                 H W I O  height, width, channels in, out
+    M   members that share a device    R        replicas: devices with the same member
 
 Images are NHWC, kernels HWIO, labels integers, losses in nats per example.
 
-Contents: Layers, Networks, Losses and metrics, Optimizers, Devices, Updates, Demo.
-A section uses only what stands above it.  Importing the module touches no device.
+Contents: Layers, Networks, Losses and metrics, Optimizers, Devices, Updates, Trainer,
+Demo.  A section uses only what stands above it.  Importing it touches no device.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import contextvars
 import functools
 import math
 import os
@@ -65,19 +67,33 @@ __all__ = [
     "dense",
     "avg_pool",
     "max_pool",
+    "replica_mean",
+    "BatchNorm",
+    "BatchStats",
+    "batch_norm_init",
+    "batch_norm",
+    "dropout",
     # Networks
     "CNN",
     "cnn_init",
     "cnn",
+    "BatchNormCNN",
+    "batch_norm_cnn_init",
+    "batch_norm_cnn",
     # Losses and metrics
     "softmax_cross_entropy",
     "accuracy",
+    "predictive_entropy",
+    "mutual_information",
     "ensemble_report",
+    "auroc",
     # Optimizers
     "Optimizer",
     "apply_updates",
     "SGDState",
     "sgd",
+    "AdamState",
+    "adam",
     "linear_schedule",
     "cosine_schedule",
     # Devices
@@ -91,6 +107,11 @@ __all__ = [
     "train_state",
     "make_sync_update",
     "make_ensemble_update",
+    # Trainer
+    "Layout",
+    "layout",
+    "Trainer",
+    "make_trainer",
     # Demo
     "main",
 ]
@@ -283,6 +304,93 @@ def max_pool(
     return functools.reduce(jnp.maximum, views)
 
 
+# A training step puts here what averages over its model's replicas.
+_replica_mean = contextvars.ContextVar("replica_mean", default=lambda tree: tree)
+
+
+def replica_mean(tree: PyTree) -> PyTree:
+    """Average every leaf over the replicas of the model that is being trained.
+
+    For the `loss_fn` of an update or a trainer, where a statistic is to be that of the
+    whole batch.  Anywhere else, and for a model on one device, it returns `tree`.
+    """
+    return _replica_mean.get()(tree)
+
+
+class BatchNorm(NamedTuple):
+    scale: Array | None  # [C]
+    bias: Array  # [C]
+
+
+class BatchStats(NamedTuple):
+    """Running statistics, part of a model's state and not of its parameters."""
+
+    mean: Array  # [C]
+    var: Array  # [C]
+
+
+def batch_norm_init(channels: int, *, scale: bool = True) -> tuple:
+    """Make (BatchNorm, BatchStats): scale 1, or None without; bias 0; mean 0, var 1."""
+    zeros, ones = jnp.zeros(channels), jnp.ones(channels)
+    return BatchNorm(ones if scale else None, zeros), BatchStats(zeros, ones)
+
+
+def batch_norm(
+    params: BatchNorm,
+    stats: BatchStats,
+    inputs: Array,
+    *,
+    training: bool,
+    momentum: float = 0.99,
+    eps: float = 1e-3,
+) -> tuple[Array, BatchStats]:
+    """Normalize each channel of inputs [..., C]; return outputs [..., C] and stats.
+
+    scale (x - mean) / sqrt(var + eps) + bias (Ioffe and Szegedy 2015).  In training,
+    mean and (biased) variance are those of the batch over all its replicas, and the
+    running ones move towards them, r = momentum r + (1 - momentum) s, as in Keras;
+    else the running ones are used and returned as they are.
+
+    Raises ValueError for another number of channels than the parameters'.
+    """
+    if inputs.shape[-1:] != params.bias.shape:
+        raise ValueError(
+            f"inputs of shape {inputs.shape} do not have the {params.bias.shape[0]} "
+            "channels that the normalization takes"
+        )
+
+    def spread(x):
+        return jnp.broadcast_to(x, inputs.shape)
+
+    x, used = inputs.astype(stats.mean.dtype), stats
+    if training:
+        axes = tuple(range(x.ndim - 1))
+        mean = replica_mean(x.mean(axes))
+        used = BatchStats(mean, replica_mean(jnp.square(x - spread(mean)).mean(axes)))
+        stats = jax.tree.map(
+            lambda old, new: momentum * old + (1 - momentum) * new, stats, used
+        )
+    factor = lax.rsqrt(used.var + eps)
+    if params.scale is not None:
+        factor = factor * params.scale
+    outputs = (x - spread(used.mean)) * spread(factor) + spread(params.bias)
+    return outputs.astype(inputs.dtype), stats
+
+
+def dropout(key: Array | None, inputs: Array, rate: float = 0.5) -> Array:
+    """Zero a fraction `rate` of inputs [...] at random; scale the rest by 1/(1 - rate).
+
+    The expectation stays (Srivastava et al. 2014, section 10).  Without a key, as in
+    evaluation, returns inputs.  Raises ValueError for a rate outside [0, 1).
+    """
+    if not 0 <= rate < 1:
+        raise ValueError(f"rate is {rate}; expected 0 <= rate < 1")
+    if key is None or rate == 0:
+        return inputs
+    kept = jax.random.bernoulli(key, 1 - rate, inputs.shape)
+    return jnp.where(kept, inputs / (1 - rate), jnp.zeros_like(inputs))
+
+
 # ---------------------------------------------------------------------------------
 # Networks
 # ---------------------------------------------------------------------------------
@@ -313,6 +421,65 @@ def cnn(params: CNN, images: Array) -> Array:
     x = x.reshape(x.shape[0], -1)
     x = jax.nn.relu(dense(params.dense1, x))
     return dense(params.dense2, x)
+
+
+class BatchNormCNN(NamedTuple):
+    conv1: Conv  # [3, 3, 1, 12], without bias
+    norm1: BatchNorm  # [12], without scale, as the others
+    conv2: Conv  # [6, 6, 12, 24], without bias
+    norm2: BatchNorm  # [24]
+    conv3: Conv  # [6, 6, 24, 32]
+    norm3: BatchNorm  # [32]
+    dense1: Dense  # [32, 256]
+    dense2: Dense  # [256, 10]
+
+
+def batch_norm_cnn_init(key: Array) -> tuple[BatchNormCNN, tuple]:
+    """Draw the 49,242 parameters of the network of Keras's distributed-JAX guide.
+
+    Returns (params, stats), stats a `BatchStats` a normalization.
+    """
+    keys = jax.random.split(key, 5)
+    norms, stats = zip(*(batch_norm_init(c, scale=False) for c in (12, 24, 32)))
+    params = BatchNormCNN(
+        conv_init(keys[0], 1, 12, 3, bias=False),
+        norms[0],
+        conv_init(keys[1], 12, 24, 6, bias=False),
+        norms[1],
+        conv_init(keys[2], 24, 32, 6),
+        norms[2],
+        dense_init(keys[3], 32, 256),
+        dense_init(keys[4], 256, 10),
+    )
+    return params, stats
+
+
+def batch_norm_cnn(
+    params: BatchNormCNN,
+    stats: tuple,
+    images: Array,
+    key: Array | None = None,
+    *,
+    dropout_rate: float = 0.5,
+) -> tuple[Array, tuple]:
+    """Map images [B, 28, 28, 1], pixels in [0, 1], to logits [B, 10] and new stats.
+
+    With a key, as in training: the batch's statistics, and dropout.  Without, as in
+    evaluation: the running statistics, and none.
+    """
+    new_stats = []
+
+    def norm_relu(norm, x):
+        i, training = len(new_stats), key is not None
+        x, new = batch_norm(norm, stats[i], x, training=training)
+        new_stats.append(new)
+        return jax.nn.relu(x)
+
+    x = norm_relu(params.norm1, conv(params.conv1, images))
+    x = norm_relu(params.norm2, conv(params.conv2, x, stride=2, padding="VALID"))
+    x = norm_relu(params.norm3, conv(params.conv3, x, stride=2))
+    x = jax.nn.relu(dense(params.dense1, x.mean(axis=(1, 2))))
+    return dense(params.dense2, dropout(key, x, dropout_rate)), tuple(new_stats)
 
 
 # ---------------------------------------------------------------------------------
@@ -377,6 +544,25 @@ def _scores(probs: np.ndarray, labels: np.ndarray, num_bins: int = 15) -> dict:
     }
 
 
+def predictive_entropy(member_probs: Any) -> np.ndarray:
+    """Return H(mean_k p_k) in nats, the total uncertainty: [K, N, C] -> [N].
+
+    High where the members are unsure, each by itself or among themselves.
+    """
+    return _entropy(np.asarray(member_probs, np.float64).mean(axis=0))
+
+
+def mutual_information(member_probs: Any) -> np.ndarray:
+    """Return H(mean_k p_k) - mean_k H(p_k) in nats: [K, N, C] -> [N].
+
+    The part of the predictive entropy that is disagreement between members (Depeweg et
+    al. 2018, eq. 3), 0 where they are equal: a measure of what the model does not know.
+    """
+    probs = np.asarray(member_probs, np.float64)
+    # Concave entropy makes it >= 0; rounding does not.
+    return np.maximum(predictive_entropy(probs) - _entropy(probs).mean(axis=0), 0)
+
+
 def ensemble_report(member_probs: Any, labels: Any) -> dict:
     """Report how good an ensemble is and how far it knows it: a dict of numbers.
 
@@ -394,9 +580,8 @@ def ensemble_report(member_probs: Any, labels: Any) -> dict:
                                   [l, u), the last closed (Guo et al. 2017, eq. 3)
     `disagreement`                fraction of examples on which two members predict
                                   different classes, mean over pairs; 0 for K = 1
-    `predictive_entropy`          H(mean_k p_k), nats: the total uncertainty
-    `mutual_information`          H(mean_k p_k) - mean_k H(p_k), nats: the part of it
-                                  that is disagreement (Depeweg et al. 2018, eq. 3)
+    `predictive_entropy`          of the function of that name, nats
+    `mutual_information`          the part of it that is disagreement, nats
 
     Raises ValueError for other shapes, labels outside 0..C-1, no examples, or
     probabilities that are not finite, negative, or sum to 1 only beyond 1e-3.
@@ -426,15 +611,37 @@ def ensemble_report(member_probs: Any, labels: Any) -> dict:
     by_size = np.cumsum(probs, axis=0) / np.arange(1, len(probs) + 1)[:, None, None]
     votes = probs.argmax(axis=-1)
     pairs = [(votes[i] != votes[j]).mean() for i in range(len(votes)) for j in range(i)]
-    entropy = _entropy(by_size[-1]).mean()
     return {
         "ensemble": _scores(by_size[-1], labels),
         "member": [_scores(p, labels) for p in probs],
         "by_size": [_scores(p, labels) for p in by_size],
         "disagreement": float(np.mean(pairs)) if pairs else 0.0,
-        "predictive_entropy": float(entropy),
-        "mutual_information": float(entropy - _entropy(probs).mean()),
+        "predictive_entropy": float(predictive_entropy(probs).mean()),
+        "mutual_information": float(mutual_information(probs).mean()),
     }
+
+
+def auroc(scores_in: Any, scores_out: Any) -> float:
+    """Return the area under the ROC curve of a score that should be high for `out`.
+
+    scores_in [N] are an uncertainty, such as `predictive_entropy` or
+    `mutual_information`, of examples like the training data, scores_out [N'] of others.
+    P(out > in) + P(out = in) / 2 of a random pair, the Mann-Whitney statistic (Hanley
+    and McNeil 1982): 0.5 is chance, 1 a perfect detector.
+
+    Raises ValueError for scores that are empty, not of one axis, or nan.
+    """
+    arrays = [np.asarray(scores, np.float64) for scores in (scores_in, scores_out)]
+    for name, scores in zip(("scores_in", "scores_out"), arrays):
+        if scores.ndim != 1 or not scores.size or np.isnan(scores).any():
+            raise ValueError(
+                f"{name} have shape {scores.shape} and {np.isnan(scores).sum()} nan; "
+                "expected [N], not empty, without nan"
+            )
+    ordered, out = np.sort(arrays[0]), arrays[1]
+    below = np.searchsorted(ordered, out, side="left")
+    not_above = np.searchsorted(ordered, out, side="right")
+    return float((below + not_above).mean() / (2 * len(ordered)))
 
 
 # ---------------------------------------------------------------------------------
@@ -488,6 +695,57 @@ def sgd(
             steps = velocity
         updates = jax.tree.map(lambda s: jnp.asarray(-rate, s.dtype) * s, steps)
         return updates, SGDState(count + 1, velocity)
+
+    return Optimizer(init, update)
+
+
+class AdamState(NamedTuple):
+    count: Array  # [], steps done
+    mean: PyTree  # like params, of gradients
+    square: PyTree  # like params, of their squares
+
+
+def adam(
+    learning_rate: float | Schedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+) -> Optimizer:
+    """Make Adam (Kingma and Ba 2015, algorithm 1).
+
+    m = b1 m + (1 - b1) g; s = b2 s + (1 - b2) g^2; with t the step, from 1,
+    w = w - eta (m / (1 - b1^t)) / (sqrt(s / (1 - b2^t)) + eps).
+    `learning_rate` is a number or a function of the step count, 0 at the first step.
+
+    Raises ValueError for a negative or non-finite learning rate, for b1 or b2 outside
+    [0, 1), and for a negative eps.
+    """
+    if not callable(learning_rate) and not 0 <= learning_rate < math.inf:
+        raise ValueError(f"learning_rate is {learning_rate}; expected finite, >= 0")
+    if not (0 <= b1 < 1 and 0 <= b2 < 1 and eps >= 0):
+        raise ValueError(
+            f"b1, b2 and eps are {b1}, {b2} and {eps}; expected [0, 1), [0, 1), >= 0"
+        )
+
+    def init(params):
+        zeros = functools.partial(jax.tree.map, jnp.zeros_like, params)
+        return AdamState(jnp.zeros((), jnp.int32), zeros(), zeros())
+
+    def update(grads, opt_state, params=None):
+        del params
+        count, mean, square = opt_state
+        rate = learning_rate(count) if callable(learning_rate) else learning_rate
+        mean = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, mean, grads)
+        square = jax.tree.map(lambda s, g: b2 * s + (1 - b2) * g * g, square, grads)
+        t = (count + 1).astype(jnp.float32)
+        size, root = rate / (1 - b1**t), jnp.sqrt(1 - b2**t)
+
+        def step(m, s):
+            size_, root_ = size.astype(m.dtype), root.astype(m.dtype)
+            return -size_ * m / (jnp.sqrt(s) / root_ + eps)
+
+        updates = jax.tree.map(step, mean, square)
+        return updates, AdamState(count + 1, mean, square)
 
     return Optimizer(init, update)
 
@@ -595,7 +853,7 @@ def merge(tree: PyTree) -> PyTree:
     return jax.tree.map(reshape, tree)
 
 
-def _device_sharding(num_devices: int) -> jax.sharding.Sharding:
+def _device_sharding(num_devices: int, axis: str = "devices") -> Any:
     """Lay a leading axis [D, ...] over the first D local devices."""
     devices = jax.local_devices()[:num_devices]
     if len(devices) < num_devices:
@@ -603,8 +861,8 @@ def _device_sharding(num_devices: int) -> jax.sharding.Sharding:
             f"{num_devices} devices are asked for; there are {len(devices)} (on CPU, "
             f"use_cpu_devices({num_devices}) before JAX first runs makes more)"
         )
-    mesh = jax.sharding.Mesh(np.array(devices), ("devices",))
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices"))
+    mesh = jax.sharding.Mesh(np.array(devices), (axis,))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axis))
 
 
 def replicate(tree: PyTree, num_devices: int | None = None) -> PyTree:
@@ -710,12 +968,14 @@ def _make_step(
     has_aux: bool,
     stateful: bool,
     microbatch: int | None,
-    replicas: str | None,
+    axis: str | None,
+    groups: Sequence[Sequence[int]] | None = None,
 ) -> Callable:
     """Make the training step: (state, *batch) -> (state, metrics).
 
-    `replicas` names the axis over which the model's replicas stand, each with its part
-    of the batch; None is a model that stands alone.
+    `axis` names the mapped axis over which the model's replicas stand, each with its
+    part of the batch: all of it, or each of the `groups` that divide it.  None is a
+    model that stands alone.
     """
     loss_and_grads = jax.value_and_grad(
         _full_loss(loss_fn, has_aux, stateful), has_aux=True
@@ -724,7 +984,9 @@ def _make_step(
         raise ValueError(f"microbatch is {microbatch}; expected None or an int >= 1")
 
     def average(tree):
-        return tree if replicas is None else lax.pmean(tree, replicas)
+        if axis is None:
+            return tree
+        return lax.pmean(tree, axis, axis_index_groups=groups)
 
     def has_mean(x):
         return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
@@ -739,7 +1001,9 @@ def _make_step(
                     "train_state(..., key=key)"
                 )
             key, loss_key = jax.random.split(key)
-            replica = 0 if replicas is None else lax.axis_index(replicas)
+            replica = 0 if axis is None else lax.axis_index(axis)
+            if groups:
+                replica %= len(groups[0])
 
         def part_loss_and_grads(i, part):
             # Each part of the batch, here or on another replica, draws its own numbers.
@@ -748,9 +1012,9 @@ def _make_step(
                 part_key = jax.random.fold_in(loss_key, replica * num_parts + i)
             return loss_and_grads(params, model_state, part_key, *part)
 
-        if num_parts == 1:
-            (loss, (model_state, aux)), grads = part_loss_and_grads(0, batch)
-        else:
+        def batch_loss_and_grads():
+            if num_parts == 1:
+                return part_loss_and_grads(0, batch)
 
             def add(total, numbered_part):
                 (loss, (_, aux)), grads = part_loss_and_grads(*numbered_part)
@@ -761,7 +1025,13 @@ def _make_step(
             total, metrics = lax.scan(add, zeros, parts)
             grads = jax.tree.map(lambda g: g / num_parts, total)
             loss, aux = jax.tree.map(lambda x: x.mean(axis=0), metrics)
+            return (loss, (model_state, aux)), grads
 
+        token = _replica_mean.set(average)
+        try:
+            (loss, (model_state, aux)), grads = batch_loss_and_grads()
+        finally:
+            _replica_mean.reset(token)
         grads, loss, aux = average((grads, loss, aux))
         model_state = jax.tree.map(
             # Counts and keys have no mean; replicas advance them alike.
@@ -776,36 +1046,57 @@ def _make_step(
     return step
 
 
-def _check_keys(key: Array | None, replicas: bool) -> None:
-    """Raise ValueError unless keys [D] are equal for replicas, distinct for members."""
+def _check_keys(key: Array | None, num_replicas: int) -> None:
+    """Raise ValueError unless keys [K R] are distinct members' of R equal replicas."""
     if key is None:
         return
     rows = [row.tobytes() for row in np.asarray(jax.random.key_data(key))]
-    if replicas and len(set(rows)) > 1:
-        other = next(i for i, row in enumerate(rows) if row != rows[0])
+    for i, row in enumerate(rows):
+        first = i - i % num_replicas
+        if row != rows[first]:
+            raise ValueError(
+                f"replicas {first} and {i} have different keys, so they would drift "
+                "apart; make them with replicate(train_state(...))"
+            )
+    members = rows[::num_replicas]
+    if len(set(members)) < len(members):
+        later = next(i for i, row in enumerate(members) if row in members[:i])
         raise ValueError(
-            f"replicas 0 and {other} have different keys, so they would drift apart; "
-            "make them with replicate(train_state(...))"
-        )
-    if not replicas and len(set(rows)) < len(rows):
-        later = next(i for i, row in enumerate(rows) if row in rows[:i])
-        raise ValueError(
-            f"members {rows.index(rows[later])} and {later} have equal keys, so they "
-            f"would draw alike; use jax.random.split(key, {len(rows)})"
+            f"members {members.index(members[later])} and {later} have equal keys, so "
+            f"they would draw alike; use jax.random.split(key, {len(members)})"
         )
 
 
-def _pmap_update(step: Callable, replicas: bool) -> Callable:
+_in_flight = None  # a result of the last program whose devices wait for each other
+
+
+def _run(program: Callable, meet: bool, *args) -> Any:
+    """Call a mapped program; `meet` says whether its devices wait for each other.
+
+    XLA:CPU serves all virtual devices with one pool of threads.  Where programs that
+    wait pile up in it, no thread may be left for the last device to arrive, and the
+    process aborts: one at a time there, and not before its arguments are computed.
+    """
+    global _in_flight
+    if not meet or jax.default_backend() != "cpu":
+        return program(*args)
+    if _in_flight is not None and not _in_flight.is_deleted():
+        jax.block_until_ready(_in_flight)
+    result = program(*jax.block_until_ready(args))
+    _in_flight = jax.tree.leaves(result)[-1]
+    return result
+
+
+def _pmap_update(step: Callable, axis: str, replicas: bool) -> Callable:
     """Map the step over the devices; check and place the states that come from afar."""
-    pmapped = jax.pmap(step, axis_name="devices", donate_argnums=0)
+    pmapped = jax.pmap(step, axis_name=axis, donate_argnums=0)
     returned = lambda: None  # noqa: E731  a weak reference, so that no state is kept
-    in_flight = None
 
     def mark(state):
         return jax.tree.leaves((state.key, state.params))[0]
 
     def update(state, *batch):
-        nonlocal returned, in_flight
+        nonlocal returned
         axes = {np.shape(x)[:1] for x in jax.tree.leaves(state)}
         rows = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
         if len(axes) != 1 or () in axes or rows - axes:
@@ -815,15 +1106,11 @@ def _pmap_update(step: Callable, replicas: bool) -> Callable:
                 "state, split or replicate for the batch"
             )
         if returned() is not mark(state):
-            _check_keys(state.key, replicas)
-            state = jax.device_put(state, _device_sharding(*axes.pop()))
-        # XLA:CPU serves all virtual devices with one pool of threads.  Where several
-        # programs of replicas wait for each other in it, no thread may be left for the
-        # last to arrive, and the process aborts: one at a time, then.
-        if replicas and jax.default_backend() == "cpu":
-            jax.block_until_ready(in_flight)
-        state, metrics = pmapped(state, *batch)
-        returned, in_flight = weakref.ref(mark(state)), jax.tree.leaves(metrics)[0]
+            (num_devices,) = axes.pop()
+            _check_keys(state.key, num_devices if replicas else 1)
+            state = jax.device_put(state, _device_sharding(num_devices, axis))
+        state, metrics = _run(pmapped, replicas, state, *batch)
+        returned = weakref.ref(mark(state))
         return state, metrics
 
     return update
@@ -861,7 +1148,7 @@ def make_sync_update(
     for micro-batches that do not divide the batch or meet a model state.
     """
     step = _make_step(loss_fn, optimizer, has_aux, stateful, microbatch, "devices")
-    return _pmap_update(step, replicas=True)
+    return _pmap_update(step, "devices", replicas=True)
 
 
 def make_ensemble_update(
@@ -885,7 +1172,415 @@ def make_ensemble_update(
     for micro-batches that do not divide the batch or meet a model state.
     """
     step = _make_step(loss_fn, optimizer, has_aux, stateful, microbatch, None)
-    return _pmap_update(step, replicas=False)
+    return _pmap_update(step, "members", replicas=False)
+
+
+# ---------------------------------------------------------------------------------
+# Trainer: any number of members on any number of devices
+# ---------------------------------------------------------------------------------
+
+
+class Layout(NamedTuple):
+    members: int  # K
+    devices: int  # D, those in use
+    members_per_device: int  # M, above 1 only where R = 1
+    replicas: int  # R, above 1 only where M = 1
+
+
+def _count(name: str, value: int) -> int:
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not whole or value < 1:
+        raise ValueError(f"{name} is {value!r}; expected an int >= 1")
+    return int(value)
+
+
+def layout(members: int, num_devices: int) -> Layout:
+    """Lay K members over devices: which share a device, or which devices share one.
+
+    With K >= num_devices, M = ceil(K / num_devices) members share a device, and no more
+    devices are used than M on each need; else R = floor(num_devices / K) devices hold
+    replicas of one member.  One member on all devices is sync mode.
+
+    Raises ValueError unless both are ints >= 1.
+    """
+    members, num_devices = _count("members", members), _count("devices", num_devices)
+    if members < num_devices:
+        replicas = num_devices // members
+        return Layout(members, members * replicas, 1, replicas)
+    shared = -(-members // num_devices)
+    return Layout(members, -(-members // shared), shared, 1)
+
+
+def _slots(spread: Layout) -> tuple[np.ndarray, np.ndarray]:
+    """Return the member in each slot [D, M], and the replica on each device [D].
+
+    Slots that are left over, on the last device, repeat the last member.
+    """
+    members, devices, shared, replicas = spread
+    device = np.arange(devices)
+    member = device[:, None] // replicas * shared + np.arange(shared)
+    return np.minimum(member, members - 1), device % replicas
+
+
+def _axis(spread: Layout) -> str:
+    """Name the devices' axis after what stands on them.
+
+    JAX keeps what it has traced by the names around it, so that a function with an
+    average over R replicas is not taken for one with an average over others.
+    """
+    if spread.replicas == 1:
+        return "members"
+    return "devices" if spread.members == 1 else f"replicas by {spread.replicas}"
+
+
+def _num_rows(name: str, tree: PyTree) -> int:
+    """Return the length that the first axes of all leaves have."""
+    sizes = {np.shape(x)[:1] for x in jax.tree.leaves(tree)}
+    if len(sizes) != 1 or () in sizes:
+        raise ValueError(
+            f"the first axes of the {name} have lengths {sorted(sizes)}; expected one "
+            "or more arrays, all of one length"
+        )
+    return sizes.pop()[0]
+
+
+def _check_batch_size(size: int, spread: Layout) -> None:
+    replicas = spread.replicas
+    if size % replicas:
+        raise ValueError(
+            f"a batch of {size} does not divide over the {replicas} replicas of a "
+            f"member; use a multiple of {replicas}, for example "
+            f"{size - size % replicas or replicas}"
+        )
+
+
+def _lay_batch(batch: PyTree, spread: Layout) -> PyTree:
+    """Lay a batch [B, ...] over the devices: [D, B / R, ...]."""
+    _check_batch_size(_num_rows("batch", batch), spread)
+    _, replica = _slots(spread)
+    return jax.tree.map(lambda x: x[replica], split(batch, spread.replicas))
+
+
+def _lay_order(order: Any, num_rows: int, spread: Layout) -> np.ndarray:
+    """Lay [steps, B] or [K, steps, B] over the devices: int32 [D, M, steps, B / R]."""
+    order = np.asarray(order)
+    if not np.issubdtype(order.dtype, np.integer):
+        raise ValueError(f"order is {order.dtype}; expected integers, rows of the data")
+    if order.ndim == 2:
+        order = np.broadcast_to(order, (spread.members, *order.shape))
+    if order.ndim != 3 or len(order) != spread.members:
+        raise ValueError(
+            f"order has shape {order.shape}; expected [steps, B], or [K, steps, B] "
+            f"with K = {spread.members}"
+        )
+    # On a device, a row outside the data would be clamped without a word.
+    if order.size and not 0 <= order.min() <= order.max() < num_rows:
+        raise ValueError(
+            f"order holds rows {order.min()} to {order.max()}; the data have rows 0 to "
+            f"{num_rows - 1}"
+        )
+    members, steps, size = order.shape
+    _check_batch_size(size, spread)
+    order = order.astype(np.int32).reshape(members, steps, spread.replicas, -1)
+    member, replica = _slots(spread)
+    return order[member, :, replica[:, None]]
+
+
+def _check_state(state: TrainState, spread: Layout) -> None:
+    axes = {np.shape(x)[:2] for x in jax.tree.leaves(state)}
+    expected = (spread.devices, spread.members_per_device)
+    if axes != {expected}:
+        raise ValueError(
+            f"the first axes of the state have lengths {sorted(axes)}; this trainer's "
+            f"have {expected}: make it with init, or with gather and scatter"
+        )
+
+
+def _by_member(copies: Sequence, rest: Sequence[int], spread: Layout) -> Any:
+    """Join what the first device of each group holds, each [M, ...]: [K, ...]."""
+    xp = np if isinstance(copies[0], np.ndarray) else jnp
+    copies = [copy.reshape(spread.members_per_device, *rest) for copy in copies]
+    return xp.concatenate(copies)[: spread.members]
+
+
+def _first_copies(x: Array, spread: Layout) -> list[Array]:
+    return [shard.data for shard in x.addressable_shards[:: spread.replicas]]
+
+
+def _on_data(function: Callable, *leaves: Array) -> Array:
+    """Apply a function of arrays; to typed random keys, as to the numbers in them."""
+    if not jnp.issubdtype(leaves[0].dtype, jax.dtypes.prng_key):
+        return function(*leaves)
+    data = function(*map(jax.random.key_data, leaves))
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaves[0]))
+
+
+def _gather(state: TrainState, spread: Layout) -> TrainState:
+    """Bring one copy of each member to the host: leaves [K, ...]."""
+
+    def gather(x):
+        copies = [np.asarray(copy) for copy in _first_copies(x, spread)]
+        return _by_member(copies, x.shape[2:], spread)
+
+    _check_state(state, spread)
+    return jax.tree.map(functools.partial(_on_data, gather), state)
+
+
+def _scatter(gathered: TrainState, spread: Layout) -> TrainState:
+    """Put members [K, ...] into their slots [D, M, ...]."""
+    members = _num_rows("members' state", gathered)
+    if members != spread.members:
+        raise ValueError(
+            f"the state is that of {members} members; the trainer has {spread.members}"
+        )
+    _check_keys(gathered.key, 1)
+    member, _ = _slots(spread)
+    sharding = _device_sharding(spread.devices, _axis(spread))
+
+    def scatter(x):
+        return jax.device_put(np.asarray(x)[member], sharding)
+
+    return jax.tree.map(functools.partial(_on_data, scatter), gathered)
+
+
+def _check_seed(key: Any) -> None:
+    """Raise ValueError unless key is one key, whose children draw apart under vmap."""
+    try:
+        one = jax.random.key_data(key).ndim == 1
+        keys = jax.random.split(key)
+        alone, mapped = jax.random.bits(keys[1]), jax.vmap(jax.random.bits)(keys)[1]
+    except (TypeError, ValueError):
+        one = False
+    if not one:
+        raise ValueError(
+            f"key is {type(key).__name__} of shape {np.shape(key)}; expected one "
+            "random key, such as jax.random.key(0): every member's is made from it"
+        )
+    if alone != mapped:
+        raise ValueError(
+            f"keys of '{jax.random.key_impl(key)}' draw other numbers under vmap, "
+            "those of the first key; use jax.random.key(seed, impl='threefry2x32')"
+        )
+
+
+def _make_init(
+    init_fn: Callable, optimizer: Optimizer, stateful: bool, spread: Layout
+) -> Callable:
+    """Make the `init` of a Trainer."""
+
+    @jax.jit
+    def init_member(key, i):
+        init_key, key = jax.random.split(jax.random.fold_in(key, i))
+        made = init_fn(init_key)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(made):
+            if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+                raise ValueError(
+                    f"init_fn returns {type(leaf).__name__} at "
+                    f"'{jax.tree_util.keystr(path)}'; expected a tree of arrays: keep "
+                    "apart what is none (equinox.partition, flax.nnx.split)"
+                )
+        params, model_state = made if stateful else (made, ())
+        return train_state(params, optimizer, model_state=model_state, key=key)
+
+    def init(key):
+        _check_seed(key)
+        members = [init_member(key, i) for i in range(spread.members)]
+
+        def stack(*leaves):
+            return _on_data(lambda *arrays: np.stack(arrays), *leaves)
+
+        return _scatter(jax.tree.map(stack, *members), spread)
+
+    return init
+
+
+def _make_training(step: Callable, spread: Layout) -> tuple:
+    """Make `update` and `epoch` of a Trainer: the step, mapped over members and D."""
+
+    def update_members(state, *batch):  # on a device: state [M, ...], batch [b, ...]
+        return lax.map(lambda member: step(member, *batch), state)
+
+    def train_members(state, order, data):  # order [M, steps, b], data [N, ...]
+        def advance(member, rows):
+            return step(member, *(x[rows] for x in data))
+
+        return lax.map(lambda args: lax.scan(advance, *args), (state, order))
+
+    pmap = functools.partial(jax.pmap, axis_name=_axis(spread), donate_argnums=0)
+    update_program = pmap(update_members)
+    epoch_program = pmap(train_members, in_axes=(0, 0, None))
+    by_member = jax.jit(_by_member, static_argnums=(1, 2))
+
+    def run(program, state, *args):
+        state, metrics = _run(program, spread.replicas > 1, state, *args)
+
+        def collect(x):
+            copies = jax.device_put(_first_copies(x, spread), jax.local_devices()[0])
+            return by_member(copies, x.shape[2:], spread)
+
+        return state, jax.tree.map(collect, metrics)
+
+    def update(state, *batch):
+        _check_state(state, spread)
+        return run(update_program, state, *_lay_batch(batch, spread))
+
+    def epoch(state, data, order):
+        _check_state(state, spread)
+        order = _lay_order(order, _num_rows("data", data), spread)
+        return run(epoch_program, state, order, _place(tuple(data), spread))
+
+    return update, epoch
+
+
+def _place(data: PyTree, spread: Layout) -> PyTree:
+    """Copy data to every device in use, unless it is there."""
+    mesh = _device_sharding(spread.devices, _axis(spread)).mesh
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.device_put(data, everywhere)
+
+
+def _make_predicting(
+    apply_fn: Callable | None, stateful: bool, chunk: int, spread: Layout
+) -> tuple:
+    """Make `predict` and `predict_members` of a Trainer."""
+    members, devices, shared, replicas = spread
+    axis = _axis(spread)
+    across = np.arange(devices).reshape(-1, replicas).T.tolist()  # same replica
+
+    def member_probs(params, model_state, inputs):  # on a device -> [M, b, C]
+        def probs(member):
+            args = member if stateful else member[:1]
+            return jax.nn.softmax(apply_fn(*args, inputs))
+
+        return lax.map(probs, (params, model_state))
+
+    def mean_probs(*args):  # on a device -> [b, C]
+        probs = member_probs(*args)
+        slot = lax.axis_index(axis) // replicas * shared + jnp.arange(shared)
+        counted = jnp.where((slot < members)[:, None, None], probs, 0)
+        # Of the sum over D / R devices, pmean takes the mean; K is what counts.
+        mean = lax.pmean(counted.sum(axis=0), axis, axis_index_groups=across)
+        return mean * (devices / replicas / members)
+
+    def chunked(program, meet, state, inputs):
+        """Yield each chunk's probabilities [D, ..., b, C] and how many are of it."""
+        if apply_fn is None:
+            raise ValueError("predicting takes an apply_fn; give make_trainer one")
+        _check_state(state, spread)
+        num_rows, rows = _num_rows("inputs", inputs), chunk * replicas
+        if num_rows == 0:
+            raise ValueError(f"inputs of shape {np.shape(inputs)} hold no example")
+        for start in range(0, num_rows, rows):
+            part = np.asarray(inputs[start : start + rows])
+            count = len(part)
+            part = np.pad(part, [(0, rows - count), *[(0, 0)] * (part.ndim - 1)])
+            part = _lay_batch(part, spread)
+            probs = _run(program, meet, state.params, state.model_state, part)
+            yield np.asarray(probs), count
+
+    members_program = jax.pmap(member_probs, axis_name=axis)
+    mean_program = jax.pmap(mean_probs, axis_name=axis)
+
+    def predict(state, inputs):
+        chunks = chunked(mean_program, True, state, inputs)
+        return np.concatenate([merge(probs[:replicas])[:n] for probs, n in chunks])
+
+    def predict_members(state, inputs):
+        def by_member(probs):  # [D, M, b, C] -> [K, R b, C]
+            groups = probs.reshape(-1, replicas, *probs.shape[1:]).swapaxes(1, 2)
+            return groups.reshape(-1, replicas * chunk, probs.shape[-1])[:members]
+
+        chunks = chunked(members_program, False, state, inputs)
+        return np.concatenate([by_member(probs)[:, :n] for probs, n in chunks], axis=1)
+
+    return predict, predict_members
+
+
+class Trainer(NamedTuple):
+    """What `make_trainer` makes, and describes."""
+
+    layout: Layout  # K, D, M, R
+    init: Callable  # key -> state
+    update: Callable  # (state, *batch) -> (state, metrics)
+    epoch: Callable  # (state, data, order) -> (state, metrics)
+    place: Callable  # data -> data
+    predict: Callable  # (state, inputs) -> [N, C]
+    predict_members: Callable  # (state, inputs) -> [K, N, C]
+    gather: Callable  # state -> TrainState, leaves [K, ...]
+    scatter: Callable  # TrainState, leaves [K, ...] -> state
+
+
+def make_trainer(
+    init_fn: Callable,
+    loss_fn: Callable,
+    optimizer: Optimizer,
+    *,
+    members: int,
+    apply_fn: Callable | None = None,
+    devices: int | None = None,
+    has_aux: bool = False,
+    stateful: bool = False,
+    microbatch: int | None = None,
+    chunk: int = 32,
+) -> Trainer:
+    """Make a trainer of K members on D devices, whatever K and D are: see `layout`.
+
+    `init_fn(key)` returns a member's parameters, a tree of arrays, or with `stateful`
+    (params, model_state).  `loss_fn`, `has_aux`, `stateful` and `microbatch` are those
+    of `make_sync_update`, and so is the step.  `apply_fn(params, inputs)`, or
+    `apply_fn(params, model_state, inputs)` with `stateful`, returns logits [B, C]; it
+    is for predicting.  `devices` is how many to use at most, by default all local ones.
+
+    The functions of a `Trainer`.  B is a member's batch, all its replicas together:
+
+    init(key) -> state
+        Member i starts from fold_in(key, i) and depends on that alone: on CPU it ends
+        in the same bits for every number of members and devices with K >= D, and agrees
+        to rounding where it has replicas.
+    update(state, *batch) -> (state, metrics)
+        A step of every member on one batch [B, ...].  metrics are the losses [K], or
+        (losses, aux).
+    epoch(state, data, order) -> (state, metrics)
+        In one call, a step for each row of order, int [steps, B] or each member's own
+        [K, steps, B], on those rows of data, a tuple of arrays [N, ...].  metrics have
+        leaves [K, steps].  What `loss_fn` sees has the dtype of the data: bytes take a
+        quarter of the memory of floats, and are scaled in it.
+    place(data) -> data
+        Copy data to the devices once, and not again in every call of epoch.
+    predict(state, inputs) -> [N, C]
+        The mean of the members' probabilities, softmax of the logits, averaged on the
+        devices; nan where a member's are.  Each device holds `chunk` inputs at a time.
+    predict_members(state, inputs) -> [K, N, C]
+        Each member's probabilities.
+    gather(state) -> TrainState
+        The members on the host, leaves [K, ...] (typed random keys stay JAX arrays).
+    scatter(gathered) -> state
+        Its inverse, also into a trainer of as many members on other devices.
+
+    `update` and `epoch` consume the state that they are given.  Raises ValueError for
+    members, devices or a chunk below 1 or not whole and for more devices than there
+    are.  So do the functions, for batches that do not divide over the replicas, rows of
+    order outside the data, shapes and states that do not fit, equal keys, a key that is
+    not one or that draws otherwise under vmap, and an init_fn that returns other leaves
+    than arrays.
+    """
+    available = jax.local_device_count()
+    wanted = available if devices is None else devices
+    spread = layout(members, wanted)
+    _device_sharding(wanted)  # raises where there are fewer
+    _count("chunk", chunk)
+    groups = np.arange(spread.devices).reshape(-1, spread.replicas).tolist()
+    axis = _axis(spread) if spread.replicas > 1 else None
+    step = _make_step(loss_fn, optimizer, has_aux, stateful, microbatch, axis, groups)
+    return Trainer(
+        spread,
+        _make_init(init_fn, optimizer, stateful, spread),
+        *_make_training(step, spread),
+        functools.partial(_place, spread=spread),
+        *_make_predicting(apply_fn, stateful, chunk, spread),
+        functools.partial(_gather, spread=spread),
+        functools.partial(_scatter, spread=spread),
+    )
 
 
 # ---------------------------------------------------------------------------------

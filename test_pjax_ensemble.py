@@ -1,5 +1,6 @@
 """Tests of pjax_ensemble.py and train_mnist.py, in the order of their sections."""
 
+import functools
 import gzip
 import http.client
 import inspect
@@ -10,6 +11,7 @@ import os
 import struct
 import subprocess
 import sys
+import tempfile
 import tracemalloc
 import urllib.error
 import urllib.request
@@ -20,6 +22,10 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Many tests compile the same programs: keep them for the length of the session.
+COMPILED = tempfile.TemporaryDirectory(prefix="pjax_ensemble_tests_")
+jax.config.update("jax_compilation_cache_dir", COMPILED.name)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 import jax.numpy as jnp
 import numpy as np
@@ -94,19 +100,14 @@ def test_module_works_alone_beside_a_script(tmp_path):
 
 
 def test_usage_in_the_docstring_runs():
-    blocks = [
-        "\n".join(line[4:] for line in block.splitlines())
-        for block in pe.__doc__.split("\n\n")
-        if block.startswith("    ") and ("pe." in block or "import" in block)
-    ]
-    *usage, sync = blocks
+    lines = pe.__doc__.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("    import"))
+    stop = next(i for i, line in enumerate(lines) if line.startswith("One call"))
     names = {}
-    exec("\n".join(usage), names)
-    ensemble = names["losses"]
-    exec(sync, names)
-    assert ensemble.shape == names["losses"].shape == (D,)
-    assert len(set(np.asarray(ensemble).tolist())) == D
-    assert len(set(np.asarray(names["losses"]).tolist())) == 1
+    exec("\n".join(line[4:] for line in lines[start:stop]), names)
+    assert names["losses"].shape == (5, 4)
+    assert len(set(np.asarray(names["losses"])[:, 0].tolist())) == 5
+    assert len(names["report"]["member"]) == 5
 
 
 def test_readme_code_runs():
@@ -133,10 +134,13 @@ def test_all_names_stand_in_the_order_of_the_file():
 def test_docstring_gives_shapes_and_errors(name):
     thing = getattr(pe, name)
     if inspect.isclass(thing):  # shapes stand beside the fields
-        fields = inspect.getsource(thing).splitlines()[1:]
-        assert (
-            all("#" in line for line in fields if ": " in line) or name == "TrainState"
-        )
+        fields = [
+            line
+            for line in inspect.getsource(thing).splitlines()[1:]
+            if line.startswith("    ") and line.split(":")[0].strip() in thing._fields
+        ]
+        assert len(fields) == len(thing._fields)
+        assert all("#" in line for line in fields) or name == "TrainState"
         return
     first = thing.__doc__.splitlines()[0]
     assert first.endswith((".", ":")) and first[0].isupper()
@@ -214,9 +218,12 @@ def test_conv_equals_numpy_loops(case, padding):
 
 def conv_library(params, images, stride, padding):
     dims = ("NHWC", "HWIO", "NHWC")
-    return jax.lax.conv_general_dilated(
+    outputs = jax.lax.conv_general_dilated(
         images, params.weight, stride, padding, dimension_numbers=dims
-    ) + jnp.reshape(params.bias, (1, 1, 1, -1))
+    )
+    if params.bias is None:
+        return outputs
+    return outputs + jnp.reshape(params.bias, (1, 1, 1, -1))
 
 
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
@@ -331,6 +338,67 @@ def test_max_pool_sends_the_gradient_to_the_largest():
     assert_array_equal(np.sort(images[grads == 1]), largest)
 
 
+def batch_norm_by_numpy(x, scale, bias, mean, var, eps):
+    return scale * (x - mean) / np.sqrt(var + eps) + bias
+
+
+@pytest.mark.parametrize("scale", [True, False])
+@pytest.mark.parametrize("shape", [(6, 3), (4, 5, 5, 3)])
+def test_batch_norm_equals_numpy_in_training_and_in_evaluation(shape, scale):
+    params, stats = pe.batch_norm_init(3, scale=scale)
+    assert (params.scale is None) != scale
+    params = jax.tree.map(lambda x: x + randn(1, 3), params)
+    stats = pe.BatchStats(jnp.asarray(randn(2, 3)), jnp.asarray(randn(3, 3) ** 2))
+    x = (2 + 3 * randn(0, *shape)).astype(np.float64)
+    gamma = np.asarray(params.scale) if scale else 1.0
+    bias = np.asarray(params.bias)
+    outputs, kept = pe.batch_norm(params, stats, jnp.float32(x), training=False)
+    expected = batch_norm_by_numpy(x, gamma, bias, *map(np.asarray, stats), 1e-3)
+    assert_allclose(outputs, expected, rtol=1e-4, atol=1e-5)
+    assert leaves_equal(kept, stats)
+
+    rows = x.reshape(-1, 3)
+    mean, var = rows.mean(axis=0), rows.var(axis=0)
+    options = dict(training=True, momentum=0.8, eps=0.01)
+    outputs, new = pe.batch_norm(params, stats, jnp.float32(x), **options)
+    expected = batch_norm_by_numpy(x, gamma, bias, mean, var, 0.01)
+    assert_allclose(outputs, expected, rtol=1e-4, atol=1e-5)
+    assert_allclose(new.mean, 0.8 * stats.mean + 0.2 * mean, rtol=1e-5)
+    assert_allclose(new.var, 0.8 * stats.var + 0.2 * var, rtol=1e-5)
+
+    # The gradient in closed form (Ioffe and Szegedy 2015, section 3).
+    dy = randn(4, *shape)
+
+    def loss(x):
+        return jnp.sum(dy * pe.batch_norm(params, stats, x, **options)[0])
+
+    normal = (rows - mean) / np.sqrt(var + 0.01)
+    d = gamma * dy.reshape(-1, 3)
+    d = d - d.mean(axis=0) - normal * (d * normal).mean(axis=0)
+    expected = (d / np.sqrt(var + 0.01)).reshape(shape)
+    assert_allclose(jax.grad(loss)(jnp.float32(x)), expected, rtol=1e-3, atol=1e-5)
+
+
+def test_batch_norm_keeps_half_precision_and_float32_statistics():
+    params, stats = pe.batch_norm_init(3)
+    x = jnp.asarray(100 + randn(0, 64, 3), jnp.bfloat16)
+    outputs, new = pe.batch_norm(params, stats, x, training=True, momentum=0)
+    assert outputs.dtype == jnp.bfloat16 and new.var.dtype == jnp.float32
+    assert_allclose(new.var, np.asarray(x, np.float64).var(axis=0), rtol=1e-3)
+
+
+def test_dropout_zeroes_a_fraction_and_keeps_the_expectation():
+    x = jnp.asarray(1 + randn(0, 200, 100) ** 2)
+    kept = np.asarray(pe.dropout(jax.random.key(0), x, 0.3))
+    zero = kept == 0
+    assert abs(zero.mean() - 0.3) < 0.01
+    assert_allclose(kept[~zero], x[~zero] / 0.7, rtol=1e-6)
+    other = np.asarray(pe.dropout(jax.random.key(1), x, 0.3))
+    assert abs((zero & (other == 0)).mean() - 0.09) < 0.01
+    assert_array_equal(pe.dropout(None, x, 0.3), x)
+    assert_array_equal(pe.dropout(jax.random.key(0), x, 0), x)
+
+
 @pytest.mark.parametrize(
     "call, message",
     [
@@ -346,6 +414,12 @@ def test_max_pool_sends_the_gradient_to_the_largest():
             lambda p, x: pe.dense(pe.dense_init(jax.random.key(0), 3, 1), x),
             "have 2 features; the weight of shape",
         ),
+        (
+            lambda p, x: pe.batch_norm(*pe.batch_norm_init(3), x, training=True),
+            r"shape \(1, 5, 5, 2\) do not have the 3 channels",
+        ),
+        (lambda p, x: pe.dropout(jax.random.key(0), x, 1), "rate is 1; expected 0 <="),
+        (lambda p, x: pe.dropout(None, x, -0.1), "rate is -0.1"),
     ],
 )
 def test_layer_names_what_does_not_fit(call, message):
@@ -373,6 +447,49 @@ def test_cnn_is_the_guides_network():
     x = x.reshape(3, -1) @ params.dense1.weight + params.dense1.bias[None]
     logits = jax.nn.relu(x) @ params.dense2.weight + params.dense2.bias[None]
     assert_allclose(pe.cnn(params, images), logits, atol=1e-4)
+
+
+def test_batch_norm_cnn_is_the_guides_network():
+    params, stats = pe.batch_norm_cnn_init(jax.random.key(0))
+    assert sum(x.size for x in jax.tree.leaves(params)) == 49_242
+    assert sum(x.size for x in jax.tree.leaves(stats)) == 136
+    images = jnp.asarray(randn(0, 5, 28, 28, 1))
+    stats = jax.tree.map(lambda x: x + 0.1 * randn(x.size, x.size) ** 2, stats)
+
+    def norm_relu(x, norm, used):
+        x = (x - used.mean[None, None, None]) / jnp.sqrt(used.var + 1e-3)[
+            None, None, None
+        ]
+        return jax.nn.relu(x + norm.bias[None, None, None])
+
+    def network(stats_of):
+        p = params
+        x = conv_library(p.conv1, images, (1, 1), "SAME")
+        x = norm_relu(x, p.norm1, stats_of(0, x))
+        x = conv_library(p.conv2, x, (2, 2), "VALID")
+        assert x.shape == (5, 12, 12, 24)
+        x = norm_relu(x, p.norm2, stats_of(1, x))
+        x = conv_library(p.conv3, x, (2, 2), "SAME")
+        assert x.shape == (5, 6, 6, 32)
+        x = norm_relu(x, p.norm3, stats_of(2, x)).mean(axis=(1, 2))
+        x = jax.nn.relu(x @ p.dense1.weight + p.dense1.bias[None])
+        return x @ p.dense2.weight + p.dense2.bias[None]
+
+    forward = jax.jit(pe.batch_norm_cnn, static_argnames="dropout_rate")
+    network = jax.jit(network, static_argnums=0)
+    logits, kept = forward(params, stats, images)
+    assert_allclose(logits, network(lambda i, x: stats[i]), atol=1e-4)
+    assert leaves_equal(kept, stats)
+
+    def of_batch(i, x):
+        return pe.BatchStats(x.mean(axis=(0, 1, 2)), x.var(axis=(0, 1, 2)))
+
+    key = jax.random.key(1)
+    logits, new = forward(params, stats, images, key, dropout_rate=0)
+    assert_allclose(logits, network(of_batch), atol=1e-4)
+    assert not any(np.allclose(a.mean, b.mean) for a, b in zip(new, stats))
+    dropped, _ = forward(params, stats, images, key)
+    assert not np.allclose(dropped, logits)
 
 
 # ---------------------------------------------------------------------------------
@@ -477,6 +594,70 @@ def test_report_of_certain_members_is_finite():
     assert pe.ensemble_report([right], np.array([0]))["disagreement"] == 0
 
 
+# Two members, eight examples, three classes, and what scikit-learn 1.9.1
+# (accuracy_score, log_loss, brier_score_loss) and TorchMetrics 1.9.0 on torch 2.13
+# (MulticlassCalibrationError, 15 bins, in float32) say of them and of their mean.
+# fmt: off
+FIXED_PROBS = np.array([
+    71, 19, 10,  25, 55, 20,  5, 15, 80,  43, 41, 16,
+    30, 28, 42,  91, 5, 4,  12, 62, 26,  35, 17, 48,
+    58, 32, 10,  45, 35, 20,  11, 9, 80,  22, 68, 10,
+    36, 34, 30,  97, 2, 1,  8, 30, 62,  15, 23, 62,
+]).reshape(2, 8, 3) / 100
+# fmt: on
+FIXED_LABELS = np.array([0, 1, 2, 1, 2, 0, 2, 0])
+FIXED_SCORES = [
+    (0.625, 0.6767219999927051, 0.4005, 0.2849999666213989),
+    (0.625, 0.7266178912132587, 0.414, 0.2524999976158142),
+    (0.75, 0.6697409073096285, 0.38958125, 0.18000000715255737),
+]
+
+
+def test_report_agrees_with_scikit_learn_and_torchmetrics():
+    report = pe.ensemble_report(FIXED_PROBS, FIXED_LABELS)
+    for scores, expected in zip([*report["member"], report["ensemble"]], FIXED_SCORES):
+        assert_allclose(list(scores.values())[:3], expected[:3], rtol=1e-12)
+        assert_allclose(scores["expected_calibration_error"], expected[3], rtol=1e-6)
+
+
+def test_uncertainty_of_each_example_averages_to_the_reports():
+    probs = random_probs(0, 3, 50, 5)
+    probs[:, 0] = probs[0, 0]
+    report = pe.ensemble_report(probs, np.zeros(50, int))
+    entropy, information = pe.predictive_entropy(probs), pe.mutual_information(probs)
+    assert entropy.shape == information.shape == (50,)
+    assert_allclose(entropy.mean(), report["predictive_entropy"])
+    assert_allclose(information.mean(), report["mutual_information"])
+    assert_allclose(information[0], 0, atol=1e-12)
+    assert (information[1:] > 0).all() and (information >= 0).all()
+    assert (information <= entropy).all()
+
+
+def test_auroc_counts_pairs_and_agrees_with_scikit_learn():
+    inside, outside = [0.1, 0.4, 0.35, 0.8, 0.35, 0.2], [0.9, 0.4, 0.55, 0.35, 0.7]
+    # roc_auc_score of scikit-learn 1.9.1; BinaryAUROC of TorchMetrics 1.9.0 to 1e-7
+    assert_allclose(pe.auroc(inside, outside), 0.7833333333333333, rtol=1e-15)
+    rng = np.random.default_rng(0)
+    inside, outside = rng.integers(9, size=40), rng.integers(3, 12, size=31)
+    pairs = list(itertools.product(inside, outside))
+    expected = np.mean([(b > a) + 0.5 * (b == a) for a, b in pairs])
+    assert_allclose(pe.auroc(inside, outside), expected)
+    assert pe.auroc([0, 1], [2, np.inf]) == 1 and pe.auroc([2], [1]) == 0
+
+
+@pytest.mark.parametrize(
+    "scores, message",
+    [
+        (([], [1.0]), r"scores_in have shape \(0,\)"),
+        (([1.0], [[1.0]]), r"scores_out have shape \(1, 1\)"),
+        (([1.0], [1.0, np.nan]), r"scores_out have shape \(2,\) and 1 nan"),
+    ],
+)
+def test_auroc_refuses(scores, message):
+    with pytest.raises(ValueError, match=message):
+        pe.auroc(*scores)
+
+
 @pytest.mark.parametrize(
     "confidences, correct, error",
     [
@@ -559,6 +740,68 @@ def test_sgd_refuses_rate(rate):
 def test_sgd_refuses_momentum(momentum):
     with pytest.raises(ValueError, match="momentum is .*expected 0 <= momentum < 1"):
         pe.sgd(0.1, momentum)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, dict(b1=0.5, b2=0.9, eps=0.1), dict(b1=0, b2=0)], ids=str
+)
+@pytest.mark.parametrize("schedule", [None, "linear"])
+def test_adam_equals_optax_step_by_step(schedule, options):
+    rate = pe.linear_schedule(0.3, 8) if schedule else 0.1
+    ours, theirs = pe.adam(rate, **options), optax.adam(rate, **options)
+    params = {"w": jnp.asarray(randn(0, 3, 2)), "b": jnp.zeros(2)}
+    a, b, state_a, state_b = params, params, ours.init(params), theirs.init(params)
+    for step in range(8):
+        grads = {"w": jnp.asarray(randn(step, 3, 2)), "b": jnp.asarray(randn(step, 2))}
+        updates, state_a = ours.update(grads, state_a, a)
+        a = pe.apply_updates(a, updates)
+        updates, state_b = theirs.update(grads, state_b, b)
+        b = optax.apply_updates(b, updates)
+        jax.tree.map(lambda x, y: assert_allclose(x, y, rtol=1e-5, atol=1e-6), a, b)
+    assert state_a.count == 8
+
+
+def test_adam_keeps_half_precision_and_stands_still_without_gradients():
+    optimizer, params = pe.adam(pe.linear_schedule(0.1, 4)), jnp.ones(3, jnp.bfloat16)
+    updates, state = optimizer.update(params, optimizer.init(params))
+    assert updates.dtype == state.mean.dtype == state.square.dtype == jnp.bfloat16
+    optimizer = pe.adam(0.1)
+    updates, _ = optimizer.update(jnp.zeros(3), optimizer.init(jnp.ones(3)))
+    assert_array_equal(updates, np.zeros(3))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(learning_rate=-1), dict(learning_rate=np.nan)]
+    + [dict(learning_rate=0.1, **bad) for bad in ({"b1": 1}, {"b2": -1}, {"eps": -1})],
+    ids=str,
+)
+def test_adam_refuses(options):
+    with pytest.raises(
+        ValueError, match=r"is -1; expected|is nan; expected|expected \["
+    ):
+        pe.adam(**options)
+
+
+@pytest.mark.parametrize("make", [pe.sgd, pe.adam])
+def test_our_optimizer_drops_into_an_optax_step(make):
+    params = {"w": jnp.asarray(randn(0, 4))}
+    like = optax.sgd(0.1, momentum=0.9) if make is pe.sgd else optax.adam(0.1)
+    clip = optax.clip_by_global_norm(0.5)
+    ours, theirs = optax.chain(clip, make(0.1)), optax.chain(clip, like)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(update, params, opt_state):
+        grads = jax.grad(lambda p: jnp.sum(p["w"] ** 2))(params)
+        updates, opt_state = update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    a, b, state_a, state_b = params, params, ours.init(params), theirs.init(params)
+    for _ in range(5):
+        a, state_a = step(ours.update, a, state_a)
+        b, state_b = step(theirs.update, b, state_b)
+    assert_allclose(a["w"], b["w"], rtol=1e-5)
+    assert not np.allclose(a["w"], params["w"])
 
 
 @pytest.mark.parametrize("make", [pe.linear_schedule, pe.cosine_schedule])
@@ -1036,6 +1279,556 @@ def test_an_optax_optimizer_drops_in(make):
     assert_allclose(pe.unreplicate(state.params)["w"], params["w"], rtol=1e-5)
 
 
+def norm_init(key):
+    norm, stats = pe.batch_norm_init(5)
+    return (pe.dense_init(key, 3, 5), norm), stats
+
+
+def norm_forward(params, stats, xs):
+    return pe.batch_norm(params[1], stats, pe.dense(params[0], xs), training=True)
+
+
+def norm_loss(forward):
+    def loss_fn(params, stats, key, xs, ys):
+        outputs, stats = forward(params, stats, xs)
+        return jnp.mean((outputs - ys) ** 2), stats
+
+    return loss_fn
+
+
+def norm_batch(step):
+    # Rows that differ from device to device: statistics of a part are not the batch's.
+    return randn(step, 48, 3) + np.arange(48)[:, None], randn(100 + step, 48, 5)
+
+
+def test_sync_normalizes_by_the_statistics_of_the_global_batch():
+    ends = []
+    for num_devices in (1, D):
+        params, stats = norm_init(jax.random.key(0))
+        optimizer = pe.sgd(0.1)
+        state = pe.train_state(
+            params, optimizer, model_state=stats, key=jax.random.key(1)
+        )
+        state = pe.replicate(state, num_devices)
+        update = pe.make_sync_update(norm_loss(norm_forward), optimizer, stateful=True)
+        for step in range(5):
+            state, _ = update(state, *pe.split(norm_batch(step), num_devices))
+        for i in range(1, num_devices):
+            kept = state.params, state.model_state
+            assert leaves_equal(member(kept, 0), member(kept, i))
+        ends.append(pe.unreplicate((state.params, state.model_state)))
+    jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-5), *ends)
+
+
+def test_replica_mean_changes_nothing_outside_of_a_step():
+    tree = {"a": jnp.arange(3.0)}
+    assert pe.replica_mean(tree) is tree
+    assert jax.pmap(pe.replica_mean)(jnp.arange(4.0)).tolist() == [0, 1, 2, 3]
+
+
+def test_what_jax_has_traced_is_not_taken_for_other_replicas():
+    forward = jax.jit(norm_forward)  # one function, kept by JAX between the trainers
+
+    def losses(members, loss):
+        optimizer = pe.sgd(0.1)
+        trainer = pe.make_trainer(
+            norm_init, norm_loss(loss), optimizer, members=members, stateful=True
+        )
+        size = 6 * trainer.layout.replicas  # so that every device sees equal shapes
+        batch = [x[:size] for x in norm_batch(0)]
+        return np.asarray(trainer.update(trainer.init(jax.random.key(0)), *batch)[1])
+
+    forward(*norm_init(jax.random.key(0)), norm_batch(0)[0][:6])
+    for members in (1, 2, 4, D):
+        assert_allclose(losses(members, forward), losses(members, norm_forward))
+
+
+# ---------------------------------------------------------------------------------
+# Trainer
+# ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "members, devices, expected",
+    [
+        (1, 1, (1, 1, 1, 1)),
+        (1, 8, (1, 8, 1, 8)),
+        (2, 8, (2, 8, 1, 4)),
+        (3, 8, (3, 6, 1, 2)),
+        (5, 8, (5, 5, 1, 1)),
+        (8, 8, (8, 8, 1, 1)),
+        (10, 8, (10, 5, 2, 1)),
+        (7, 4, (7, 4, 2, 1)),
+        (10, 3, (10, 3, 4, 1)),
+    ],
+)
+def test_layout_is_that_of_the_table(members, devices, expected):
+    assert pe.layout(members, devices) == expected
+
+
+@given(st.integers(1, 200), st.integers(1, 200))
+def test_layout_uses_its_devices(members, available):
+    _, devices, shared, replicas = pe.layout(members, available)
+    assert devices <= available and (shared == 1 or replicas == 1)
+    slots = devices * shared // replicas
+    assert members <= slots < members + shared  # none but the last device has idle ones
+    if members >= available:
+        assert all(m * available < members for m in range(1, shared))
+    else:
+        assert devices == members * replicas and devices + members > available
+
+
+NUM_IMAGES, BATCH = 240, 120  # 120 divides over 1, 2, 3, 4, 5 and 8 replicas
+
+
+@functools.cache
+def image_data():
+    rng = np.random.default_rng(0)
+    images = rng.integers(256, size=(NUM_IMAGES, 8, 8, 1), dtype=np.uint8)
+    return images, (images.mean(axis=(1, 2, 3)).astype(np.int32)) % 4
+
+
+def uint8_net(params, images):
+    return net(params, images.astype(jnp.float32) / 255)
+
+
+def noisy_loss(params, model_state, key, images, labels):
+    """Draw noise, so that a key out of place would show; count the steps."""
+    scale = 1 + 0.1 * jax.random.normal(key)
+    loss = pe.softmax_cross_entropy(scale * uint8_net(params, images), labels).mean()
+    return loss, model_state + 1
+
+
+def uint8_loss(params, images, labels):
+    return pe.softmax_cross_entropy(uint8_net(params, images), labels).mean()
+
+
+def net_trainer(members, devices=None, loss_fn=uint8_loss, optimizer=None, **options):
+    optimizer = optimizer or pe.sgd(0.1, momentum=0.9)
+    options = dict(apply_fn=uint8_net, devices=devices, members=members) | options
+    return pe.make_trainer(net_init, loss_fn, optimizer, **options)
+
+
+def orders(members, epoch=0, batch=BATCH):
+    return np.stack(
+        [
+            np.random.default_rng([epoch, i]).permutation(NUM_IMAGES).reshape(-1, batch)
+            for i in range(members)
+        ]
+    )
+
+
+@functools.cache
+def ten_members():
+    trainer = net_trainer(10, 1)
+    return trainer.gather(trainer.init(jax.random.key(7)))
+
+
+def test_init_makes_member_i_of_the_key_and_i_alone():
+    for members, devices in ((1, 1), (3, 2), (2, 8)):
+        trainer = net_trainer(members, devices)
+        gathered = trainer.gather(trainer.init(jax.random.key(7)))
+        for i in range(members):
+            assert leaves_equal(
+                member(gathered.params, i), member(ten_members().params, i)
+            )
+    init_key, key = jax.random.split(jax.random.fold_in(jax.random.key(7), 3))
+    assert ten_members().key[3] == key
+    expected = jax.jit(net_init)(init_key)
+    assert leaves_equal(member(ten_members().params, 3), expected)
+
+
+@functools.cache
+def trained(spread):
+    """Train for four steps on a layout; return what became of each member."""
+    trainer = net_trainer(spread.members, spread.devices)
+    assert trainer.layout == spread
+    state = trainer.scatter(jax.tree.map(lambda x: x[: spread.members], ten_members()))
+    losses = []
+    for epoch in range(2):
+        state, loss = trainer.epoch(state, image_data(), orders(spread.members, epoch))
+        losses.append(loss)
+    gathered = trainer.gather(state)
+    ends = gathered.params, gathered.opt_state, np.concatenate(losses, axis=1)
+    return [member(ends, i) for i in range(spread.members)]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("members", [1, 2, 3, 4, 5, 6, 7, 8, 10])
+def test_member_is_the_same_on_every_layout(members, devices):
+    spread = pe.layout(members, devices)
+    alone = trained(pe.layout(10, 1))  # on one device, one after another
+    for i, ends in enumerate(trained(spread)):
+        if spread.replicas == 1:
+            assert leaves_equal(ends, alone[i])  # the same bits
+        else:
+            jax.tree.map(
+                lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-6), ends, alone[i]
+            )
+    assert not np.allclose(ends[2][0], ends[2][-1])  # it learned
+
+
+def test_members_of_the_cnn_are_the_same_on_every_layout():
+    images = np.random.default_rng(0).integers(256, size=(64, 28, 28, 1), dtype="u1")
+    data = images, np.arange(64, dtype=np.int32) % 10
+    ends = {}
+    for members, devices in ((1, 1), (3, 3), (3, 2), (3, 1), (2, 4)):
+        trainer = pe.make_trainer(
+            pe.cnn_init,
+            lambda p, x, y: pe.softmax_cross_entropy(
+                pe.cnn(p, x.astype(jnp.float32) / 255), y
+            ).mean(),
+            pe.sgd(0.05),
+            members=members,
+            devices=devices,
+            microbatch=8,
+        )
+        state = trainer.init(jax.random.key(0))
+        order = np.stack(
+            [np.random.default_rng(i).permutation(64) for i in range(members)]
+        )
+        state, _ = trainer.epoch(state, data, order.reshape(members, 2, 32))
+        gathered = trainer.gather(state)
+        for i in range(members):
+            params = member(gathered.params, i)
+            expected = ends.setdefault(i, params)
+            if trainer.layout.replicas == 1:
+                assert leaves_equal(params, expected)
+            else:
+                jax.tree.map(
+                    lambda a, b: assert_allclose(a, b, atol=1e-5), params, expected
+                )
+
+
+def test_the_step_of_a_trainer_is_that_of_the_updates():
+    optimizer, batch = pe.sgd(0.1, momentum=0.9), [x[:16] for x in image_data()]
+    for members, make in ((1, pe.make_sync_update), (D, pe.make_ensemble_update)):
+        trainer = net_trainer(members, loss_fn=uint8_loss)
+        state = trainer.init(jax.random.key(0))
+        gathered = trainer.gather(state)
+        if members == 1:
+            first = pe.replicate(jax.tree.map(lambda x: x[0], gathered))
+            batches = pe.split(batch)
+        else:
+            first, batches = gathered, pe.replicate(batch)
+        update = make(uint8_loss, optimizer)
+        for _ in range(3):
+            state, losses = trainer.update(state, *batch)
+            first, expected = update(first, *batches)
+        assert_allclose(losses, expected[:members], rtol=1e-5)
+        ours, theirs = trainer.gather(state).params, jax.device_get(first.params)
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)):
+            assert_allclose(a, b[:members], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("members, devices", [(1, 4), (2, 4), (3, 2)])
+def test_epoch_is_an_update_for_each_row_of_the_order(members, devices):
+    def start():
+        trainer = pe.make_trainer(
+            lambda key: (net_init(key), jnp.zeros((), jnp.int32)),
+            noisy_loss,
+            pe.adam(0.01),
+            members=members,
+            devices=devices,
+            stateful=True,
+        )
+        return trainer, trainer.init(jax.random.key(1))
+
+    order = orders(1, batch=60)[0]
+    trainer, state = start()
+    placed = trainer.place(image_data())
+    state, losses = trainer.epoch(state, placed, order)
+    assert losses.shape == (members, len(order))
+    other, slow = start()
+    for i, rows in enumerate(order):
+        slow, loss = other.update(slow, *(x[rows] for x in image_data()))
+        assert loss.shape == (members,)
+        assert_allclose(loss, losses[:, i], rtol=1e-5)
+    a, b = trainer.gather(state), other.gather(slow)
+    assert_array_equal(a.model_state, np.full(members, len(order)))
+    jax.tree.map(
+        lambda x, y: assert_allclose(x, y, rtol=1e-4, atol=1e-6), a.params, b.params
+    )
+    assert leaves_equal(jax.random.key_data(a.key), jax.random.key_data(b.key))
+    # An order for each member, all equal, is the order for all.
+    state, again = trainer.epoch(
+        trainer.init(jax.random.key(1)), image_data(), np.stack([order] * members)
+    )
+    assert leaves_equal(trainer.gather(state).params, a.params)
+    assert leaves_equal(again, losses)
+
+
+def test_second_epoch_neither_recompiles_nor_copies_the_data():
+    traces = []
+
+    def counted(params, images, labels):
+        traces.append(images.dtype)
+        return uint8_loss(params, images, labels)
+
+    trainer = net_trainer(3, 2, loss_fn=counted)
+    state, data = trainer.init(jax.random.key(0)), trainer.place(image_data())
+    for x, y in zip(data, trainer.place(data)):
+        pointers = [s.data.unsafe_buffer_pointer() for s in x.addressable_shards]
+        again = [s.data.unsafe_buffer_pointer() for s in y.addressable_shards]
+        assert pointers == again
+    state, _ = trainer.epoch(state, data, orders(3))
+    count = len(traces)
+    before = jax.tree.leaves(state)
+    for epoch in range(2):
+        state, _ = trainer.epoch(state, data, orders(3, epoch))
+    state, _ = trainer.epoch(state, image_data(), orders(3))
+    assert len(traces) == count and set(traces) == {np.dtype("uint8")}
+    assert all(x.is_deleted() for x in before)
+
+
+def test_a_member_that_is_not_finite_leaves_the_others_bits():
+    trainer = net_trainer(5, 2)
+    ends = []
+    for spoiled in (False, True):
+        gathered = trainer.gather(trainer.init(jax.random.key(0)))
+        if spoiled:
+            gathered.params.dense.weight[1] = np.nan
+        state = trainer.scatter(gathered)
+        state, losses = trainer.epoch(state, image_data(), orders(5))
+        ends.append((trainer.gather(state).params, losses))
+        probs = trainer.predict_members(state, image_data()[0])
+    assert np.isnan(losses[1]).all() and np.isnan(probs[1]).all()
+    for i in (0, 2, 3, 4):
+        assert leaves_equal(member(ends[0], i), member(ends[1], i))
+        assert np.isfinite(probs[i]).all()
+
+
+@pytest.mark.parametrize("members, devices", [(1, 3), (2, 4), (3, 2), (5, 3), (8, 8)])
+def test_predictions_count_each_example_once(members, devices):
+    trainer = net_trainer(members, devices, chunk=7)
+    state = trainer.init(jax.random.key(0))
+    params = trainer.gather(state).params
+    for count in (1, 7, 20, 50):
+        images = image_data()[0][:count]
+        probs = trainer.predict_members(state, images)
+        expected = [
+            jax.nn.softmax(uint8_net(member(params, k), images)) for k in range(members)
+        ]
+        assert probs.shape == (members, count, 4)
+        assert_allclose(probs, expected, atol=1e-6)
+        mean = trainer.predict(state, images)
+        assert_allclose(mean, np.mean(expected, axis=0), atol=1e-6)
+
+
+def test_predicting_compiles_once_and_holds_one_chunk_at_a_time():
+    shapes = []
+
+    def apply_fn(params, images):
+        shapes.append(images.shape)
+        return uint8_net(params, images)
+
+    trainer = net_trainer(2, 4, apply_fn=apply_fn, chunk=5)
+    state = trainer.init(jax.random.key(0))
+    for count in (1, 9, 23):
+        assert trainer.predict(state, image_data()[0][:count]).shape == (count, 4)
+    assert set(shapes) == {(5, 8, 8, 1)}
+    count = len(shapes)
+    trainer.predict(state, image_data()[0])
+    assert len(shapes) == count
+
+
+@pytest.mark.parametrize("style", ["new", "old"])
+def test_members_move_to_any_devices(style):
+    key = (jax.random.key if style == "new" else jax.random.PRNGKey)(3)
+
+    def trainer(devices):
+        return pe.make_trainer(
+            lambda key: (net_init(key), jnp.zeros((), jnp.int32)),
+            noisy_loss,
+            pe.adam(0.01),
+            members=4,
+            devices=devices,
+            stateful=True,
+        )
+
+    stay = trainer(2)
+    state = stay.init(key)
+    for step in range(4):
+        state, _ = stay.epoch(state, image_data(), orders(4, step))
+    ends, gathered = stay.gather(state), stay.gather(stay.init(key))
+    for step, devices in enumerate((2, 4, 1, 3)):
+        now = trainer(devices)
+        state = now.scatter(gathered)
+        state, _ = now.epoch(state, image_data(), orders(4, step))
+        gathered = now.gather(state)
+        assert all(
+            isinstance(x, np.ndarray) and len(x) == 4
+            for x in jax.tree.leaves(gathered._replace(key=None))
+        )
+    assert gathered.key.dtype == key.dtype
+    as_data = [x._replace(key=jax.random.key_data(x.key)) for x in (gathered, ends)]
+    assert leaves_equal(*as_data)
+    eight = trainer(8)  # two replicas each
+    again = eight.gather(eight.scatter(gathered))
+    assert leaves_equal(again._replace(key=0), gathered._replace(key=0))
+
+
+def test_keras_guides_network_is_the_same_on_eight_devices_as_on_one():
+    rng = np.random.default_rng(0)
+    images = rng.integers(256, size=(160, 28, 28, 1), dtype=np.uint8)
+    data = images, rng.integers(10, size=160).astype(np.int32)
+
+    def loss_fn(params, stats, key, images, labels):
+        images = images.astype(jnp.float32) / 255
+        logits, stats = pe.batch_norm_cnn(params, stats, images, key, dropout_rate=0)
+        return pe.softmax_cross_entropy(logits, labels).mean(), stats
+
+    ends = []
+    for devices in (1, D):
+        trainer = pe.make_trainer(
+            pe.batch_norm_cnn_init,
+            loss_fn,
+            pe.sgd(0.01),
+            members=1,
+            devices=devices,
+            stateful=True,
+        )
+        state = trainer.init(jax.random.key(0))
+        order = np.random.default_rng(1).permutation(160 * 2).reshape(20, 16) % 160
+        state, losses = trainer.epoch(state, data, order)
+        gathered = trainer.gather(state)
+        ends.append((gathered.params, gathered.model_state, np.asarray(losses)))
+        for x in jax.tree.leaves((state.params, state.model_state)):
+            copies = [np.asarray(s.data).tobytes() for s in x.addressable_shards]
+            assert len(set(copies)) == 1
+    jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-3, atol=1e-4), *ends)
+
+
+@pytest.mark.parametrize("make", [pe.sgd, pe.adam])
+def test_optax_optimizers_train_as_ours(make):
+    like = optax.sgd(0.05, momentum=0.9) if make is pe.sgd else optax.adam(0.05)
+    ends = []
+    for optimizer in (make(0.05), like):
+        trainer = net_trainer(3, 2, optimizer=optimizer)
+        state, _ = trainer.epoch(
+            trainer.init(jax.random.key(0)), image_data(), orders(3)
+        )
+        ends.append(trainer.gather(state).params)
+    jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-5), *ends)
+
+
+def test_trainer_returns_aux_of_each_member():
+    def loss_fn(params, images, labels):
+        logits = uint8_net(params, images)
+        loss = pe.softmax_cross_entropy(logits, labels).mean()
+        return loss, {"accuracy": pe.accuracy(logits, labels), "pair": jnp.ones(2)}
+
+    for members, devices in ((1, 2), (3, 2)):
+        trainer = net_trainer(members, devices, loss_fn=loss_fn, has_aux=True)
+        state = trainer.init(jax.random.key(0))
+        state, (loss, aux) = trainer.update(state, *image_data())
+        assert loss.shape == aux["accuracy"].shape == (members,)
+        state, (loss, aux) = trainer.epoch(state, image_data(), orders(1)[0])
+        assert loss.shape == (members, 2) and aux["pair"].shape == (members, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(members=0), "members is 0; expected an int >= 1"),
+        (dict(members=2.0), "members is 2.0; expected an int"),
+        (dict(members=True), "members is True; expected an int"),
+        (dict(devices=0), "devices is 0; expected an int >= 1"),
+        (dict(devices="2"), "devices is '2'; expected an int"),
+        (dict(devices=9), "9 devices are asked for; there are 8"),
+        (dict(chunk=0), "chunk is 0; expected an int >= 1"),
+        (dict(microbatch=0), "microbatch is 0; expected None or an int >= 1"),
+    ],
+    ids=str,
+)
+def test_trainer_refuses(options, message):
+    with pytest.raises(ValueError, match=message):
+        net_trainer(**(dict(members=2) | options))
+
+
+@pytest.mark.parametrize(
+    "key, message",
+    [
+        (lambda: jax.random.split(jax.random.key(0), 3), r"shape \(3,\); expected one"),
+        (lambda: jax.random.split(jax.random.PRNGKey(0), 3), "expected one random key"),
+        (lambda: 0, r"key is int of shape .*jax.random.key\(0\)"),
+        (lambda: np.zeros(3, np.uint32), "key is ndarray of shape"),
+        (lambda: jax.random.key(0, impl="rbg"), "'rbg' draw other .*threefry2x32"),
+        (lambda: jax.random.key(0, impl="unsafe_rbg"), "'unsafe_rbg' draw other"),
+    ],
+)
+def test_init_refuses_key(key, message):
+    with pytest.raises(ValueError, match=message):
+        net_trainer(2).init(key())
+
+
+def test_init_refuses_leaves_that_are_not_arrays():
+    for leaf, kind in ((1.0, "float"), (len, "builtin_function"), ("relu", "str")):
+        trainer = pe.make_trainer(
+            lambda key, leaf=leaf: {"w": jnp.ones(2), "act": leaf},
+            lambda params: params["w"].sum(),
+            pe.sgd(0.1),
+            members=2,
+        )
+        with pytest.raises(ValueError, match=rf"returns \w*{kind}\w* at .*act.*array"):
+            trainer.init(jax.random.key(0))
+
+
+def test_epoch_refuses_what_does_not_fit():
+    trainer = net_trainer(2, D)  # four replicas each
+    state, data = trainer.init(jax.random.key(0)), image_data()
+    for order, message in [
+        (
+            np.full((1, 4), NUM_IMAGES),
+            "order holds rows 240 to 240; the data have rows",
+        ),
+        (np.full((1, 4), -1), "order holds rows -1 to -1; .* 0 to 239"),
+        (np.zeros((1, 4)), "order is float64; expected integers"),
+        (np.zeros(4, int), r"order has shape \(4,\); expected \[steps, B\], or"),
+        (np.zeros((3, 1, 4), int), r"order has shape \(3, 1, 4\).*with K = 2"),
+        (
+            np.zeros((1, 10), int),
+            "batch of 10 does not divide over the 4 replicas of a "
+            "member; use a multiple of 4, for example 8",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            trainer.epoch(state, data, order)
+    with pytest.raises(ValueError, match=r"axes of the data have lengths \[\(40"):
+        trainer.epoch(state, (data[0], data[1][:40]), np.zeros((1, 4), int))
+    with pytest.raises(ValueError, match="batch of 10 does not divide"):
+        trainer.update(state, *(x[:10] for x in data))
+    with pytest.raises(ValueError, match="axes of the batch have lengths"):
+        trainer.update(state, data[0][:8], data[1][:4])
+    other = net_trainer(3, 2)
+    with pytest.raises(ValueError, match=r"\[\(8, 1\)\]; this trainer's have \(2, 2\)"):
+        other.update(state, *data)
+    with pytest.raises(ValueError, match="that of 2 members; the trainer has 3"):
+        other.scatter(trainer.gather(state))
+    # Nothing was lost: the state is still good.
+    trainer.epoch(state, data, np.zeros((1, 4), int))
+
+
+def test_members_of_equal_keys_are_not_scattered():
+    trainer = net_trainer(3, 2)
+    gathered = trainer.gather(trainer.init(jax.random.key(0)))
+    keys = gathered.key[np.array([0, 1, 0])]
+    with pytest.raises(ValueError, match="members 0 and 2 have equal keys"):
+        trainer.scatter(gathered._replace(key=keys))
+
+
+def test_predicting_refuses_what_does_not_fit():
+    trainer = net_trainer(2, 2, apply_fn=None)
+    state = trainer.init(jax.random.key(0))
+    with pytest.raises(ValueError, match="takes an apply_fn; give make_trainer one"):
+        trainer.predict(state, image_data()[0])
+    trainer = net_trainer(2, 2)
+    with pytest.raises(ValueError, match="hold no example"):
+        trainer.predict_members(state, image_data()[0][:0])
+    with pytest.raises(ValueError, match="axes of the state have lengths"):
+        net_trainer(3, 2).predict(state, image_data()[0])
+
+
 # ---------------------------------------------------------------------------------
 # Demo
 # ---------------------------------------------------------------------------------
@@ -1380,59 +2173,53 @@ def test_microbatch_divides_the_batch_of_a_device():
 
 
 def test_each_member_sees_each_example_once_in_its_own_order():
-    options = dict(seed=5, members=3)
-    rows = np.stack(list(tm.batch_rows(20, 4, epoch=0, **options)), axis=1)
-    assert rows.shape == (3, 5, 4)
-    for order in rows.reshape(3, -1):
+    recipe = tm.RECIPES["cnn"]._replace(batch_size=4)
+    orders = tm.member_orders(20, recipe, seed=5, epoch=0, members=3)
+    assert orders.shape == (3, 5, 4)
+    for order in orders.reshape(3, -1):
         assert_array_equal(np.sort(order), np.arange(20))
-    assert not np.array_equal(rows[0], rows[1])
-    again = np.stack(list(tm.batch_rows(20, 4, epoch=0, seed=5, members=1)), axis=1)
-    assert_array_equal(again[0], rows[0])
-    later = np.stack(list(tm.batch_rows(20, 4, epoch=1, **options)), axis=1)
-    assert not np.array_equal(later, rows)
-    assert len(list(tm.batch_rows(23, 4, epoch=0, **options))) == 5
+    assert not np.array_equal(orders[0], orders[1])
+    alone = tm.member_orders(20, recipe, seed=5, epoch=0, members=1)
+    assert_array_equal(alone[0], orders[0])
+    later = tm.member_orders(20, recipe, seed=5, epoch=1, members=3)
+    assert not np.array_equal(later, orders)
+    assert tm.member_orders(23, recipe, seed=5, epoch=0, members=3).shape == (3, 5, 4)
 
 
-@pytest.mark.parametrize("mode", ["ensemble", "sync"])
-def test_predict_counts_each_example_once(mode):
-    predict = tm.make_predict(mode, 3, chunk=9 if mode == "ensemble" else 3)
-    params = tm.init_state(mode, pe.sgd(0.1), 0, 3).params
-    rng = np.random.default_rng(0)
-    for count in (1, 9, 10, 41):
-        images = rng.integers(256, size=(count, 28, 28, 1), dtype=np.uint8)
-        probs = predict(params, images)
-        assert probs.shape == (3 if mode == "ensemble" else 1, count, 10)
-        for k in range(len(probs)):
-            logits = pe.cnn(member(params, k), jnp.asarray(images, jnp.float32) / 255)
-            assert_allclose(probs[k], jax.nn.softmax(logits), atol=1e-5)
+def test_bootstrap_gives_each_member_a_resample_of_its_own():
+    recipe = tm.RECIPES["cnn"]._replace(batch_size=50, bootstrap=True)
+    first, second = (
+        tm.member_orders(5000, recipe, seed=5, epoch=epoch, members=3)
+        for epoch in (0, 1)
+    )
+    for a, b in zip(first, second):  # the same resample, in another order
+        assert_array_equal(np.sort(a, axis=None), np.sort(b, axis=None))
+        assert not np.array_equal(a, b)
+        seen = len(np.unique(a)) / 5000
+        assert abs(seen - (1 - np.exp(-1))) < 0.02  # of a resample with replacement
+    counts = [np.bincount(rows.ravel(), minlength=5000) for rows in first]
+    for a, b in itertools.combinations(counts, 2):
+        assert abs(np.corrcoef(a, b)[0, 1]) < 0.05
+    alone = tm.member_orders(5000, recipe, seed=5, epoch=0, members=1)
+    assert_array_equal(alone[0], first[0])
 
 
-def test_predict_holds_one_chunk_at_a_time_and_compiles_once(monkeypatch):
-    batches = []
-
-    def counted(params, images):
-        batches.append(images.shape)
-        return jnp.zeros((len(images), 10)) * params
-
-    monkeypatch.setattr(pe, "cnn", counted)
-    predict = tm.make_predict("ensemble", D, chunk=16)
-    for count in (1, 16, 33, 100):
-        images = np.zeros((count, 28, 28, 1), np.uint8)
-        assert predict(np.zeros(D, np.float32), images).shape == (D, count, 10)
-    assert set(batches) == {(16, 28, 28, 1)}
-    compiled = len(batches)
-    predict(np.zeros(D, np.float32), np.zeros((64, 28, 28, 1), np.uint8))
-    assert len(batches) == compiled
-
-
-def test_member_depends_on_seed_and_number_alone():
-    optimizer = pe.sgd(0.1)
-    eight, three = (tm.init_state("ensemble", optimizer, 4, d) for d in (D, 3))
-    one = tm.init_state("sync", optimizer, 4, 2)
-    for i in range(3):
-        assert leaves_equal(member(eight.params, i), member(three.params, i))
-    assert leaves_equal(member(eight.params, 0), member(one.params, 1))
-    assert not leaves_equal(member(eight.params, 0), member(eight.params, 1))
+@pytest.mark.parametrize("network", tm.NETWORKS)
+def test_trainer_of_the_script_learns_from_bytes(network):
+    recipe = tm.RECIPES[network]._replace(batch_size=32, max_shift=0, epochs=4)
+    recipe = recipe._replace(optimizer="adam", learning_rate=3e-3, schedule="constant")
+    data = tm.generate_digits(0, num_train=256, num_test=10)
+    images, labels = data.train_images, data.train_labels
+    trainer = tm.make_trainer(recipe, 1, 2, num_steps=32)
+    first, *_, last = tm.train(trainer, recipe, images, labels, seed=0)
+    assert first.losses.shape == (1, 0) and last.losses.shape == (1, 8)
+    assert last.losses.mean() < 1.5
+    probs = trainer.predict_members(last.state, images[:40])
+    gathered = trainer.gather(last.state)
+    params, stats = (member(x, 0) for x in (gathered.params, gathered.model_state))
+    x = jnp.asarray(images[:40], jnp.float32) / 255
+    logits, _ = tm.NETWORKS[network].logits(params, stats, x)
+    assert_allclose(probs[0], jax.nn.softmax(logits), atol=1e-4)
 
 
 # ---------------------------------------------------------------------------------
@@ -1452,9 +2239,10 @@ def run_script(capsys, *args):
     return status, captured.out, captured.err
 
 
-@pytest.mark.parametrize("mode, members", [("ensemble", 2), ("sync", 1)])
+@pytest.mark.parametrize("mode, members", [("ensemble", 3), ("sync", 1)])
 def test_script_learns_and_reports(tmp_path, capsys, small_folder, mode, members):
     args = ["--mode", mode, "--devices", 2, "--data-dir", small_folder]
+    args += ["--members", members]
     args += ["--epochs", 3, "--batch-size", 32, "--learning-rate", 0.03]
     status, out, _ = run_script(capsys, *args, "--workdir", tmp_path / "a" / "b")
     assert status == 0
@@ -1484,10 +2272,17 @@ def test_script_learns_and_reports(tmp_path, capsys, small_folder, mode, members
     assert_allclose(np.mean(losses), metrics[-1]["test_loss"])
     assert report["config"]["batch_size"] == 32 and report["config"]["devices"] == 2
     assert report["versions"]["jax"] == jax.__version__
-    table = out.split("\n\n")[-1].splitlines()
+    table = out.split("\n\n")[1].splitlines()
     names = [row.split()[0] for row in table[2:]]
-    assert names == (["model"] if mode == "sync" else ["member", "member", "ensemble"])
+    expected = ["member"] * members + ["ensemble"]
+    assert names == (["model"] if mode == "sync" else expected)
     assert f"{100 * report['ensemble']['accuracy']:.2f}%" in table[-1]
+    if mode == "ensemble":
+        table = out.split("\n\n")[2].splitlines()
+        assert [row[:7] for row in table[2:]] == [
+            f"first {i + 1}" for i in range(members)
+        ]
+        assert f"{100 * report['by_size'][1]['accuracy']:.2f}%" in table[3]
 
 
 def test_epochs_0_reports_the_initial_members(tmp_path, capsys, small_folder):
@@ -1525,7 +2320,14 @@ BAD_FLAGS = [
     ("--epochs -1", "--epochs -1: expected 0 or more"),
     ("--batch-size 0", "--batch-size 0: expected 1 or more"),
     ("--batch-size 769", "--batch-size 769: more than the 768 training images"),
-    ("--mode sync --batch-size 100", "--batch-size 100: does not split over 8 devices"),
+    ("--mode sync --batch-size 100", "does not split over the 8 devices of a model"),
+    ("--members 2 --batch-size 30", "the 4 devices of a model; use a multiple of 4"),
+    ("--members 0", "--members 0: expected 1 or more"),
+    ("--members 1.5", "argument --members: invalid int value: '1.5'"),
+    ("--mode sync --members 2", "--members 2: --mode sync trains one model"),
+    ("--max-shift -1", "--max-shift -1: expected 0 to 28"),
+    ("--network mlp", "argument --network: invalid choice: 'mlp'"),
+    ("--optimizer rmsprop", "argument --optimizer: invalid choice: 'rmsprop'"),
     ("--mode sync --batch-size 4", "a multiple of 8, for example 8"),
     ("--learning-rate -0.1", "--learning-rate -0.1: expected 0 or more, finite"),
     ("--learning-rate nan", "--learning-rate nan: expected 0 or more, finite"),
@@ -1586,10 +2388,22 @@ def test_help_shows_every_default(capsys):
         tm.main(["--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert stop.value.code == 0
-    for name, value in tm.Recipe()._asdict().items():
-        if name != "max_shift":
-            assert f"--{name.replace('_', '-')}" in text
-            assert f"(default: {value})" in text
+    for flag, value in [
+        ("--mode", "ensemble"),
+        ("--members", "one a device"),
+        ("--network", "cnn"),
+        ("--optimizer", "sgd; batchnorm: adam"),
+        ("--epochs", "5; batchnorm: 2"),
+        ("--batch-size", "64"),
+        ("--learning-rate", "sgd: 0.15; adam: 0.001"),
+        ("--momentum", "0.9"),
+        ("--schedule", "linear; batchnorm: constant"),
+        ("--max-shift", "2; batchnorm: 0"),
+        ("--seed", "0"),
+    ]:
+        place = text.index(f" {flag} ", text.index("models and devices:"))
+        following = text[place:]
+        assert f"(default: {value})" in following[: following.index(")") + 1]
 
 
 def test_script_without_a_workdir_writes_nothing(tmp_path, small_folder):

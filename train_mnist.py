@@ -1,6 +1,7 @@
-"""Train convolutional networks on MNIST, one model on all devices or one on each.
+"""Train convolutional networks on MNIST: an ensemble of any size, or one model.
 
     python train_mnist.py --mode ensemble     a member a device, probabilities averaged
+    python train_mnist.py --members 8         so many members, on whatever devices
     python train_mnist.py --mode sync         one model, gradients averaged
 
 The order of this file is the order of the data: recipe, data, training, report.
@@ -12,6 +13,7 @@ import argparse
 import gzip
 import hashlib
 import http.client
+import importlib.util
 import json
 import math
 import os
@@ -22,7 +24,7 @@ import time
 import urllib.error
 import urllib.request
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,23 +37,47 @@ import pjax_ensemble as pe
 
 
 class Recipe(NamedTuple):
-    """How to train; the defaults were chosen on held-out training images.
+    """What to train, and how."""
 
-    benchmarks/recipe.py measures them.
-    """
+    network: str
+    optimizer: str
+    epochs: int
+    batch_size: int  # examples a step of one model, over all its replicas
+    learning_rate: float  # the schedule's peak
+    momentum: float  # of sgd
+    schedule: str
+    max_shift: int  # pixels by which training images move at random
+    bootstrap: bool  # each member trains on a resample of its own
 
-    epochs: int = 5
-    batch_size: int = 64  # examples a step of one model, over all its replicas
-    learning_rate: float = 0.15  # the schedule's peak
-    momentum: float = 0.9
-    schedule: str = "linear"
-    max_shift: int = 2  # pixels by which training images move at random
 
+# Of the cnn, chosen on held-out training images, as benchmarks/recipe.py measures; of
+# the other network, those of the guide that it comes from.
+RECIPES = {
+    "cnn": Recipe("cnn", "sgd", 5, 64, 0.15, 0.9, "linear", 2, False),
+    "batchnorm": Recipe("batchnorm", "adam", 2, 64, 1e-3, 0.9, "constant", 0, False),
+}
+LEARNING_RATES = {recipe.optimizer: recipe.learning_rate for recipe in RECIPES.values()}
 
 SCHEDULES = {
     "constant": lambda peak, num_steps: peak,
     "linear": pe.linear_schedule,
     "cosine": pe.cosine_schedule,
+}
+
+
+class Network(NamedTuple):
+    init: Callable  # key -> (params, model_state)
+    logits: Callable  # (params, model_state, images, key=None) -> (logits, model_state)
+    in_parts: bool  # whether a batch may be worked through in parts
+
+
+NETWORKS = {
+    "cnn": Network(
+        lambda key: (pe.cnn_init(key), ()),
+        lambda params, _, images, key=None: (pe.cnn(params, images), ()),
+        in_parts=True,
+    ),
+    "batchnorm": Network(pe.batch_norm_cnn_init, pe.batch_norm_cnn, in_parts=False),
 }
 
 
@@ -473,102 +499,83 @@ def choose_microbatch(rows: int) -> int | None:
     return max((n for n in range(8, 17) if rows % n == 0), default=None)
 
 
-def make_update(mode: str, recipe: Recipe, num_steps: int, num_devices: int):
-    """Make the optimizer and the update of a mode, for batches of uint8 and int32."""
+def make_trainer(
+    recipe: Recipe, members: int, num_devices: int, num_steps: int
+) -> pe.Trainer:
+    """Make a trainer for data (uint8 images, int32 labels) and a run of num_steps."""
+    network = NETWORKS[recipe.network]
 
     def loss_fn(params, model_state, key, images, labels):
-        images = scale(shift_images(key, images, recipe.max_shift))
-        loss = pe.softmax_cross_entropy(pe.cnn(params, images), labels).mean()
-        return loss, model_state
+        shift_key, key = jax.random.split(key)
+        images = scale(shift_images(shift_key, images, recipe.max_shift))
+        logits, model_state = network.logits(params, model_state, images, key)
+        return pe.softmax_cross_entropy(logits, labels).mean(), model_state
 
     rate = SCHEDULES[recipe.schedule](recipe.learning_rate, num_steps)
-    optimizer = pe.sgd(rate, recipe.momentum)
-    sync = mode == "sync"
-    make = pe.make_sync_update if sync else pe.make_ensemble_update
-    microbatch = choose_microbatch(recipe.batch_size // (num_devices if sync else 1))
-    update = make(loss_fn, optimizer, stateful=True, microbatch=microbatch)
-    return optimizer, update
-
-
-def init_state(mode: str, optimizer: pe.Optimizer, seed: int, num_devices: int):
-    """Make the first state [D, ...]: member i depends on (seed, i) alone."""
-
-    @jax.jit
-    def member(i):
-        init_key, key = jax.random.split(jax.random.fold_in(jax.random.key(seed), i))
-        return pe.train_state(pe.cnn_init(init_key), optimizer, key=key)
-
-    if mode == "sync":
-        return pe.replicate(member(0), num_devices)
-    members = [member(i) for i in range(num_devices)]
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *members)
-
-
-def batch_rows(
-    num_examples: int, batch_size: int, *, seed: int, epoch: int, members: int
-) -> Iterator[np.ndarray]:
-    """Yield the examples of each step of an epoch, [K, B]: every member's own order.
-
-    The examples that fill no batch, fewer than B, sit this epoch out.
-    """
-    orders = [
-        np.random.default_rng([seed, epoch, member]).permutation(num_examples)
-        for member in range(members)
-    ]
-    for start in range(0, num_examples - batch_size + 1, batch_size):
-        yield np.stack([order[start : start + batch_size] for order in orders])
-
-
-def make_predict(mode: str, num_devices: int, chunk: int = 32):
-    """Make predict(params [D, ...], images uint8 [N, ...]) -> probabilities [K, N, C].
-
-    Each image is counted once: the last chunk is filled up, so that one program serves
-    them all, and what filled it is cut off.  A device holds `chunk` images at a time.
-    """
-    sync = mode == "sync"
-    probs_fn = jax.pmap(
-        lambda params, images: jax.nn.softmax(pe.cnn(params, scale(images))),
-        in_axes=(0, 0 if sync else None),
+    optimizer = (
+        pe.adam(rate) if recipe.optimizer == "adam" else pe.sgd(rate, recipe.momentum)
     )
-    rows = chunk * num_devices if sync else chunk
+    rows = recipe.batch_size // pe.layout(members, num_devices).replicas
+    return pe.make_trainer(
+        network.init,
+        loss_fn,
+        optimizer,
+        members=members,
+        devices=num_devices,
+        apply_fn=lambda params, state, x: network.logits(params, state, scale(x))[0],
+        stateful=True,
+        microbatch=choose_microbatch(rows) if network.in_parts else None,
+    )
 
-    def predict(params, images):
-        results = []
-        for start in range(0, len(images), rows):
-            part = images[start : start + rows]
-            count = len(part)
-            part = np.pad(part, [(0, rows - count), *[(0, 0)] * (part.ndim - 1)])
-            probs = probs_fn(params, pe.split(part, num_devices) if sync else part)
-            probs = np.asarray(probs)
-            results.append((pe.merge(probs)[None] if sync else probs)[:, :count])
-        return np.concatenate(results, axis=1)
 
-    return predict
+def member_orders(
+    num_examples: int, recipe: Recipe, *, seed: int, epoch: int, members: int
+) -> np.ndarray:
+    """Draw the examples of each step of an epoch, [K, steps, B].
+
+    Every member goes through the examples in an order of its own, or, with bootstrap,
+    through as many that it drew with replacement before the first epoch.  What fills no
+    batch, fewer than B, sits the epoch out.
+    """
+    steps = num_examples // recipe.batch_size
+    orders = []
+    for member in range(members):
+        rows = np.random.default_rng([seed, epoch, member]).permutation(num_examples)
+        if recipe.bootstrap:
+            own = np.random.default_rng([seed, 0, member, 1])
+            rows = own.integers(num_examples, size=num_examples)[rows]
+        rows = rows[: steps * recipe.batch_size]
+        orders.append(rows.reshape(steps, recipe.batch_size))
+    return np.stack(orders)
+
+
+class Epoch(NamedTuple):
+    """What an epoch ends with."""
+
+    state: pe.TrainState
+    losses: np.ndarray  # [K, steps], in training
+    seconds: float
 
 
 def train(
-    mode: str, recipe: Recipe, images, labels, *, num_devices: int, seed: int
-) -> Iterator[tuple[pe.PyTree, float]]:
-    """Yield parameters [D, ...] and seconds: first the initial ones, then each epoch's.
+    trainer: pe.Trainer, recipe: Recipe, images, labels, *, seed: int
+) -> Iterator[Epoch]:
+    """Yield the initial state, with no losses, and each epoch's.
 
-    What was yielded is consumed when the next is asked for.
+    A state that was yielded is consumed when the next is asked for.
     """
-    steps = len(images) // recipe.batch_size
-    optimizer, update = make_update(mode, recipe, recipe.epochs * steps, num_devices)
-    state = init_state(mode, optimizer, seed, num_devices)
-    members = 1 if mode == "sync" else num_devices
-    yield state.params, 0.0
+    members = trainer.layout.members
+    state = trainer.init(jax.random.key(seed))
+    data = trainer.place((images, labels))
+    yield Epoch(state, np.empty((members, 0)), 0.0)
     for epoch in range(recipe.epochs):
         started = time.perf_counter()
-        for rows in batch_rows(
-            len(images), recipe.batch_size, seed=seed, epoch=epoch, members=members
-        ):
-            batch = images[rows], labels[rows]  # [K, B, ...]
-            if mode == "sync":
-                batch = pe.split((batch[0][0], batch[1][0]), num_devices)
-            state, _ = update(state, *batch)
-        jax.block_until_ready(state)
-        yield state.params, time.perf_counter() - started
+        order = member_orders(
+            len(images), recipe, seed=seed, epoch=epoch, members=members
+        )
+        state, losses = trainer.epoch(state, data, order)
+        losses = np.asarray(losses)
+        yield Epoch(state, losses, time.perf_counter() - started)
 
 
 # ---------------------------------------------------------------------------------
@@ -604,6 +611,16 @@ def print_epoch(metrics: dict) -> None:
         f"test_accuracy: {100 * metrics['test_accuracy']:.2f}",
         flush=True,
     )
+
+
+def print_failed(failed: dict, epoch: int, losses: np.ndarray, members: list) -> None:
+    """Name each member that has failed, once, and put it into `failed`."""
+    for i, scores in enumerate(members):
+        if scores is None and i not in failed:
+            bad = np.flatnonzero(~np.isfinite(losses[i]))
+            since = f": its loss was not at step {bad[0] + 1} of it" if len(bad) else ""
+            print(f"notice: member {i} is not finite after epoch {epoch}{since}")
+            failed[i] = epoch
 
 
 def print_table(title: str, rows: Sequence[tuple[str, dict | None]]) -> None:
@@ -663,11 +680,17 @@ def default_folder() -> Path:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line.  Raises Failure for what lies out of range."""
-    recipe = Recipe()
+    cnn, batchnorm = RECIPES["cnn"], RECIPES["batchnorm"]
+
+    def default(name: str) -> str:
+        value, other = getattr(cnn, name), getattr(batchnorm, name)
+        more = "" if other == value else f"; batchnorm: {other}"
+        return f"(default: {value}{more})"
+
     parser = Parser(
         prog="train_mnist.py",
-        description="Train convolutional networks on MNIST: an ensemble with a member "
-        "on every device, or one model on all devices.",
+        description="Train convolutional networks on MNIST: an ensemble of any size, "
+        "or one model on all devices.",
         allow_abbrev=False,
     )
     where = parser.add_argument_group("models and devices")
@@ -675,9 +698,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--mode",
         choices=("ensemble", "sync"),
         default="ensemble",
-        help="ensemble: an independent member on each device, probabilities averaged; "
-        "sync: one model, each batch divided over the devices, gradients averaged "
-        "(default: %(default)s)",
+        help="ensemble: independent members, probabilities averaged; sync: one model, "
+        "each batch divided over the devices, gradients averaged (default: "
+        "%(default)s)",
+    )
+    where.add_argument(
+        "--members",
+        type=int,
+        metavar="K",
+        help="members of the ensemble; they share devices, or devices share one, as "
+        "it takes (default: one a device)",
     )
     where.add_argument(
         "--devices",
@@ -686,44 +716,72 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="devices to use; on CPU, that many virtual devices (default: all; on "
         "CPU, one a core)",
     )
+    where.add_argument(
+        "--show-batch",
+        action="store_true",
+        help="draw how the batch of a step lies on the devices (needs rich)",
+    )
     training = parser.add_argument_group("training")
+    training.add_argument(
+        "--network",
+        choices=tuple(NETWORKS),
+        default="cnn",
+        help="cnn: of Flax's ensembling guide; batchnorm: of Keras's guide to "
+        "distributed training with JAX, with batch normalization and dropout "
+        "(default: %(default)s)",
+    )
+    training.add_argument(
+        "--optimizer",
+        choices=tuple(LEARNING_RATES),
+        help=f"stochastic gradient descent with momentum, or Adam "
+        f"{default('optimizer')}",
+    )
     training.add_argument(
         "--epochs",
         type=int,
         metavar="N",
-        default=recipe.epochs,
-        help="passes over the training images; 0 reports the initial models (default: "
-        "%(default)s)",
+        help="passes over the training images; 0 reports the initial models "
+        f"{default('epochs')}",
     )
     training.add_argument(
         "--batch-size",
         type=int,
         metavar="B",
-        default=recipe.batch_size,
-        help="examples a step of one model, all its replicas together (default: "
-        "%(default)s)",
+        help=f"examples a step of one model, all its replicas together "
+        f"{default('batch_size')}",
     )
+    rates = "; ".join(f"{name}: {rate}" for name, rate in LEARNING_RATES.items())
     training.add_argument(
         "--learning-rate",
         type=float,
         metavar="RATE",
-        default=recipe.learning_rate,
-        help="of stochastic gradient descent; the schedule's peak (default: "
-        "%(default)s)",
+        help=f"of the optimizer; the schedule's peak (default: {rates})",
     )
     training.add_argument(
         "--momentum",
         type=float,
         metavar="SHARE",
-        default=recipe.momentum,
-        help="share of the velocity that a step keeps (default: %(default)s)",
+        help=f"share of the velocity that a step of sgd keeps {default('momentum')}",
     )
     training.add_argument(
         "--schedule",
         choices=tuple(SCHEDULES),
-        default=recipe.schedule,
         help="learning rate over the run: constant, or rising over its first 15%% and "
-        "falling to 0, in straight lines or half cosines (default: %(default)s)",
+        "falling to 0, in straight lines or half cosines "
+        f"{default('schedule')}",
+    )
+    training.add_argument(
+        "--max-shift",
+        type=int,
+        metavar="PIXELS",
+        help="move each training image at random by up to so many pixels "
+        f"{default('max_shift')}",
+    )
+    training.add_argument(
+        "--bootstrap",
+        action="store_true",
+        help="train each member on as many images as there are, drawn with replacement "
+        "from them for it alone (default: each on all, in an order of its own)",
     )
     training.add_argument(
         "--seed",
@@ -763,6 +821,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     args = parser.parse_args(argv)
     args.data_dir = args.data_dir or default_folder()
+    recipe = RECIPES[args.network]
+    if args.learning_rate is None:
+        args.learning_rate = LEARNING_RATES[args.optimizer or recipe.optimizer]
+    for name, value in recipe._asdict().items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
 
     def check(flag: str, ok: bool, expected: str) -> None:
         if not ok:
@@ -770,10 +834,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             raise Failure(f"{flag} {value}: expected {expected}")
 
     check("--devices", args.devices is None or 1 <= args.devices <= 1024, "1 to 1024")
+    check("--members", args.members is None or args.members >= 1, "1 or more")
+    if args.mode == "sync" and args.members not in (None, 1):
+        raise Failure(f"--members {args.members}: --mode sync trains one model")
     check("--epochs", args.epochs >= 0, "0 or more")
     check("--batch-size", args.batch_size >= 1, "1 or more")
     check("--learning-rate", 0 <= args.learning_rate < math.inf, "0 or more, finite")
     check("--momentum", 0 <= args.momentum < 1, "0 or more, below 1")
+    check("--max-shift", 0 <= args.max_shift <= 28, "0 to 28")
     check("--seed", 0 <= args.seed < 2**32, "0 to 4294967295")
     check("--train-size", args.train_size is None or args.train_size >= 1, "1 or more")
     return args
@@ -795,8 +863,10 @@ def open_workdir(folder: Path):
         raise Failure(f"--workdir {folder}: {error.strerror or error}") from error
 
 
-def prepare(args: argparse.Namespace) -> tuple[Dataset, int]:
+def prepare(args: argparse.Namespace) -> tuple[Dataset, pe.Layout]:
     """Load the data and start the devices.  Raises Failure where flags do not fit."""
+    if args.show_batch and not importlib.util.find_spec("rich"):
+        raise Failure("--show-batch needs rich: python -m pip install '.[plot]'")
     try:
         data = load_data(args.data, args.data_dir)
     except DataError as error:
@@ -822,40 +892,57 @@ def prepare(args: argparse.Namespace) -> tuple[Dataset, int]:
             f"--devices {num_devices}: there are {available} "
             f"{jax.default_backend().upper()} devices"
         )
-    if args.mode == "sync" and args.batch_size % num_devices:
-        below = args.batch_size - args.batch_size % num_devices
+    members = 1 if args.mode == "sync" else args.members or num_devices
+    layout = pe.layout(members, num_devices)
+    if args.batch_size % layout.replicas:
+        below = args.batch_size - args.batch_size % layout.replicas
         raise Failure(
-            f"--batch-size {args.batch_size}: does not split over {num_devices} "
-            f"devices; use a multiple of {num_devices}, for example "
-            f"{below or num_devices}"
+            f"--batch-size {args.batch_size}: does not split over the "
+            f"{layout.replicas} devices of a model; use a multiple of "
+            f"{layout.replicas}, for example {below or layout.replicas}"
         )
-    return data, num_devices
+    return data, layout
 
 
-def announce(args: argparse.Namespace, recipe: Recipe, data: Dataset, devices: int):
+def announce(args: argparse.Namespace, recipe: Recipe, data: Dataset, layout) -> None:
     """Say in two lines what is about to run."""
-    models = "1 model" if args.mode == "sync" else f"{devices} members"
+    members, devices, shared, replicas = layout
+    models = "1 model" if args.mode == "sync" else f"{members} members"
+    place = f", {shared} a device" if shared > 1 else ""
+    place = f", {replicas} replicas of each" if replicas > 1 else place
     print(
-        f"{args.mode}: {models} on {devices} {jax.default_backend().upper()} devices, "
-        f"{data.name}, {len(data.train_images)} training and {len(data.test_images)} "
-        f"test images, seed {args.seed}, jax {jax.__version__}"
+        f"{args.mode}: {models} on {devices} {jax.default_backend().upper()} devices"
+        f"{place}; {data.name}, {len(data.train_images)} training and "
+        f"{len(data.test_images)} test images, seed {args.seed}, jax {jax.__version__}"
     )
     settings = (f"{name} {value}" for name, value in recipe._asdict().items())
     print(", ".join(settings), flush=True)
 
 
-def evaluate(predict, params, data: Dataset, epoch: int) -> tuple[dict, dict, float]:
+def show_batch(layout: pe.Layout, batch_size: int) -> None:
+    """Draw which rows of a step's images lie on which device, as Keras's guide does."""
+    rows = layout.members_per_device * layout.devices * batch_size // layout.replicas
+    mesh = jax.sharding.Mesh(jax.local_devices()[: layout.devices], ("devices",))
+    spec = jax.sharding.PartitionSpec("devices")
+    images = jax.device_put(
+        np.zeros((rows, 28 * 28), np.uint8), jax.sharding.NamedSharding(mesh, spec)
+    )
+    print(f"a step's images [{rows}, 784], member after member, on the devices:")
+    jax.debug.visualize_array_sharding(images)
+
+
+def evaluate(predict, state, data: Dataset, epoch: int) -> tuple[dict, dict, float]:
     """Report on the test images, and on as many training images, measured alike.
 
     Returns both reports and the seconds that the test images took.  Raises Failure,
     status 3, when no model is finite.
     """
     started = time.perf_counter()
-    probs = predict(params, data.test_images)
+    probs = predict(state, data.test_images)
     seconds = time.perf_counter() - started
     test = report_finite(probs, data.test_labels)
     sample = slice(len(data.test_images))
-    probs = predict(params, data.train_images[sample])
+    probs = predict(state, data.train_images[sample])
     train = report_finite(probs, data.train_labels[sample])
     if test is None or train is None:
         raise Failure(
@@ -865,7 +952,7 @@ def evaluate(predict, params, data: Dataset, epoch: int) -> tuple[dict, dict, fl
 
 
 def print_report(args: argparse.Namespace, data: Dataset, report: dict) -> None:
-    """Print the final table: a row a member and the ensemble, or the one model."""
+    """Print the final tables: members and ensemble, or the one model; then by size."""
     members = report["member"]
     rows = [(f"member {i}", scores) for i, scores in enumerate(members)]
     if args.mode == "sync":
@@ -873,39 +960,44 @@ def print_report(args: argparse.Namespace, data: Dataset, report: dict) -> None:
     else:
         rows.append(("ensemble", report["ensemble"]))
     print_table(f"{data.name}, {len(data.test_images)} test images", rows)
+    if len(members) == 1:
+        return
+    sizes = [(f"first {n}", scores) for n, scores in enumerate(report["by_size"], 1)]
+    print_table("ensemble by size, of the members that are finite", sizes)
+    print(
+        f"\ndisagreement {100 * report['disagreement']:.2f}% of pairs, predictive "
+        f"entropy {report['predictive_entropy']:.4f} nats, of which mutual information "
+        f"{report['mutual_information']:.4f}"
+    )
 
 
 def run(args: argparse.Namespace) -> dict:
     """Train and report; return what report.json holds.  Raises Failure."""
     metrics_file = open_workdir(args.workdir) if args.workdir else None
-    data, num_devices = prepare(args)
+    data, layout = prepare(args)
     num_train = len(data.train_images)
-    recipe = Recipe()._replace(
-        **{name: getattr(args, name) for name in Recipe._fields if name in args}
+    recipe = Recipe(**{name: getattr(args, name) for name in Recipe._fields})
+    announce(args, recipe, data, layout)
+    if args.show_batch:
+        show_batch(layout, recipe.batch_size)
+    num_steps = num_train // recipe.batch_size
+    trainer = make_trainer(
+        recipe, layout.members, layout.devices, recipe.epochs * num_steps
     )
-    announce(args, recipe, data, num_devices)
-    predict = make_predict(args.mode, num_devices)
     epochs = train(
-        args.mode,
-        recipe,
-        data.train_images,
-        data.train_labels,
-        num_devices=num_devices,
-        seed=args.seed,
+        trainer, recipe, data.train_images, data.train_labels, seed=args.seed
     )
-    failed = set()
-    for epoch, (params, train_seconds) in enumerate(epochs):
+    failed = {}
+    for epoch, (state, losses, train_seconds) in enumerate(epochs):
         if epoch == 0 and recipe.epochs > 0:
             continue  # the initial models are of interest only when none is trained
-        report, train_report, test_seconds = evaluate(predict, params, data, epoch)
+        report, train_report, test_seconds = evaluate(
+            trainer.predict_members, state, data, epoch
+        )
         members = report["member"]
-        for i, scores in enumerate(members):
-            if scores is None and i not in failed:
-                failed.add(i)
-                print(f"notice: member {i} is not finite after epoch {epoch}")
+        print_failed(failed, epoch, losses, members)
         if epoch == 0:
             break
-        images = len(members) * (num_train - num_train % recipe.batch_size)
         metrics = {
             "epoch": epoch,
             "train_loss": mean_loss(train_report),
@@ -915,7 +1007,10 @@ def run(args: argparse.Namespace) -> dict:
             "member_test_accuracy": [m and m["accuracy"] for m in members],
             "train_seconds": train_seconds,
             "test_seconds": test_seconds,
-            "member_images_per_second": images / train_seconds,
+            "member_images_per_second": len(members)
+            * num_steps
+            * recipe.batch_size
+            / train_seconds,
         }
         print_epoch(metrics)
         if metrics_file:
@@ -925,11 +1020,12 @@ def run(args: argparse.Namespace) -> dict:
     report = {
         "dataset": data.name,
         "test_examples": len(data.test_images),
-        "members": len(members),
+        "members": layout.members,
+        "failed": sorted(failed),
         **report,
         "config": {
             "mode": args.mode,
-            "devices": num_devices,
+            **layout._asdict(),
             **recipe._asdict(),
             "seed": args.seed,
             "train_size": num_train,
