@@ -659,6 +659,15 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
     return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
 
 
+def _as_schedule(learning_rate: float | Schedule) -> Schedule:
+    """Read a number as the function of the step count that always returns it."""
+    if callable(learning_rate):
+        return learning_rate
+    if not 0 <= learning_rate < math.inf:
+        raise ValueError(f"learning_rate is {learning_rate}; expected finite, >= 0")
+    return lambda count: learning_rate
+
+
 class SGDState(NamedTuple):
     count: Array  # [], steps done
     velocity: PyTree  # like params
@@ -676,8 +685,7 @@ def sgd(
     Raises ValueError for a negative or non-finite learning rate and for a momentum
     outside [0, 1).
     """
-    if not callable(learning_rate) and not 0 <= learning_rate < math.inf:
-        raise ValueError(f"learning_rate is {learning_rate}; expected finite, >= 0")
+    schedule = _as_schedule(learning_rate)
     if not 0 <= momentum < 1:
         raise ValueError(f"momentum is {momentum}; expected 0 <= momentum < 1")
 
@@ -687,12 +695,12 @@ def sgd(
     def update(grads, opt_state, params=None):
         del params
         count, velocity = opt_state
-        rate = learning_rate(count) if callable(learning_rate) else learning_rate
         velocity = jax.tree.map(lambda v, g: momentum * v + g, velocity, grads)
         if nesterov:
             steps = jax.tree.map(lambda v, g: g + momentum * v, velocity, grads)
         else:
             steps = velocity
+        rate = schedule(count)
         updates = jax.tree.map(lambda s: jnp.asarray(-rate, s.dtype) * s, steps)
         return updates, SGDState(count + 1, velocity)
 
@@ -720,8 +728,7 @@ def adam(
     Raises ValueError for a negative or non-finite learning rate, for b1 or b2 outside
     [0, 1), and for a negative eps.
     """
-    if not callable(learning_rate) and not 0 <= learning_rate < math.inf:
-        raise ValueError(f"learning_rate is {learning_rate}; expected finite, >= 0")
+    schedule = _as_schedule(learning_rate)
     if not (0 <= b1 < 1 and 0 <= b2 < 1 and eps >= 0):
         raise ValueError(
             f"b1, b2 and eps are {b1}, {b2} and {eps}; expected [0, 1), [0, 1), >= 0"
@@ -734,15 +741,14 @@ def adam(
     def update(grads, opt_state, params=None):
         del params
         count, mean, square = opt_state
-        rate = learning_rate(count) if callable(learning_rate) else learning_rate
         mean = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, mean, grads)
         square = jax.tree.map(lambda s, g: b2 * s + (1 - b2) * g * g, square, grads)
         t = (count + 1).astype(jnp.float32)
-        size, root = rate / (1 - b1**t), jnp.sqrt(1 - b2**t)
+        rate, root = schedule(count) / (1 - b1**t), jnp.sqrt(1 - b2**t)
 
         def step(m, s):
-            size_, root_ = size.astype(m.dtype), root.astype(m.dtype)
-            return -size_ * m / (jnp.sqrt(s) / root_ + eps)
+            denominator = jnp.sqrt(s) / root.astype(s.dtype) + eps
+            return -rate.astype(m.dtype) * m / denominator
 
         updates = jax.tree.map(step, mean, square)
         return updates, AdamState(count + 1, mean, square)
@@ -805,12 +811,17 @@ def use_cpu_devices(num_devices: int | None = None) -> None:
         jax.config.update("jax_num_cpu_devices", num_devices)
 
 
+def _count(name: str, value: int) -> int:
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not whole or value < 1:
+        raise ValueError(f"{name} is {value!r}; expected an int >= 1")
+    return int(value)
+
+
 def _num_devices(num_devices: int | None) -> int:
     if num_devices is None:
         return jax.local_device_count()
-    if not isinstance(num_devices, (int, np.integer)) or num_devices < 1:
-        raise ValueError(f"num_devices is {num_devices!r}; expected an int >= 1")
-    return int(num_devices)
+    return _count("num_devices", num_devices)
 
 
 def split(tree: PyTree, num_devices: int | None = None) -> PyTree:
@@ -1187,13 +1198,6 @@ class Layout(NamedTuple):
     replicas: int  # R, above 1 only where M = 1
 
 
-def _count(name: str, value: int) -> int:
-    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not whole or value < 1:
-        raise ValueError(f"{name} is {value!r}; expected an int >= 1")
-    return int(value)
-
-
 def layout(members: int, num_devices: int) -> Layout:
     """Lay K members over devices: which share a device, or which devices share one.
 
@@ -1268,20 +1272,19 @@ def _lay_order(order: Any, num_rows: int, spread: Layout) -> np.ndarray:
         raise ValueError(f"order is {order.dtype}; expected integers, rows of the data")
     if order.ndim == 2:
         order = np.broadcast_to(order, (spread.members, *order.shape))
-    if order.ndim != 3 or len(order) != spread.members:
+    if order.ndim != 3 or len(order) != spread.members or not order.size:
         raise ValueError(
             f"order has shape {order.shape}; expected [steps, B], or [K, steps, B] "
-            f"with K = {spread.members}"
+            f"with K = {spread.members}, and not empty"
         )
     # On a device, a row outside the data would be clamped without a word.
-    if order.size and not 0 <= order.min() <= order.max() < num_rows:
+    if not 0 <= order.min() <= order.max() < num_rows:
         raise ValueError(
             f"order holds rows {order.min()} to {order.max()}; the data have rows 0 to "
             f"{num_rows - 1}"
         )
-    members, steps, size = order.shape
-    _check_batch_size(size, spread)
-    order = order.astype(np.int32).reshape(members, steps, spread.replicas, -1)
+    _check_batch_size(order.shape[2], spread)
+    order = order.astype(np.int32).reshape(*order.shape[:2], spread.replicas, -1)
     member, replica = _slots(spread)
     return order[member, :, replica[:, None]]
 
@@ -1372,6 +1375,11 @@ def _make_init(
     def init_member(key, i):
         init_key, key = jax.random.split(jax.random.fold_in(key, i))
         made = init_fn(init_key)
+        if stateful and (type(made) is not tuple or len(made) != 2):
+            raise ValueError(
+                f"init_fn returns {type(made).__name__}; with stateful=True, expected "
+                "the tuple (params, model_state)"
+            )
         for path, leaf in jax.tree_util.tree_leaves_with_path(made):
             if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
                 raise ValueError(
@@ -1402,7 +1410,7 @@ def _make_training(step: Callable, spread: Layout) -> tuple:
 
     def train_members(state, order, data):  # order [M, steps, b], data [N, ...]
         def advance(member, rows):
-            return step(member, *(x[rows] for x in data))
+            return step(member, *jax.tree.map(lambda x: x[rows], data))
 
         return lax.map(lambda args: lax.scan(advance, *args), (state, order))
 
@@ -1425,6 +1433,10 @@ def _make_training(step: Callable, spread: Layout) -> tuple:
         return run(update_program, state, *_lay_batch(batch, spread))
 
     def epoch(state, data, order):
+        if not isinstance(data, (tuple, list)):
+            raise ValueError(
+                f"data is {type(data).__name__}; expected a tuple of what loss_fn takes"
+            )
         _check_state(state, spread)
         order = _lay_order(order, _num_rows("data", data), spread)
         return run(epoch_program, state, order, _place(tuple(data), spread))

@@ -3,6 +3,7 @@
 import functools
 import gzip
 import http.client
+import importlib.util
 import inspect
 import io
 import itertools
@@ -115,9 +116,18 @@ def test_readme_code_runs():
     assert blocks
     names = {}
     for block in blocks:
-        exec(block.partition("```")[0], names)
+        code = block.partition("```")[0]
+        missing = [m for m in ("flax", "equinox") if f"import {m}" in code]
+        missing += ["flax"] if "from flax" in code else []
+        if all(importlib.util.find_spec(name) for name in missing):
+            exec(code, names)
+    assert names["probs"].shape == (256, 10)
+    assert len(names["report"]["by_size"]) == 5
+    assert 0 <= names["detected"] <= 1
     assert names["params"].dense2.weight.shape == (256, 10)
-    assert len(names["report"]["member"]) == D
+    for name in ("linen_probs", "nnx_probs", "equinox_probs"):
+        if name in names:
+            assert_allclose(names[name].sum(axis=1), np.ones(256), rtol=1e-5)
 
 
 def test_all_names_stand_in_the_order_of_the_file():
@@ -1558,6 +1568,27 @@ def test_epoch_is_an_update_for_each_row_of_the_order(members, devices):
     assert leaves_equal(again, losses)
 
 
+def test_parts_of_a_members_batch_draw_alike_wherever_they_stand():
+    ends = []
+    for devices in (2, 4, 8):  # 4, 2 and 1 parts of 15 on a device
+        trainer = pe.make_trainer(
+            lambda key: (net_init(key), ()),
+            lambda p, s, key, x, y: (noisy_loss(p, 0, key, x, y)[0], s),
+            pe.sgd(0.1),
+            members=2,
+            devices=devices,
+            stateful=True,
+            microbatch=15,
+        )
+        state = trainer.init(jax.random.key(0))
+        state, losses = trainer.epoch(state, image_data(), orders(2, batch=60))
+        ends.append((trainer.gather(state).params, losses))
+    for other in ends[1:]:
+        jax.tree.map(
+            lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-6), other, ends[0]
+        )
+
+
 def test_second_epoch_neither_recompiles_nor_copies_the_data():
     traces = []
 
@@ -1774,6 +1805,11 @@ def test_init_refuses_leaves_that_are_not_arrays():
             trainer.init(jax.random.key(0))
 
 
+def test_init_refuses_a_stateful_model_without_its_state():
+    with pytest.raises(ValueError, match="init_fn returns Net; with stateful=True"):
+        net_trainer(2, stateful=True).init(jax.random.key(0))
+
+
 def test_epoch_refuses_what_does_not_fit():
     trainer = net_trainer(2, D)  # four replicas each
     state, data = trainer.init(jax.random.key(0)), image_data()
@@ -1784,6 +1820,7 @@ def test_epoch_refuses_what_does_not_fit():
         ),
         (np.full((1, 4), -1), "order holds rows -1 to -1; .* 0 to 239"),
         (np.zeros((1, 4)), "order is float64; expected integers"),
+        (np.zeros((2, 0), int), r"order has shape \(2, 2, 0\).* not empty"),
         (np.zeros(4, int), r"order has shape \(4,\); expected \[steps, B\], or"),
         (np.zeros((3, 1, 4), int), r"order has shape \(3, 1, 4\).*with K = 2"),
         (
@@ -1794,6 +1831,8 @@ def test_epoch_refuses_what_does_not_fit():
     ]:
         with pytest.raises(ValueError, match=message):
             trainer.epoch(state, data, order)
+    with pytest.raises(ValueError, match="data is ndarray; expected a tuple of"):
+        trainer.epoch(state, data[0], np.zeros((1, 4), int))
     with pytest.raises(ValueError, match=r"axes of the data have lengths \[\(40"):
         trainer.epoch(state, (data[0], data[1][:40]), np.zeros((1, 4), int))
     with pytest.raises(ValueError, match="batch of 10 does not divide"):
@@ -2305,6 +2344,47 @@ def test_one_member_that_is_not_finite_does_not_stop_the_others():
     assert tm.report_finite(probs, np.array([0, 1, 0, 1])) is None
 
 
+def test_member_that_fails_is_named_and_left_out(
+    tmp_path, capsys, small_folder, monkeypatch
+):
+    make = tm.make_trainer
+
+    def spoil(*args, **kwargs):
+        trainer = make(*args, **kwargs)
+
+        def init(key):
+            gathered = trainer.gather(trainer.init(key))
+            gathered.params.dense2.bias[1] = np.nan
+            return trainer.scatter(gathered)
+
+        return trainer._replace(init=init)
+
+    monkeypatch.setattr(tm, "make_trainer", spoil)
+    args = ["--members", 3, "--devices", 2, "--epochs", 2, "--data-dir", small_folder]
+    status, out, _ = run_script(capsys, *args, "--workdir", tmp_path)
+    assert status == 0
+    notice = "member 1 is not finite after epoch 1: its loss was not at step 1 of it"
+    assert out.count("notice: member") == 1 and notice in out
+    assert out.index(notice) < out.index("epoch:  1,")
+    rows = {row[:8]: row for row in out.splitlines()}
+    assert "failed" in rows["member 1"] and "%" in rows["member 2"]
+    assert "%" in rows["first 2 "] and "first 3 " not in rows
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["failed"] == [1] and report["members"] == 3
+    assert report["member"][1] is None and len(report["by_size"]) == 2
+    assert report["ensemble"] == report["by_size"][1]
+
+
+def test_show_batch_draws_the_devices(capsys, small_folder, monkeypatch):
+    args = ["--data-dir", small_folder, "--epochs", 0, "--show-batch"]
+    status, out, _ = run_script(capsys, *args, "--mode", "sync", "--devices", 4)
+    assert status == 0 and "a step's images [64, 784]" in out
+    assert all(f"CPU {i}" in out for i in range(4))
+    monkeypatch.setattr(tm.importlib.util, "find_spec", lambda name: None)
+    status, _, err = run_script(capsys, *args)
+    assert status == 2 and "--show-batch needs rich" in err
+
+
 def test_diverged_run_ends_with_status_3(tmp_path, capsys, small_folder):
     args = ["--devices", 1, "--data-dir", small_folder, "--epochs", 1]
     args += ["--learning-rate", 1e30, "--workdir", tmp_path]
@@ -2360,6 +2440,19 @@ def test_bad_flag_gives_one_line_and_status_2(
     assert err.startswith("train_mnist.py: error: ") and err.count("\n") == 1
     assert message in err
     assert "epoch" not in out
+
+
+def test_flags_that_are_not_given_follow_the_network_and_the_optimizer():
+    def recipe(*flags):
+        args = tm.parse_arguments(list(flags))
+        return tm.Recipe(**{name: getattr(args, name) for name in tm.Recipe._fields})
+
+    assert recipe() == tm.RECIPES["cnn"]
+    assert recipe("--network", "batchnorm") == tm.RECIPES["batchnorm"]
+    assert recipe("--optimizer", "adam").learning_rate == 0.001
+    other = recipe("--network", "batchnorm", "--optimizer", "sgd", "--bootstrap")
+    assert (other.learning_rate, other.bootstrap, other.epochs) == (0.15, True, 2)
+    assert recipe("--learning-rate", "0", "--max-shift", "0")[4:8:3] == (0, 0)
 
 
 def test_results_of_an_earlier_run_are_not_overwritten(tmp_path, capsys, small_folder):

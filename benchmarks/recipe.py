@@ -1,6 +1,7 @@
 """Compare training recipes on held-out training images, never on the test set.
 
     MNIST_DIR=... python benchmarks/recipe.py batch_size=128 max_shift=0,epochs=3
+    MNIST_DIR=... python benchmarks/recipe.py --members 8 bootstrap=True
 
 Trains the default recipe and each given change to it on MNIST's first 50,000 training
 images, and scores the last 10,000: a row a recipe, mean and half the range over the
@@ -22,49 +23,50 @@ NUM_TRAIN = 50_000
 
 def parse_recipe(text: str) -> train_mnist.Recipe:
     """Read "name=value,name=value" as changes to the default recipe."""
-    recipe = train_mnist.Recipe()
-    for part in filter(None, text.split(",")):
-        name, _, value = part.partition("=")
-        recipe = recipe._replace(**{name: type(getattr(recipe, name))(value)})
-    return recipe
+    changes = dict(part.split("=") for part in filter(None, text.split(",")))
+    recipe = train_mnist.RECIPES[changes.get("network", "cnn")]
+    kinds = {name: type(value) for name, value in recipe._asdict().items()}
+    kinds["bootstrap"] = lambda value: value == "True"
+    return recipe._replace(**{n: kinds[n](value) for n, value in changes.items()})
 
 
-def score(mode: str, recipe: train_mnist.Recipe, data, devices: int, seed: int):
+def score(recipe: train_mnist.Recipe, data, members: int, devices: int, seed: int):
     """Train once; return accuracy, negative log-likelihood and calibration error."""
-    epochs = train_mnist.train(
-        mode,
-        recipe,
-        data.train_images[:NUM_TRAIN],
-        data.train_labels[:NUM_TRAIN],
-        num_devices=devices,
-        seed=seed,
+    images, labels = data.train_images, data.train_labels
+    num_steps = recipe.epochs * (NUM_TRAIN // recipe.batch_size)
+    trainer = train_mnist.make_trainer(recipe, members, devices, num_steps)
+    *_, last = train_mnist.train(
+        trainer, recipe, images[:NUM_TRAIN], labels[:NUM_TRAIN], seed=seed
     )
-    predict = train_mnist.make_predict(mode, devices)
-    for params, _ in epochs:  # the last one's probabilities
-        last = params
-    probs = predict(last, data.train_images[NUM_TRAIN:])
-    report = pe.ensemble_report(probs, data.train_labels[NUM_TRAIN:])
-    members = [m["accuracy"] for m in report["member"]]
+    probs = trainer.predict_members(last.state, images[NUM_TRAIN:])
+    report = pe.ensemble_report(probs, labels[NUM_TRAIN:])
     accuracy, nll, _, calibration = report["ensemble"].values()
-    return 100 * accuracy, 100 * np.mean(members), nll, calibration
+    member_accuracy = np.mean([m["accuracy"] for m in report["member"]])
+    return 100 * accuracy, 100 * member_accuracy, nll, calibration
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("changes", nargs="*", help="recipes, as name=value,name=value")
-    parser.add_argument("--mode", choices=("ensemble", "sync"), default="ensemble")
+    parser.add_argument("--members", type=int, default=2)
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     args = parser.parse_args()
     data = train_mnist.load_mnist(train_mnist.default_folder())
     pe.use_cpu_devices(args.devices)
-    print(f"{args.mode}, {args.devices} devices, seeds {args.seeds}, {data.name}")
+    print(
+        f"{args.members} members on {args.devices} devices, seeds {args.seeds}, "
+        f"{data.name}"
+    )
     print("| recipe | accuracy, % | a member's, % | NLL | ECE |")
     print("|---|---|---|---|---|")
     for change in ["", *args.changes]:
         recipe = parse_recipe(change)
         scores = np.array(
-            [score(args.mode, recipe, data, args.devices, s) for s in args.seeds]
+            [
+                score(recipe, data, args.members, args.devices, seed)
+                for seed in args.seeds
+            ]
         )
         mean, spread = scores.mean(axis=0), scores.max(axis=0) - scores.min(axis=0)
         cells = [f"{mean[i]:.2f} ± {spread[i] / 2:.2f}" for i in (0, 1)]
