@@ -47,7 +47,7 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -973,6 +973,16 @@ def _num_parts(batch: PyTree, model_state: PyTree, microbatch: int | None) -> in
     return rows // microbatch
 
 
+@contextlib.contextmanager
+def _replicas_meet(average: Callable) -> Iterator[None]:
+    """Let `replica_mean` be `average` for what is traced in here."""
+    token = _replica_mean.set(average)
+    try:
+        yield
+    finally:
+        _replica_mean.reset(token)
+
+
 def _make_step(
     loss_fn: Callable,
     optimizer: Optimizer,
@@ -1023,26 +1033,21 @@ def _make_step(
                 part_key = jax.random.fold_in(loss_key, replica * num_parts + i)
             return loss_and_grads(params, model_state, part_key, *part)
 
-        def batch_loss_and_grads():
+        with _replicas_meet(average):
             if num_parts == 1:
-                return part_loss_and_grads(0, batch)
+                (loss, (model_state, aux)), grads = part_loss_and_grads(0, batch)
+            else:
 
-            def add(total, numbered_part):
-                (loss, (_, aux)), grads = part_loss_and_grads(*numbered_part)
-                return jax.tree.map(jnp.add, total, grads), (loss, aux)
+                def add(total, numbered_part):
+                    (loss, (_, aux)), grads = part_loss_and_grads(*numbered_part)
+                    return jax.tree.map(jnp.add, total, grads), (loss, aux)
 
-            zeros = jax.tree.map(jnp.zeros_like, params)
-            parts = jnp.arange(num_parts), split(batch, num_parts)
-            total, metrics = lax.scan(add, zeros, parts)
-            grads = jax.tree.map(lambda g: g / num_parts, total)
-            loss, aux = jax.tree.map(lambda x: x.mean(axis=0), metrics)
-            return (loss, (model_state, aux)), grads
+                zeros = jax.tree.map(jnp.zeros_like, params)
+                parts = jnp.arange(num_parts), split(batch, num_parts)
+                total, metrics = lax.scan(add, zeros, parts)
+                grads = jax.tree.map(lambda g: g / num_parts, total)
+                loss, aux = jax.tree.map(lambda x: x.mean(axis=0), metrics)
 
-        token = _replica_mean.set(average)
-        try:
-            (loss, (model_state, aux)), grads = batch_loss_and_grads()
-        finally:
-            _replica_mean.reset(token)
         grads, loss, aux = average((grads, loss, aux))
         model_state = jax.tree.map(
             # Counts and keys have no mean; replicas advance them alike.

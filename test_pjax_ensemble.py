@@ -1699,7 +1699,10 @@ def test_members_move_to_any_devices(style):
     assert leaves_equal(again._replace(key=0), gathered._replace(key=0))
 
 
-def test_keras_guides_network_is_the_same_on_eight_devices_as_on_one():
+@pytest.mark.parametrize(
+    "optimizer", [pe.sgd(0.01), pe.adam(1e-3)], ids=["sgd", "adam"]
+)
+def test_keras_guides_network_is_the_same_on_eight_devices_as_on_one(optimizer):
     rng = np.random.default_rng(0)
     images = rng.integers(256, size=(160, 28, 28, 1), dtype=np.uint8)
     data = images, rng.integers(10, size=160).astype(np.int32)
@@ -1714,7 +1717,7 @@ def test_keras_guides_network_is_the_same_on_eight_devices_as_on_one():
         trainer = pe.make_trainer(
             pe.batch_norm_cnn_init,
             loss_fn,
-            pe.sgd(0.01),
+            optimizer,
             members=1,
             devices=devices,
             stateful=True,
@@ -1722,12 +1725,16 @@ def test_keras_guides_network_is_the_same_on_eight_devices_as_on_one():
         state = trainer.init(jax.random.key(0))
         order = np.random.default_rng(1).permutation(160 * 2).reshape(20, 16) % 160
         state, losses = trainer.epoch(state, data, order)
-        gathered = trainer.gather(state)
-        ends.append((gathered.params, gathered.model_state, np.asarray(losses)))
+        params, _, stats, _ = trainer.gather(state)
+        # A bias before a normalization has no gradient but rounding.  Adam makes steps
+        # of 1e-3 of it, and the normalization takes them out again.
+        params.conv3.bias[:] = 0
+        stats[2].mean[:] = 0
+        ends.append((params, stats, np.asarray(losses)))
         for x in jax.tree.leaves((state.params, state.model_state)):
             copies = [np.asarray(s.data).tobytes() for s in x.addressable_shards]
             assert len(set(copies)) == 1
-    jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-3, atol=1e-4), *ends)
+    jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-5), *ends)
 
 
 @pytest.mark.parametrize("make", [pe.sgd, pe.adam])
@@ -2376,6 +2383,7 @@ def test_member_that_fails_is_named_and_left_out(
 
 
 def test_show_batch_draws_the_devices(capsys, small_folder, monkeypatch):
+    pytest.importorskip("rich")
     args = ["--data-dir", small_folder, "--epochs", 0, "--show-batch"]
     status, out, _ = run_script(capsys, *args, "--mode", "sync", "--devices", 4)
     assert status == 0 and "a step's images [64, 784]" in out

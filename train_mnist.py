@@ -909,7 +909,8 @@ def announce(args: argparse.Namespace, recipe: Recipe, data: Dataset, layout) ->
     members, devices, shared, replicas = layout
     models = "1 model" if args.mode == "sync" else f"{members} members"
     place = f", {shared} a device" if shared > 1 else ""
-    place = f", {replicas} replicas of each" if replicas > 1 else place
+    if replicas > 1:
+        place = f", {replicas} replicas" + (" of each" if members > 1 else "")
     print(
         f"{args.mode}: {models} on {devices} {jax.default_backend().upper()} devices"
         f"{place}; {data.name}, {len(data.train_images)} training and "
