@@ -706,13 +706,7 @@ def test_report_refuses(probs, labels, message):
 # ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", [None, "linear"])
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_sgd_equals_optax_step_by_step(momentum, nesterov, schedule):
-    rate = pe.linear_schedule(0.3, 8) if schedule else 0.1
-    ours = pe.sgd(rate, momentum, nesterov=nesterov)
-    theirs = optax.sgd(rate, momentum, nesterov=nesterov)
+def assert_equal_steps(ours, theirs, **tolerance):
     params = {"w": jnp.asarray(randn(0, 3, 2)), "b": jnp.zeros(2)}
     a, b, state_a, state_b = params, params, ours.init(params), theirs.init(params)
     for step in range(8):
@@ -721,8 +715,20 @@ def test_sgd_equals_optax_step_by_step(momentum, nesterov, schedule):
         a = pe.apply_updates(a, updates)
         updates, state_b = theirs.update(grads, state_b, b)
         b = optax.apply_updates(b, updates)
-        jax.tree.map(lambda x, y: assert_allclose(x, y, rtol=1e-6, atol=1e-7), a, b)
+        jax.tree.map(lambda x, y: assert_allclose(x, y, **tolerance), a, b)
     assert state_a.count == 8
+
+
+RATES = [0.1, pe.linear_schedule(0.3, 8)]
+
+
+@pytest.mark.parametrize("rate", RATES, ids=["constant", "linear"])
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_equals_optax_step_by_step(momentum, nesterov, rate):
+    theirs = optax.sgd(rate, momentum, nesterov=nesterov)
+    ours = pe.sgd(rate, momentum, nesterov=nesterov)
+    assert_equal_steps(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
 def test_sgd_accumulates_velocity_outside_the_rate():
@@ -755,20 +761,10 @@ def test_sgd_refuses_momentum(momentum):
 @pytest.mark.parametrize(
     "options", [{}, dict(b1=0.5, b2=0.9, eps=0.1), dict(b1=0, b2=0)], ids=str
 )
-@pytest.mark.parametrize("schedule", [None, "linear"])
-def test_adam_equals_optax_step_by_step(schedule, options):
-    rate = pe.linear_schedule(0.3, 8) if schedule else 0.1
-    ours, theirs = pe.adam(rate, **options), optax.adam(rate, **options)
-    params = {"w": jnp.asarray(randn(0, 3, 2)), "b": jnp.zeros(2)}
-    a, b, state_a, state_b = params, params, ours.init(params), theirs.init(params)
-    for step in range(8):
-        grads = {"w": jnp.asarray(randn(step, 3, 2)), "b": jnp.asarray(randn(step, 2))}
-        updates, state_a = ours.update(grads, state_a, a)
-        a = pe.apply_updates(a, updates)
-        updates, state_b = theirs.update(grads, state_b, b)
-        b = optax.apply_updates(b, updates)
-        jax.tree.map(lambda x, y: assert_allclose(x, y, rtol=1e-5, atol=1e-6), a, b)
-    assert state_a.count == 8
+@pytest.mark.parametrize("rate", RATES, ids=["constant", "linear"])
+def test_adam_equals_optax_step_by_step(rate, options):
+    theirs = optax.adam(rate, **options)
+    assert_equal_steps(pe.adam(rate, **options), theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_adam_keeps_half_precision_and_stands_still_without_gradients():
