@@ -1,0 +1,53 @@
+"""What all peers do alike: read their numbers and MNIST, and run rounds when told to.
+
+A peer is a process that stays: it warms up, and then runs a round of steps for each
+line that it reads, so that rounds of several systems can be timed in turn.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import train_mnist
+
+
+def arguments(doc, flags=(), **numbers):
+    """Read `--steps`, `--batch` and the other given numbers, and flags."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    for name, default in {"steps": 50, "batch": 128, **numbers}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    for name in flags:
+        parser.add_argument(f"--{name}", action="store_true")
+    return parser.parse_args()
+
+
+def load_mnist():
+    return train_mnist.load_mnist(Path(os.environ["MNIST_DIR"]))
+
+
+def serve(run, steps, images_per_step, packages):
+    """Run a round for each line of input, and print its seconds and mean loss.
+
+    `run(steps)` returns the mean loss when every result is there.  A first round, which
+    compiles, is not counted.
+    """
+    print(
+        json.dumps(
+            {
+                "warm_up_loss": run(steps),
+                "images_per_step": images_per_step,
+                "versions": {name: version(name) for name in packages},
+            }
+        ),
+        flush=True,
+    )
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        loss = run(steps)
+        seconds = time.perf_counter() - start
+        print(json.dumps(dict(seconds=seconds, steps=steps, loss=loss)), flush=True)

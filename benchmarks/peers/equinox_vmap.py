@@ -1,0 +1,94 @@
+"""Peer: an Equinox ensemble, ``eqx.filter_vmap`` over the models of K members.
+
+As Equinox's documents do it: the models are made by a mapped constructor, a model sees
+one image (channels first) and is mapped over its batch, and one ``eqx.filter_jit`` step
+maps gradient and ``optax.sgd`` (learning rate 0.1, momentum 0.9) over the members on
+one device. float32; host batches, in an own random order for each member.
+"""
+
+import itertools
+
+import common
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+
+class CNN(eqx.Module):
+    layers: list
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 4)
+        self.layers = [
+            eqx.nn.Conv2d(1, 32, 3, padding="SAME", key=keys[0]),
+            jax.nn.relu,
+            eqx.nn.AvgPool2d(2, stride=2),
+            eqx.nn.Conv2d(32, 64, 3, padding="SAME", key=keys[1]),
+            jax.nn.relu,
+            eqx.nn.AvgPool2d(2, stride=2),
+            jnp.ravel,
+            eqx.nn.Linear(7 * 7 * 64, 256, key=keys[2]),
+            jax.nn.relu,
+            eqx.nn.Linear(256, 10, key=keys[3]),
+        ]
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def loss_fn(model, images, labels):
+    logits = jax.vmap(model)(images)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def make_step(optimizer):
+    @eqx.filter_jit
+    @eqx.filter_vmap
+    def step(model, opt_state, images, labels):
+        loss, grads = eqx.filter_value_and_grad(loss_fn)(model, images, labels)
+        updates, opt_state = optimizer.update(grads, opt_state)
+        return eqx.apply_updates(model, updates), opt_state, loss
+
+    return step
+
+
+def endless_order(rng, num_images, batch, members):
+    steps = num_images // batch
+    while True:
+        orders = np.stack([rng.permutation(num_images) for _ in range(members)])
+        orders = orders[:, : steps * batch].reshape(members, steps, batch)
+        yield from orders.swapaxes(0, 1)
+
+
+def main():
+    args = common.arguments(__doc__, members=2)
+    mnist = common.load_mnist()
+    images = mnist.train_images.reshape(-1, 1, 28, 28).astype(np.float32) / 255
+    optimizer = optax.sgd(0.1, 0.9)
+    models = eqx.filter_vmap(CNN)(jax.random.split(jax.random.key(0), args.members))
+    params = eqx.filter(models, eqx.is_inexact_array)
+    opt_state = eqx.filter_vmap(optimizer.init)(params)
+    step = make_step(optimizer)
+    rng = np.random.default_rng(0)
+    order = endless_order(rng, len(images), args.batch, args.members)
+
+    def run(steps):
+        nonlocal models, opt_state
+        losses = []
+        for perm in itertools.islice(order, steps):  # [members, batch]
+            batch = images[perm], mnist.train_labels[perm]
+            models, opt_state, loss = step(models, opt_state, *batch)
+            losses.append(loss)
+        jax.block_until_ready(eqx.filter((models, opt_state), eqx.is_array))
+        return float(np.mean(jax.device_get(losses)))
+
+    packages = ["jax", "equinox", "optax"]
+    common.serve(run, args.steps, args.members * args.batch, packages)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Peer: Keras's guide "Multi-GPU distributed training with JAX", on D CPU devices.
+
+One model, trained data-parallel: its variables are replicated over a mesh, each batch
+is split over it with ``jax.device_put``, and a jitted step calls
+``model.stateless_call`` and ``optimizer.stateless_apply``. The guide's own small
+convolutional network with batch normalization and dropout, Adam at 0.001 and batches of
+64. Three things differ: batches are slices of the float32 NumPy images in place of
+tf.data; the call passes ``training=True``, without which (``--no-training``, as the
+guide has it) batch normalization and dropout are as they are for inference; and every
+eighth step is waited for.
+"""
+
+import itertools
+import os
+
+os.environ["KERAS_BACKEND"] = "jax"
+
+import common
+import jax
+import keras
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from keras import layers
+
+
+def get_model():
+    convolutions = (
+        layers.Conv2D(12, 3, padding="same", use_bias=False),
+        layers.Conv2D(24, 6, strides=2, use_bias=False),
+        layers.Conv2D(32, 6, strides=2, padding="same"),
+    )
+    inputs = keras.Input(shape=(28, 28, 1))
+    x = layers.Rescaling(1 / 255)(inputs)
+    for convolution in convolutions:
+        x = layers.BatchNormalization(scale=False, center=True)(convolution(x))
+        x = layers.ReLU()(x)
+    x = layers.GlobalAveragePooling2D()(x)
+    x = layers.Dense(256, activation="relu")(x)
+    x = layers.Dropout(0.5)(x)
+    return keras.Model(inputs, layers.Dense(10)(x))
+
+
+def make_step(model, optimizer, call_args):
+    loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def compute_loss(trainable, non_trainable, x, y):
+        logits, non_trainable = model.stateless_call(
+            trainable, non_trainable, x, **call_args
+        )
+        return loss_fn(y, logits), non_trainable
+
+    @jax.jit
+    def train_step(state, x, y):
+        trainable, non_trainable, opt_vars = state
+        grad_fn = jax.value_and_grad(compute_loss, has_aux=True)
+        (loss, non_trainable), grads = grad_fn(trainable, non_trainable, x, y)
+        trainable, opt_vars = optimizer.stateless_apply(opt_vars, grads, trainable)
+        return loss, (trainable, non_trainable, opt_vars)
+
+    return train_step
+
+
+def endless_batches(images, labels, batch):
+    while True:  # in the files' order: the guide does not shuffle
+        for start in range(0, len(images) - batch + 1, batch):
+            yield images[start : start + batch], labels[start : start + batch]
+
+
+def main():
+    flags = ["no-training"]  # the guide's own call, without dropout
+    args = common.arguments(__doc__, flags, batch=64, devices=2)
+    jax.config.update("jax_num_cpu_devices", args.devices)
+    keras.utils.set_random_seed(0)
+    mnist = common.load_mnist()
+    images, labels = mnist.train_images.astype(np.float32), mnist.train_labels
+    model = get_model()
+    optimizer = keras.optimizers.Adam(1e-3)
+    optimizer.build(model.trainable_variables)
+    call_args = {} if args.no_training else {"training": True}
+    train_step = make_step(model, optimizer, call_args)
+
+    mesh = Mesh(mesh_utils.create_device_mesh((args.devices,)), ("batch",))
+    data_sharding = NamedSharding(mesh, PartitionSpec("batch"))
+    state = jax.device_put(
+        (
+            [v.value for v in model.trainable_variables],
+            [v.value for v in model.non_trainable_variables],
+            [v.value for v in optimizer.variables],
+        ),
+        NamedSharding(mesh, PartitionSpec()),
+    )
+    batches = endless_batches(images, labels, args.batch)
+
+    def run(steps):
+        nonlocal state
+        losses = []
+        for x, y in itertools.islice(batches, steps):
+            loss, state = train_step(state, jax.device_put(x, data_sharding), y)
+            losses.append(loss)
+            if len(losses) % 8 == 0:  # XLA:CPU aborts when too many steps pile up
+                loss.block_until_ready()
+        jax.block_until_ready(state)
+        return float(np.mean(jax.device_get(losses)))
+
+    common.serve(run, args.steps, args.batch, ["jax", "keras"])
+
+
+if __name__ == "__main__":
+    main()

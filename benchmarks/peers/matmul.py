@@ -1,0 +1,27 @@
+"""The rate of a large float32 matrix product in JAX on the CPU: GFLOP a second."""
+
+import common
+import jax
+import jax.numpy as jnp
+
+SIDE = 2048
+
+
+def main():
+    args = common.arguments(__doc__)
+    a, b = (
+        jax.random.normal(key, (SIDE, SIDE))
+        for key in jax.random.split(jax.random.key(0))
+    )
+    product = jax.jit(jnp.matmul)
+
+    def run(steps):
+        for _ in range(steps):
+            c = product(a, b)
+        return float(c[0, 0])
+
+    common.serve(run, args.steps, 2 * SIDE**3 / 1e9, ["jax"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""pjax_ensemble itself: K members on D devices, rounds of `epoch` or of `update`.
+
+The ensembling guide's CNN with SGD, a batch and an order for each member; with
+`--sync`, the Keras guide's network with Adam, one model on all devices.  `--host` calls
+`update` for each step, on batches from the host.
+"""
+
+import itertools
+
+import common
+import jax
+import numpy as np
+
+import train_mnist
+
+
+def endless_order(num_images, recipe, members):
+    for epoch in itertools.count():
+        order = train_mnist.member_orders(
+            num_images, recipe, seed=0, epoch=epoch, members=members
+        )
+        yield from order.swapaxes(0, 1)  # [K, B] a step
+
+
+def main():
+    args = common.arguments(__doc__, ["sync", "host"], members=2, devices=2)
+    jax.config.update("jax_num_cpu_devices", args.devices)
+    network = "batchnorm" if args.sync else "cnn"
+    recipe = train_mnist.RECIPES[network]._replace(
+        batch_size=args.batch, max_shift=0, schedule="constant"
+    )
+    if not args.sync:
+        recipe = recipe._replace(learning_rate=0.1)
+    members = 1 if args.sync else args.members
+    trainer = train_mnist.make_trainer(recipe, members, args.devices, 1)
+    mnist = common.load_mnist()
+    host = mnist.train_images, mnist.train_labels
+    data = trainer.place(host)
+    order = endless_order(len(host[0]), recipe, members)
+    state = trainer.init(jax.random.key(0))
+
+    def run(steps):
+        nonlocal state
+        if args.host:
+            losses = []
+            for rows in itertools.islice(order, steps):
+                state, loss = trainer.update(state, *(x[rows[0]] for x in host))
+                losses.append(loss)
+        else:
+            rows = np.stack(list(itertools.islice(order, steps)), axis=1)
+            state, losses = trainer.epoch(state, data, rows)
+        jax.block_until_ready(state)
+        return float(np.mean(jax.device_get(losses)))
+
+    common.serve(run, args.steps, members * args.batch, ["jax", "jaxlib", "numpy"])
+
+
+if __name__ == "__main__":
+    main()
