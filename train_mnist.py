@@ -481,6 +481,8 @@ def load_data(source: str, folder: Path) -> Dataset:
 
 def shift_images(key: jax.Array, images: jax.Array, max_shift: int) -> jax.Array:
     """Move each image [B, H, W, C] by its own random offset, zeros moving in."""
+    if max_shift == 0:
+        return images
     pad = [(0, 0), (max_shift, max_shift), (max_shift, max_shift), (0, 0)]
     starts = jax.random.randint(key, (len(images), 2), 0, 2 * max_shift + 1)
     size = images.shape[1:]
@@ -613,14 +615,14 @@ def print_epoch(metrics: dict) -> None:
     )
 
 
-def print_failed(failed: dict, epoch: int, losses: np.ndarray, members: list) -> None:
+def print_failed(failed: set, epoch: int, losses: np.ndarray, members: list) -> None:
     """Name each member that has failed, once, and put it into `failed`."""
     for i, scores in enumerate(members):
         if scores is None and i not in failed:
             bad = np.flatnonzero(~np.isfinite(losses[i]))
             since = f": its loss was not at step {bad[0] + 1} of it" if len(bad) else ""
             print(f"notice: member {i} is not finite after epoch {epoch}{since}")
-            failed[i] = epoch
+            failed.add(i)
 
 
 def print_table(title: str, rows: Sequence[tuple[str, dict | None]]) -> None:
@@ -988,7 +990,7 @@ def run(args: argparse.Namespace) -> dict:
     epochs = train(
         trainer, recipe, data.train_images, data.train_labels, seed=args.seed
     )
-    failed = {}
+    failed = set()
     for epoch, (state, losses, train_seconds) in enumerate(epochs):
         if epoch == 0 and recipe.epochs > 0:
             continue  # the initial models are of interest only when none is trained
