@@ -40,6 +40,8 @@ Demo.  A section uses only what stands above it.  Importing it touches no device
 from __future__ import annotations
 
 import argparse
+import collections
+import concurrent.futures
 import contextlib
 import contextvars
 import functools
@@ -47,7 +49,7 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -112,6 +114,7 @@ __all__ = [
     "layout",
     "Trainer",
     "make_trainer",
+    "prefetch",
     # Demo
     "main",
 ]
@@ -146,40 +149,51 @@ def _pair(name: str, value: int | Sequence[int]) -> tuple[int, int]:
     return pair
 
 
-def _windows(
-    images: Array,
-    size: tuple[int, int],
-    stride: tuple[int, int],
-    padding: str = "VALID",
-) -> list[Array]:
-    """Slice images [B, H, W, I] into kh * kw shifted views, each [B, H', W', I].
+def _output_size(
+    images: Array, size: tuple[int, int], stride: tuple[int, int], padding: str
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the (H', W') of windows on images [B, H, W, I], and zeros (above, left).
 
-    View (i, j), in row-major order, holds pixel (i, j) of every window.  Sizes are
-    those of `jax.lax.conv_general_dilated`: with "SAME", H' = ceil(H / stride) and an
-    odd row of zeros goes to the bottom or right; with "VALID",
+    Sizes are those of `jax.lax.conv_general_dilated`: with "SAME", H' = ceil(H /
+    stride) and an odd row of zeros goes to the bottom or right; with "VALID",
     H' = floor((H - kh) / stride) + 1.
     """
     if padding not in ("SAME", "VALID"):
         raise ValueError(f"padding is {padding!r}; expected 'SAME' or 'VALID'")
     if images.ndim != 4:
         raise ValueError(f"images have shape {images.shape}; expected [B, H, W, I]")
+    axes = list(zip(images.shape[1:3], size, stride))
     if padding == "SAME":
-        pads = [
-            max((-(-n // s) - 1) * s + k - n, 0)
-            for n, k, s in zip(images.shape[1:3], size, stride)
-        ]
-        pads = [(p // 2, p - p // 2) for p in pads]
-        images = jnp.pad(images, [(0, 0), *pads, (0, 0)])
-    spans = [n - k + 1 for n, k in zip(images.shape[1:3], size)]
-    if min(spans) < 1:
+        out = [-(-n // s) for n, _, s in axes]
+        before = [max((o - 1) * s + k - n, 0) // 2 for o, (n, k, s) in zip(out, axes)]
+        return tuple(out), tuple(before)
+    if any(n < k for n, k, _ in axes):
         raise ValueError(
             f"a window of {size[0]}x{size[1]} does not fit images of "
             f"{images.shape[1]}x{images.shape[2]}; use a smaller window or 'SAME'"
         )
+    return tuple((n - k) // s + 1 for n, k, s in axes), (0, 0)
+
+
+def _shifted(x: Array, axis: int, count: int, length: int, stride: int = 1) -> list:
+    """Slice `count` views of `length` steps along an axis, from 0, 1, 2 ... on."""
+    span = (length - 1) * stride + 1
+    return [lax.slice_in_dim(x, i, i + span, stride, axis) for i in range(count)]
+
+
+def _windows(
+    images: Array, size: tuple[int, int], stride: tuple[int, int]
+) -> list[Array]:
+    """Slice images [B, H, W, I] into kh * kw views, each [B, H', W', I].
+
+    View (i, j), in row-major order, holds pixel (i, j) of every window, without
+    padding.
+    """
+    (rows, columns), _ = _output_size(images, size, stride, "VALID")
     return [
-        images[:, i : i + spans[0] : stride[0], j : j + spans[1] : stride[1]]
-        for i in range(size[0])
-        for j in range(size[1])
+        view
+        for band in _shifted(images, 1, size[0], rows, stride[0])
+        for view in _shifted(band, 2, size[1], columns, stride[1])
     ]
 
 
@@ -202,11 +216,66 @@ def conv_init(
     return Conv(weight, jnp.zeros(out_channels) if bias else None)
 
 
+# What a convolution on CPU works on at a time, in bytes: all of its patches and their
+# products where these are few, else chunks of the batch that stay in cache.
+_FEW_BYTES, _CHUNK_BYTES = 6_000_000, 2_000_000
+
+
 def _conv_patches(images, weight, *, stride, padding):
-    """Convolve as one matrix product: patches [BH'W', kh kw I] times [kh kw I, O]."""
-    kh, kw, _, features = weight.shape
-    patches = jnp.concatenate(_windows(images, (kh, kw), stride, padding), axis=-1)
-    return patches @ weight.reshape(-1, features)
+    """Convolve by a product of patches and kernel, and sums of shifted products.
+
+    The kernel's rows are cut into `blocks` of `group` rows.  A patch holds `group` rows
+    of a window, and its product with every block is formed at once; an output sums one
+    product each of `blocks` patches that stand below each other.  One block is the
+    usual product of whole windows.  Groups of as many rows as the stride copy a row no
+    more than once for each column of the kernel: better, unless channels are few.
+    """
+    size, channels, features = weight.shape[:2], *weight.shape[2:]
+    (rows, columns), (above, left) = _output_size(images, size, stride, padding)
+    (kh, _), (sh, sw), (height, width) = size, stride, images.shape[1:3]
+    bands = -(-size[1] // sw)  # of sw columns each
+    block_rows = -(-kh // sh)
+    whole = kh * bands * sw * channels + features  # numbers to write for a position
+    parts = sh * bands * sw * channels + block_rows * features
+    if whole <= parts:
+        group, blocks, patch_rows, skipped = kh, 1, rows, 0
+    else:  # rows of zeros above and below need no patches
+        group, blocks, (skipped, above) = sh, block_rows, divmod(above, sh)
+        patch_rows = min(-(-(height + above) // sh), rows - 1 + blocks)
+    below = (patch_rows - 1) * sh + group - height - above
+    right = (columns - 1 + bands) * sw - width - left
+
+    missing = [(0, blocks * group - kh), (0, bands * sw - size[1]), (0, 0), (0, 0)]
+    kernel = jnp.pad(weight, missing)
+    kernel = kernel.reshape(blocks, group, bands, sw * channels, features)
+    kernel = kernel.transpose(2, 1, 3, 0, 4).reshape(-1, blocks * features)
+    zero, no = jnp.zeros((), images.dtype), (0, 0, 0)
+
+    def convolve(x):
+        x = lax.pad(x, zero, [no, (above, below, 0), (left, right, 0), no])
+        x = x.reshape(*x.shape[:2], -1, sw * channels)
+        x = jnp.concatenate(_shifted(x, 1, group, patch_rows, sh), axis=-1)
+        x = jnp.concatenate(_shifted(x, 2, bands, columns), axis=-1)
+        products = x.reshape(-1, x.shape[-1]) @ kernel  # flat: XLA's fast gradients
+        products = products.reshape(*x.shape[:3], -1)
+        outputs = []
+        for i, product in enumerate(jnp.split(products, blocks, axis=-1)):
+            edge = skipped - i, rows - patch_rows - skipped + i, 0  # negative: cut off
+            outputs.append(lax.pad(product, zero, [no, edge, no, no]))
+        return sum(outputs[1:], outputs[0])
+
+    num_images = images.shape[0]
+    image_bytes = min(whole, parts) * patch_rows * columns * images.dtype.itemsize
+    if num_images * image_bytes <= _FEW_BYTES:
+        return convolve(images)
+    chunks = min(-(-num_images * image_bytes // _CHUNK_BYTES), num_images)
+    chunk = -(-num_images // chunks)
+    missing = -num_images % chunk
+    x = jnp.pad(images, [(0, missing), (0, 0), (0, 0), (0, 0)])
+    x = x.reshape(-1, chunk, *images.shape[1:])
+    # Patches are formed again for the gradient: cheaper than to keep them.
+    outputs = lax.map(jax.checkpoint(convolve, prevent_cse=False), x)
+    return outputs.reshape(-1, rows, columns, features)[:num_images]
 
 
 def _conv_library(images, weight, *, stride, padding):
@@ -955,9 +1024,12 @@ def _full_loss(loss_fn: Callable, has_aux: bool, stateful: bool) -> Callable:
     return loss
 
 
-def _num_parts(batch: PyTree, model_state: PyTree, microbatch: int | None) -> int:
+def _num_parts(batch: PyTree, model_state: PyTree, microbatch: int | str | None) -> int:
     """Return in how many micro-batches a device's batch [B, ...] is worked through."""
     rows = jax.tree.leaves(batch)[0].shape[0] if microbatch else 0
+    if microbatch == "auto":  # sizes whose work stays in a CPU's cache, and not too few
+        cpu = jax.default_backend() == "cpu" and not jax.tree.leaves(model_state)
+        microbatch = max((n for n in range(16, 33) if cpu and rows % n == 0), default=0)
     if not microbatch or rows <= microbatch:
         return 1
     if rows % microbatch:
@@ -988,7 +1060,7 @@ def _make_step(
     optimizer: Optimizer,
     has_aux: bool,
     stateful: bool,
-    microbatch: int | None,
+    microbatch: int | str | None,
     axis: str | None,
     groups: Sequence[Sequence[int]] | None = None,
 ) -> Callable:
@@ -1001,8 +1073,10 @@ def _make_step(
     loss_and_grads = jax.value_and_grad(
         _full_loss(loss_fn, has_aux, stateful), has_aux=True
     )
-    if microbatch is not None and microbatch < 1:
-        raise ValueError(f"microbatch is {microbatch}; expected None or an int >= 1")
+    if microbatch == "auto" and has_aux:
+        microbatch = None  # aux may not be a mean
+    elif microbatch not in (None, "auto"):
+        _count("microbatch", microbatch)
 
     def average(tree):
         if axis is None:
@@ -1537,14 +1611,16 @@ def make_trainer(
     devices: int | None = None,
     has_aux: bool = False,
     stateful: bool = False,
-    microbatch: int | None = None,
+    microbatch: int | str | None = "auto",
     chunk: int = 32,
 ) -> Trainer:
     """Make a trainer of K members on D devices, whatever K and D are: see `layout`.
 
     `init_fn(key)` returns a member's parameters, a tree of arrays, or with `stateful`
     (params, model_state).  `loss_fn`, `has_aux`, `stateful` and `microbatch` are those
-    of `make_sync_update`, and so is the step.  `apply_fn(params, inputs)`, or
+    of `make_sync_update`, and so is the step; "auto" takes micro-batches on CPU, of the
+    largest size from 16 to 32 that divides a device's batch, where there is no model
+    state and no aux; None takes none.  `apply_fn(params, inputs)`, or
     `apply_fn(params, model_state, inputs)` with `stateful`, returns logits [B, C]; it
     is for predicting.  `devices` is how many to use at most, by default all local ones.
 
@@ -1598,6 +1674,35 @@ def make_trainer(
         functools.partial(_gather, spread=spread),
         functools.partial(_scatter, spread=spread),
     )
+
+
+def prefetch(batches: Iterable, size: int = 2) -> Iterator:
+    """Yield the items of `batches`, made up to `size` ahead by a thread.
+
+    For host batches that are read or made while the devices work on those before:
+
+        for batch in prefetch(batches):
+            state, losses = trainer.update(state, *batch)
+
+    Order and values stay.  What `batches` raises, the loop raises in its place; when
+    the loop is left, the thread ends after the item that it is making.  Raises
+    ValueError for a size below 1 or not whole.
+    """
+    _count("size", size)
+    items, end = iter(batches), object()
+
+    def ahead():
+        pool = concurrent.futures.ThreadPoolExecutor(max_workers=1)
+        try:
+            made = (pool.submit(next, items, end) for _ in range(size))
+            made = collections.deque(made)
+            while (item := made.popleft().result()) is not end:
+                made.append(pool.submit(next, items, end))
+                yield item
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    return ahead()
 
 
 # ---------------------------------------------------------------------------------

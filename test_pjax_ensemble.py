@@ -13,6 +13,8 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import tracemalloc
 import urllib.error
 import urllib.request
@@ -197,6 +199,8 @@ CONVS = [
     (2, 7, 9, 3, 2, (5, 2), (1, 2)),
     (1, 6, 6, 4, 1, 6, 2),
     (2, 5, 5, 2, 2, 2, 3),
+    (2, 6, 6, 1, 8, 3, 1),
+    (1, 5, 6, 2, 2, 5, 4),
 ]
 
 
@@ -265,18 +269,60 @@ def test_both_forms_of_conv_agree(case, padding):
     )
 
 
-@pytest.mark.parametrize("around", ["scan", "vmap", "pmap"])
-def test_conv_works_inside(around):
-    params, images, stride = conv_case(*CONVS[3])
-    f = lambda x: pe.conv(params, x, stride=stride)  # noqa: E731
+AROUND = {
+    "scan": lambda f: lambda x: jax.lax.scan(lambda c, x: (c, f(x)), 0, x)[1],
+    "vmap": jax.vmap,
+    "pmap": jax.pmap,
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("case", [CONVS[3], CONVS[8]], ids=str)
+def test_conv_and_its_gradients_inside(case, around):
+    params, images, stride = conv_case(*case)
     stacked = jnp.stack([images, 2 * images])
-    mapped = {
-        "scan": lambda x: jax.lax.scan(lambda c, x: (c, f(x)), 0, x)[1],
-        "vmap": jax.vmap(f),
-        "pmap": jax.pmap(f),
-    }[around]
-    expected = [conv_library(params, x, stride, "SAME") for x in stacked]
-    assert_allclose(mapped(stacked), np.stack(expected), atol=1e-5)
+
+    def mapped(f, around):
+        def value_and_grads(x):
+            loss = lambda p, x: jnp.sin(f(p, x)).sum()  # noqa: E731
+            return f(params, x), jax.grad(loss, argnums=(0, 1))(params, x)
+
+        return around(value_and_grads)(stacked)
+
+    ours = mapped(lambda p, x: pe.conv(p, x, stride=stride), AROUND[around])
+    theirs = mapped(lambda p, x: conv_library(p, x, stride, "SAME"), jax.vmap)
+    close = functools.partial(assert_allclose, atol=1e-4, rtol=1e-4)
+    jax.tree.map(close, ours, theirs)
+
+
+@pytest.mark.parametrize("chunk_bytes", [0, 2000])
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+def test_conv_in_chunks_of_the_batch(padding, chunk_bytes, monkeypatch):
+    monkeypatch.setattr(pe, "_FEW_BYTES", 0)
+    monkeypatch.setattr(pe, "_CHUNK_BYTES", max(chunk_bytes, 1))
+    params, images, stride = conv_case(5, *CONVS[3][1:])
+
+    def results(f):
+        loss = lambda p, x: jnp.sin(f(p, x)).sum()  # noqa: E731
+        forward = jax.jvp(loss, (params, images), (params, images))
+        return f(params, images), forward, jax.grad(loss, (0, 1))(params, images)
+
+    ours = lambda p, x: pe.conv(p, x, stride=stride, padding=padding)  # noqa: E731
+    theirs = lambda p, x: conv_library(p, x, stride, padding)  # noqa: E731
+    close = functools.partial(assert_allclose, atol=1e-4, rtol=1e-4)
+    jax.tree.map(close, results(ours), results(theirs))
+    assert "scan" in str(jax.make_jaxpr(ours)(params, images))
+
+
+def test_conv_forms_few_patches_at_a_time():
+    def temporaries(batch):
+        conv = pe.conv_init(jax.random.key(0), 32, 64)
+        images = jax.ShapeDtypeStruct((batch, 14, 14, 32), np.float32)
+        program = jax.jit(pe.conv).lower(conv, images).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    image = 14 * 14 * 64 * 4  # an output, kept besides
+    assert temporaries(512) < 2 * pe._CHUNK_BYTES + 512 * 2 * image
 
 
 def test_conv_is_a_matrix_product_on_cpu():
@@ -1148,7 +1194,7 @@ def test_microbatches_make_the_step_of_the_whole_batch(make):
 
     optimizer, sync = pe.sgd(0.1), make is pe.make_sync_update
     results = []
-    for microbatch in (None, 4, 16, 64):
+    for microbatch in (None, 4, 16, 64, "auto"):
         sizes.clear()
         update = make(loss_fn, optimizer, has_aux=True, microbatch=microbatch)
         keys = [keys_of(0, D)[0]] * D if sync else keys_of(0, D)
@@ -1156,7 +1202,7 @@ def test_microbatches_make_the_step_of_the_whole_batch(make):
         for step in range(3):
             batch = net_batch(step, 16 * D)
             state, metrics = update(state, *pe.split(batch))
-        assert set(sizes) == {min(microbatch or 16, 16)}
+        assert set(sizes) == {4 if microbatch == 4 else 16}
         results.append((state.params, state.opt_state, metrics))
     for other in results[1:]:
         close = lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-6)  # noqa: E731
@@ -1197,9 +1243,7 @@ def test_microbatch_is_refused_where_it_would_not_be_the_same_step():
         ValueError, match="model state.* of a batch of 8; use microbatch"
     ):
         update(state, np.ones((D, 8), np.float32))
-    with pytest.raises(
-        ValueError, match="microbatch is 0; expected None or an int >= 1"
-    ):
+    with pytest.raises(ValueError, match="microbatch is 0; expected an int >= 1"):
         pe.make_sync_update(loss, optimizer, microbatch=0)
 
 
@@ -1771,13 +1815,45 @@ def test_trainer_returns_aux_of_each_member():
         (dict(devices="2"), "devices is '2'; expected an int"),
         (dict(devices=9), "9 devices are asked for; there are 8"),
         (dict(chunk=0), "chunk is 0; expected an int >= 1"),
-        (dict(microbatch=0), "microbatch is 0; expected None or an int >= 1"),
+        (dict(microbatch=0), "microbatch is 0; expected an int >= 1"),
+        (dict(microbatch="all"), "microbatch is 'all'; expected an int >= 1"),
     ],
     ids=str,
 )
 def test_trainer_refuses(options, message):
     with pytest.raises(ValueError, match=message):
         net_trainer(**(dict(members=2) | options))
+
+
+def test_microbatches_are_chosen_by_platform_and_batch(monkeypatch):
+    def sizes(**options):
+        return [
+            rows // pe._num_parts(np.zeros((rows, 1)), options.get("state", ()), "auto")
+            for rows in (128, 64, 100, 34, 32, 97, 1)
+        ]
+
+    assert sizes() == [32, 32, 25, 17, 32, 97, 1]
+    assert sizes(state=(np.zeros(3),)) == [128, 64, 100, 34, 32, 97, 1]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert sizes() == [128, 64, 100, 34, 32, 97, 1]
+
+
+@pytest.mark.parametrize(
+    "options, rows",
+    [({}, 24), (dict(microbatch=None), 48), (dict(has_aux=True), 48)],
+    ids=str,
+)
+def test_trainer_takes_microbatches_of_its_own_accord(options, rows):
+    seen = set()
+
+    def loss_fn(params, images, labels):
+        seen.add(len(images))
+        loss = net_loss(params, images, labels)
+        return (loss, loss) if options.get("has_aux") else loss
+
+    trainer = net_trainer(1, 1, loss_fn=loss_fn, **options)
+    trainer.update(trainer.init(jax.random.key(0)), *net_batch(0, 48))
+    assert seen == {rows}
 
 
 @pytest.mark.parametrize(
@@ -1869,6 +1945,50 @@ def test_predicting_refuses_what_does_not_fit():
         trainer.predict_members(state, image_data()[0][:0])
     with pytest.raises(ValueError, match="axes of the state have lengths"):
         net_trainer(3, 2).predict(state, image_data()[0])
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_prefetch_keeps_order_and_values(size):
+    batches = [(randn(i, 3), np.full(2, i)) for i in range(4)]
+    for got, made in zip(pe.prefetch(iter(batches), size), batches, strict=True):
+        assert got is made
+    assert list(pe.prefetch([], size)) == []
+
+
+def test_prefetch_works_ahead_by_its_size_and_no_more():
+    made, third = [], threading.Event()
+
+    def batches():
+        for i in range(10):
+            made.append(threading.current_thread())
+            if i == 2:
+                third.set()
+            yield i
+
+    ahead = pe.prefetch(batches(), 2)
+    assert not made  # before the loop begins
+    assert next(ahead) == 0
+    assert third.wait(10)  # 1 and 2 are made before they are asked for
+    time.sleep(0.05)
+    assert len(made) == 3 and threading.main_thread() not in made
+    ahead.close()
+    made[0].join(10)
+    assert not made[0].is_alive() and len(made) == 3
+
+
+def test_prefetch_raises_what_its_source_raises_in_its_place():
+    def batches():
+        yield 0
+        yield 1
+        raise OSError("no such file")
+
+    got = []
+    with pytest.raises(OSError, match="no such file"):
+        for batch in pe.prefetch(batches(), 5):
+            got.append(batch)
+    assert got == [0, 1]
+    with pytest.raises(ValueError, match="size is 0; expected an int >= 1"):
+        pe.prefetch([], 0)
 
 
 # ---------------------------------------------------------------------------------
@@ -2207,11 +2327,6 @@ def test_shift_moves_each_image_whole_by_its_own_offset():
     assert_array_equal(
         tm.shift_images(jax.random.key(0), jnp.asarray(images), 0), images
     )
-
-
-def test_microbatch_divides_the_batch_of_a_device():
-    chosen = {rows: tm.choose_microbatch(rows) for rows in (64, 100, 8, 97, 4)}
-    assert chosen == {64: 16, 100: 10, 8: 8, 97: None, 4: None}
 
 
 def test_each_member_sees_each_example_once_in_its_own_order():

@@ -68,16 +68,14 @@ SCHEDULES = {
 class Network(NamedTuple):
     init: Callable  # key -> (params, model_state)
     logits: Callable  # (params, model_state, images, key=None) -> (logits, model_state)
-    in_parts: bool  # whether a batch may be worked through in parts
 
 
 NETWORKS = {
     "cnn": Network(
         lambda key: (pe.cnn_init(key), ()),
         lambda params, _, images, key=None: (pe.cnn(params, images), ()),
-        in_parts=True,
     ),
-    "batchnorm": Network(pe.batch_norm_cnn_init, pe.batch_norm_cnn, in_parts=False),
+    "batchnorm": Network(pe.batch_norm_cnn_init, pe.batch_norm_cnn),
 }
 
 
@@ -494,13 +492,6 @@ def scale(images: jax.Array) -> jax.Array:
     return images.astype(jnp.float32) / 255
 
 
-def choose_microbatch(rows: int) -> int | None:
-    """Pick a part of a device's batch whose work stays in a core's cache, on CPU."""
-    if jax.default_backend() != "cpu":
-        return None
-    return max((n for n in range(8, 17) if rows % n == 0), default=None)
-
-
 def make_trainer(
     recipe: Recipe, members: int, num_devices: int, num_steps: int
 ) -> pe.Trainer:
@@ -517,7 +508,6 @@ def make_trainer(
     optimizer = (
         pe.adam(rate) if recipe.optimizer == "adam" else pe.sgd(rate, recipe.momentum)
     )
-    rows = recipe.batch_size // pe.layout(members, num_devices).replicas
     return pe.make_trainer(
         network.init,
         loss_fn,
@@ -526,7 +516,6 @@ def make_trainer(
         devices=num_devices,
         apply_fn=lambda params, state, x: network.logits(params, state, scale(x))[0],
         stateful=True,
-        microbatch=choose_microbatch(rows) if network.in_parts else None,
     )
 
 
