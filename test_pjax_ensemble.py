@@ -1971,9 +1971,23 @@ def test_prefetch_works_ahead_by_its_size_and_no_more():
     assert third.wait(10)  # 1 and 2 are made before they are asked for
     time.sleep(0.05)
     assert len(made) == 3 and threading.main_thread() not in made
-    ahead.close()
+
+
+def test_prefetch_ends_its_thread_when_the_loop_is_left():
+    made, go_on = [], threading.Event()
+
+    def batches():
+        for i in range(10):
+            made.append(threading.current_thread())
+            yield i
+            go_on.wait(10)
+
+    ahead = pe.prefetch(batches(), 5)
+    assert next(ahead) == 0
+    ahead.close()  # while the second is being made
+    go_on.set()
     made[0].join(10)
-    assert not made[0].is_alive() and len(made) == 3
+    assert not made[0].is_alive() and len(made) <= 2
 
 
 def test_prefetch_raises_what_its_source_raises_in_its_place():
