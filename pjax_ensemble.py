@@ -216,8 +216,8 @@ def conv_init(
     return Conv(weight, jnp.zeros(out_channels) if bias else None)
 
 
-# What a convolution on CPU works on at a time, in bytes: all of its patches and their
-# products where these are few, else chunks of the batch that stay in cache.
+# A convolution on CPU forms its patches and their products all at once where these are
+# few, else for chunks of the batch that stay in a core's cache.  Bytes.
 _FEW_BYTES, _CHUNK_BYTES = 6_000_000, 2_000_000
 
 
@@ -253,11 +253,11 @@ def _conv_patches(images, weight, *, stride, padding):
 
     def convolve(x):
         x = lax.pad(x, zero, [no, (above, below, 0), (left, right, 0), no])
-        x = x.reshape(*x.shape[:2], -1, sw * channels)
+        x = x.reshape(*x.shape[:2], x.shape[2] // sw, sw * channels)
         x = jnp.concatenate(_shifted(x, 1, group, patch_rows, sh), axis=-1)
         x = jnp.concatenate(_shifted(x, 2, bands, columns), axis=-1)
         products = x.reshape(-1, x.shape[-1]) @ kernel  # flat: XLA's fast gradients
-        products = products.reshape(*x.shape[:3], -1)
+        products = products.reshape(*x.shape[:3], blocks * features)
         outputs = []
         for i, product in enumerate(jnp.split(products, blocks, axis=-1)):
             edge = skipped - i, rows - patch_rows - skipped + i, 0  # negative: cut off

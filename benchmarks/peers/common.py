@@ -30,24 +30,27 @@ def load_mnist():
     return train_mnist.load_mnist(Path(os.environ["MNIST_DIR"]))
 
 
-def serve(run, steps, images_per_step, packages):
+def timed(run, steps):
+    start = time.perf_counter()
+    loss = run(steps)
+    return {"seconds": time.perf_counter() - start, "steps": steps, "loss": loss}
+
+
+def serve(run, steps, images_per_step, packages, time_compile=False):
     """Run a round for each line of input, and print its seconds and mean loss.
 
     `run(steps)` returns the mean loss when every result is there.  A first round, which
-    compiles, is not counted.
+    compiles, is not counted; `time_compile` reports by how much it is longer than a
+    second one, which is not counted either.
     """
-    print(
-        json.dumps(
-            {
-                "warm_up_loss": run(steps),
-                "images_per_step": images_per_step,
-                "versions": {name: version(name) for name in packages},
-            }
-        ),
-        flush=True,
-    )
+    first = timed(run, steps)
+    hello = {
+        "warm_up_loss": first["loss"],
+        "images_per_step": images_per_step,
+        "versions": {name: version(name) for name in packages},
+    }
+    if time_compile:
+        hello["compile_seconds"] = first["seconds"] - timed(run, steps)["seconds"]
+    print(json.dumps(hello), flush=True)
     for _ in sys.stdin:
-        start = time.perf_counter()
-        loss = run(steps)
-        seconds = time.perf_counter() - start
-        print(json.dumps(dict(seconds=seconds, steps=steps, loss=loss)), flush=True)
+        print(json.dumps(timed(run, steps)), flush=True)

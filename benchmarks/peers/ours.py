@@ -2,7 +2,7 @@
 
 The ensembling guide's CNN with SGD, a batch and an order for each member; with
 `--sync`, the Keras guide's network with Adam, one model on all devices.  `--host` calls
-`update` for each step, on batches from the host.
+`update` for each step, on batches from the host that `prefetch` makes ahead.
 """
 
 import itertools
@@ -11,6 +11,7 @@ import common
 import jax
 import numpy as np
 
+import pjax_ensemble as pe
 import train_mnist
 
 
@@ -20,6 +21,11 @@ def endless_order(num_images, recipe, members):
             num_images, recipe, seed=0, epoch=epoch, members=members
         )
         yield from order.swapaxes(0, 1)  # [K, B] a step
+
+
+def host_batches(arrays, order):
+    for rows in order:
+        yield tuple(array[rows[0]] for array in arrays)  # one batch for all members
 
 
 def main():
@@ -43,8 +49,9 @@ def main():
         nonlocal state
         if args.host:
             losses = []
-            for rows in itertools.islice(order, steps):
-                state, loss = trainer.update(state, *(x[rows[0]] for x in host))
+            batches = host_batches(host, itertools.islice(order, steps))
+            for batch in pe.prefetch(batches, size=2):
+                state, loss = trainer.update(state, *batch)
                 losses.append(loss)
         else:
             rows = np.stack(list(itertools.islice(order, steps)), axis=1)
@@ -52,7 +59,8 @@ def main():
         jax.block_until_ready(state)
         return float(np.mean(jax.device_get(losses)))
 
-    common.serve(run, args.steps, members * args.batch, ["jax", "jaxlib", "numpy"])
+    packages = ["jax", "jaxlib", "numpy"]
+    common.serve(run, args.steps, members * args.batch, packages, time_compile=True)
 
 
 if __name__ == "__main__":
