@@ -224,6 +224,8 @@ _FEW_BYTES, _CHUNK_BYTES = 6_000_000, 2_000_000
 def _conv_patches(images, weight, *, stride, padding):
     """Convolve by a product of patches and kernel, and sums of shifted products.
 
+    images [B, H, W, I], weight [kh, kw, I, O] -> [B, H', W', O].
+
     The kernel's rows are cut into `blocks` of `group` rows.  A patch holds `group` rows
     of a window, and its product with every block is formed at once; an output sums one
     product each of `blocks` patches that stand below each other.  One block is the
@@ -270,8 +272,7 @@ def _conv_patches(images, weight, *, stride, padding):
         return convolve(images)
     chunks = min(-(-num_images * image_bytes // _CHUNK_BYTES), num_images)
     chunk = -(-num_images // chunks)
-    missing = -num_images % chunk
-    x = jnp.pad(images, [(0, missing), (0, 0), (0, 0), (0, 0)])
+    x = jnp.pad(images, [(0, -num_images % chunk), (0, 0), (0, 0), (0, 0)])
     x = x.reshape(-1, chunk, *images.shape[1:])
     # Patches are formed again for the gradient: cheaper than to keep them.
     outputs = lax.map(jax.checkpoint(convolve, prevent_cse=False), x)
@@ -1027,9 +1028,10 @@ def _full_loss(loss_fn: Callable, has_aux: bool, stateful: bool) -> Callable:
 def _num_parts(batch: PyTree, model_state: PyTree, microbatch: int | str | None) -> int:
     """Return in how many micro-batches a device's batch [B, ...] is worked through."""
     rows = jax.tree.leaves(batch)[0].shape[0] if microbatch else 0
-    if microbatch == "auto":  # sizes whose work stays in a CPU's cache, and not too few
-        cpu = jax.default_backend() == "cpu" and not jax.tree.leaves(model_state)
-        microbatch = max((n for n in range(16, 33) if cpu and rows % n == 0), default=0)
+    if microbatch == "auto":
+        whole = jax.default_backend() != "cpu" or jax.tree.leaves(model_state)
+        sizes = () if whole else range(16, 33)  # whose work stays in a core's cache
+        microbatch = max((n for n in sizes if rows % n == 0), default=None)
     if not microbatch or rows <= microbatch:
         return 1
     if rows % microbatch:
