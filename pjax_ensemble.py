@@ -34,7 +34,8 @@ Legend, used everywhere.  A replica is an identical copy, a member a model of it
 Images are NHWC, kernels HWIO, labels integers, losses in nats per example.
 
 Contents: Layers, Networks, Losses and metrics, Optimizers, Devices, Updates, Trainer,
-Demo.  A section uses only what stands above it.  Importing it touches no device.
+Checkpoints, Demo.  A section uses only what stands above it.  Importing it touches no
+device.
 """
 
 from __future__ import annotations
@@ -45,10 +46,15 @@ import concurrent.futures
 import contextlib
 import contextvars
 import functools
+import hashlib
 import math
+import operator
 import os
+import stat
+import struct
 import sys
 import weakref
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -115,6 +121,10 @@ __all__ = [
     "Trainer",
     "make_trainer",
     "prefetch",
+    # Checkpoints
+    "replace_file",
+    "save",
+    "load",
     # Demo
     "main",
 ]
@@ -965,6 +975,16 @@ def replicate(tree: PyTree, num_devices: int | None = None) -> PyTree:
     return jax.tree.map(copy, tree)
 
 
+def _every_device(x: Array) -> np.ndarray:
+    """Bring [D, ...] to the host from the devices of this and all other processes."""
+    local = np.asarray(x)
+    if jax.process_count() == 1:
+        return local
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.process_allgather(local).reshape(-1, *local.shape[1:])
+
+
 def unreplicate(tree: PyTree) -> PyTree:
     """Take the first of the D copies of every leaf [D, ...]; the others do not move."""
 
@@ -1063,6 +1083,7 @@ def _make_step(
     has_aux: bool,
     stateful: bool,
     microbatch: int | str | None,
+    skip_nonfinite: bool,
     axis: str | None,
     groups: Sequence[Sequence[int]] | None = None,
 ) -> Callable:
@@ -1111,8 +1132,9 @@ def _make_step(
 
         with _replicas_meet(average):
             if num_parts == 1:
-                (loss, (model_state, aux)), grads = part_loss_and_grads(0, batch)
+                (loss, (new_model_state, aux)), grads = part_loss_and_grads(0, batch)
             else:
+                new_model_state = model_state  # has no leaves
 
                 def add(total, numbered_part):
                     (loss, (_, aux)), grads = part_loss_and_grads(*numbered_part)
@@ -1125,24 +1147,27 @@ def _make_step(
                 loss, aux = jax.tree.map(lambda x: x.mean(axis=0), metrics)
 
         grads, loss, aux = average((grads, loss, aux))
-        model_state = jax.tree.map(
+        new_model_state = jax.tree.map(
             # Counts and keys have no mean; replicas advance them alike.
             lambda x: average(x) if has_mean(x) else x,
-            model_state,
+            new_model_state,
         )
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        params = apply_updates(params, updates)
-        state = TrainState(params, opt_state, model_state, key)
+        updates, new_opt_state = optimizer.update(grads, opt_state, params)
+        new = apply_updates(params, updates), new_opt_state, new_model_state
+        if skip_nonfinite:  # replicas see the same averages, so they skip together
+            finite = [jnp.isfinite(x).all() for x in jax.tree.leaves((loss, grads))]
+            ok, old = jnp.stack(finite).all(), (params, opt_state, model_state)
+            new = jax.tree.map(lambda x, y: jnp.where(ok, x, y), new, old)
+            loss = jnp.where(ok, loss, jnp.nan)
+        state = TrainState(*new, key)
         return state, (loss, aux) if has_aux else loss
 
     return step
 
 
-def _check_keys(key: Array | None, num_replicas: int) -> None:
+def _check_keys(key_data: Array, num_replicas: int) -> None:
     """Raise ValueError unless keys [K R] are distinct members' of R equal replicas."""
-    if key is None:
-        return
-    rows = [row.tobytes() for row in np.asarray(jax.random.key_data(key))]
+    rows = [row.tobytes() for row in np.asarray(key_data)]
     for i, row in enumerate(rows):
         first = i - i % num_replicas
         if row != rows[first]:
@@ -1198,8 +1223,10 @@ def _pmap_update(step: Callable, axis: str, replicas: bool) -> Callable:
                 "state, split or replicate for the batch"
             )
         if returned() is not mark(state):
-            (num_devices,) = axes.pop()
-            _check_keys(state.key, num_devices if replicas else 1)
+            ((num_devices,),) = axes
+            if state.key is not None:
+                keys = _every_device(jax.random.key_data(state.key))
+                _check_keys(keys, len(keys) if replicas else 1)
             state = jax.device_put(state, _device_sharding(num_devices, axis))
         state, metrics = _run(pmapped, replicas, state, *batch)
         returned = weakref.ref(mark(state))
@@ -1215,6 +1242,7 @@ def make_sync_update(
     has_aux: bool = False,
     stateful: bool = False,
     microbatch: int | None = None,
+    skip_nonfinite: bool = False,
 ) -> Callable:
     """Make update(state, *batch) -> (state, metrics) for one model on D devices.
 
@@ -1234,12 +1262,19 @@ def make_sync_update(
     faster on CPU, where the work then stays in cache.  With `stateful`, every
     micro-batch has a key of its own too, the same one on whichever device it stands.
 
+    With `skip_nonfinite`, a step whose loss or averaged gradient is not finite changes
+    nothing but the key, in all replicas alike, and its loss is nan.
+
+    Where JAX runs in several processes (`jax.distributed`), each calls `update` with
+    what lies on its own devices, D of them; averages are taken over all processes.
+
     `state` is consumed: its buffers are reused for the result.
 
     `update` raises ValueError for other leading axes, for replicas of unequal keys, and
     for micro-batches that do not divide the batch or meet a model state.
     """
-    step = _make_step(loss_fn, optimizer, has_aux, stateful, microbatch, "devices")
+    options = has_aux, stateful, microbatch, skip_nonfinite
+    step = _make_step(loss_fn, optimizer, *options, "devices")
     return _pmap_update(step, "devices", replicas=True)
 
 
@@ -1250,20 +1285,23 @@ def make_ensemble_update(
     has_aux: bool = False,
     stateful: bool = False,
     microbatch: int | None = None,
+    skip_nonfinite: bool = False,
 ) -> Callable:
     """Make update(state, *batch) -> (state, metrics) for D members, one a device.
 
     As `make_sync_update`, but nothing crosses devices: each leaf of `state` [D, ...]
     holds D independent models, each leaf of the batch [D, B, ...] a batch for each
     (`replicate` a batch to show all members the same), and `metrics` [D] are their own.
-    Whatever one member meets, nan included, leaves the others' bits as they are.
+    Whatever one member meets, nan included, leaves the others' bits as they are; with
+    `skip_nonfinite`, a member skips its step alone.
 
     `state` is consumed: its buffers are reused for the result.
 
     `update` raises ValueError for other leading axes, for members of equal keys, and
     for micro-batches that do not divide the batch or meet a model state.
     """
-    step = _make_step(loss_fn, optimizer, has_aux, stateful, microbatch, None)
+    options = has_aux, stateful, microbatch, skip_nonfinite
+    step = _make_step(loss_fn, optimizer, *options, None)
     return _pmap_update(step, "members", replicas=False)
 
 
@@ -1279,16 +1317,24 @@ class Layout(NamedTuple):
     replicas: int  # R, above 1 only where M = 1
 
 
-def layout(members: int, num_devices: int) -> Layout:
+def layout(members: int, num_devices: int, num_processes: int = 1) -> Layout:
     """Lay K members over devices: which share a device, or which devices share one.
 
     With K >= num_devices, M = ceil(K / num_devices) members share a device, and no more
     devices are used than M on each need; else R = floor(num_devices / K) devices hold
     replicas of one member.  One member on all devices is sync mode.
 
-    Raises ValueError unless both are ints >= 1.
+    Several processes need all of their devices in a program: then R is the largest
+    divisor of num_devices that is not above num_devices / K, and what is left over
+    repeats the last member.
+
+    Raises ValueError unless all are ints >= 1.
     """
     members, num_devices = _count("members", members), _count("devices", num_devices)
+    if _count("num_processes", num_processes) > 1:
+        fitting = range(1, max(num_devices // members, 1) + 1)
+        replicas = max(r for r in fitting if num_devices % r == 0)
+        return Layout(members, num_devices, -(-members // num_devices), replicas)
     if members < num_devices:
         replicas = num_devices // members
         return Layout(members, members * replicas, 1, replicas)
@@ -1299,10 +1345,11 @@ def layout(members: int, num_devices: int) -> Layout:
 def _slots(spread: Layout) -> tuple[np.ndarray, np.ndarray]:
     """Return the member in each slot [D, M], and the replica on each device [D].
 
-    Slots that are left over, on the last device, repeat the last member.
+    Of several processes, those on the devices of this one.  Slots that are left over,
+    on the last devices, repeat the last member.
     """
     members, devices, shared, replicas = spread
-    device = np.arange(devices)
+    device = np.arange(devices).reshape(jax.process_count(), -1)[jax.process_index()]
     member = device[:, None] // replicas * shared + np.arange(shared)
     return np.minimum(member, members - 1), device % replicas
 
@@ -1316,6 +1363,11 @@ def _axis(spread: Layout) -> str:
     if spread.replicas == 1:
         return "members"
     return "devices" if spread.members == 1 else f"replicas by {spread.replicas}"
+
+
+def _spread_sharding(spread: Layout) -> Any:
+    """Lay a leading axis over the devices in use, of this process."""
+    return _device_sharding(spread.devices // jax.process_count(), _axis(spread))
 
 
 def _num_rows(name: str, tree: PyTree) -> int:
@@ -1372,7 +1424,7 @@ def _lay_order(order: Any, num_rows: int, spread: Layout) -> np.ndarray:
 
 def _check_state(state: TrainState, spread: Layout) -> None:
     axes = {np.shape(x)[:2] for x in jax.tree.leaves(state)}
-    expected = (spread.devices, spread.members_per_device)
+    expected = (spread.devices // jax.process_count(), spread.members_per_device)
     if axes != {expected}:
         raise ValueError(
             f"the first axes of the state have lengths {sorted(axes)}; this trainer's "
@@ -1387,7 +1439,10 @@ def _by_member(copies: Sequence, rest: Sequence[int], spread: Layout) -> Any:
     return xp.concatenate(copies)[: spread.members]
 
 
-def _first_copies(x: Array, spread: Layout) -> list[Array]:
+def _first_copies(x: Array, spread: Layout) -> list:
+    """Return what the first device of each group holds, where it is if that can be."""
+    if jax.process_count() > 1:
+        return list(_every_device(x)[:: spread.replicas])
     return [shard.data for shard in x.addressable_shards[:: spread.replicas]]
 
 
@@ -1400,14 +1455,28 @@ def _on_data(function: Callable, *leaves: Array) -> Array:
 
 
 def _gather(state: TrainState, spread: Layout) -> TrainState:
-    """Bring one copy of each member to the host: leaves [K, ...]."""
+    """Bring one copy of each member to the host, leaves [K, ...]; compare the others.
 
-    def gather(x):
-        copies = [np.asarray(copy) for copy in _first_copies(x, spread)]
-        return _by_member(copies, x.shape[2:], spread)
+    Raises RuntimeError where replicas differ.
+    """
+
+    def gather(path, x):
+        copies = _every_device(x)  # [D, M, ...]
+        for i, copy in enumerate(copies):
+            first = i - i % spread.replicas
+            if copy.tobytes() != copies[first].tobytes():
+                raise RuntimeError(
+                    f"replicas differ: {jax.tree_util.keystr(path)} on device "
+                    f"{jax.devices()[i]} is not what it is on {jax.devices()[first]}; "
+                    "go on from a checkpoint"
+                )
+        return _by_member(copies[:: spread.replicas], copies.shape[2:], spread)
+
+    def gather_leaf(path, x):
+        return _on_data(functools.partial(gather, path), x)
 
     _check_state(state, spread)
-    return jax.tree.map(functools.partial(_on_data, gather), state)
+    return jax.tree_util.tree_map_with_path(gather_leaf, state)
 
 
 def _scatter(gathered: TrainState, spread: Layout) -> TrainState:
@@ -1417,9 +1486,10 @@ def _scatter(gathered: TrainState, spread: Layout) -> TrainState:
         raise ValueError(
             f"the state is that of {members} members; the trainer has {spread.members}"
         )
-    _check_keys(gathered.key, 1)
+    if gathered.key is not None:
+        _check_keys(jax.random.key_data(gathered.key), 1)
     member, _ = _slots(spread)
-    sharding = _device_sharding(spread.devices, _axis(spread))
+    sharding = _spread_sharding(spread)
 
     def scatter(x):
         return jax.device_put(np.asarray(x)[member], sharding)
@@ -1483,21 +1553,41 @@ def _make_init(
     return init
 
 
+_STEPS = 256  # orders are padded to a multiple, so that most share one program
+
+
 def _make_training(step: Callable, spread: Layout) -> tuple:
     """Make `update` and `epoch` of a Trainer: the step, mapped over members and D."""
 
     def update_members(state, *batch):  # on a device: state [M, ...], batch [b, ...]
         return lax.map(lambda member: step(member, *batch), state)
 
-    def train_members(state, order, data):  # order [M, steps, b], data [N, ...]
-        def advance(member, rows):
-            return step(member, *jax.tree.map(lambda x: x[rows], data))
+    def train_members(
+        state, order, num_steps, data
+    ):  # order [M, steps, b], data [N, ...]
+        def train(member_and_order):
+            member, order = member_and_order
 
-        return lax.map(lambda args: lax.scan(advance, *args), (state, order))
+            def train_on(member, i):
+                return step(member, *jax.tree.map(lambda x: x[order[i]], data))
+
+            def advance(i, carry):
+                member, metrics = carry
+                member, now = train_on(member, i)
+                keep = jax.tree.map(lambda x, y: x.at[i].set(y), metrics, now)
+                return member, keep
+
+            _, shapes = jax.eval_shape(train_on, member, 0)
+            metrics = jax.tree.map(
+                lambda x: jnp.zeros((len(order), *x.shape), x.dtype), shapes
+            )
+            return lax.fori_loop(0, num_steps, advance, (member, metrics))
+
+        return lax.map(train, (state, order))
 
     pmap = functools.partial(jax.pmap, axis_name=_axis(spread), donate_argnums=0)
     update_program = pmap(update_members)
-    epoch_program = pmap(train_members, in_axes=(0, 0, None))
+    epoch_program = pmap(train_members, in_axes=(0, 0, None, None))
     by_member = jax.jit(_by_member, static_argnums=(1, 2))
 
     def run(program, state, *args):
@@ -1520,14 +1610,18 @@ def _make_training(step: Callable, spread: Layout) -> tuple:
             )
         _check_state(state, spread)
         order = _lay_order(order, _num_rows("data", data), spread)
-        return run(epoch_program, state, order, _place(tuple(data), spread))
+        num_steps = order.shape[2]
+        order = np.pad(order, [(0, 0), (0, 0), (0, -num_steps % _STEPS), (0, 0)])
+        data = _place(tuple(data), spread)
+        state, metrics = run(epoch_program, state, order, np.int32(num_steps), data)
+        return state, jax.tree.map(lambda x: x[:, :num_steps], metrics)
 
     return update, epoch
 
 
 def _place(data: PyTree, spread: Layout) -> PyTree:
     """Copy data to every device in use, unless it is there."""
-    mesh = _device_sharding(spread.devices, _axis(spread)).mesh
+    mesh = _spread_sharding(spread).mesh
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     return jax.device_put(data, everywhere)
 
@@ -1569,7 +1663,7 @@ def _make_predicting(
             part = np.pad(part, [(0, rows - count), *[(0, 0)] * (part.ndim - 1)])
             part = _lay_batch(part, spread)
             probs = _run(program, meet, state.params, state.model_state, part)
-            yield np.asarray(probs), count
+            yield _every_device(probs), count
 
     members_program = jax.pmap(member_probs, axis_name=axis)
     mean_program = jax.pmap(mean_probs, axis_name=axis)
@@ -1614,17 +1708,23 @@ def make_trainer(
     has_aux: bool = False,
     stateful: bool = False,
     microbatch: int | str | None = "auto",
+    skip_nonfinite: bool = False,
     chunk: int = 32,
 ) -> Trainer:
     """Make a trainer of K members on D devices, whatever K and D are: see `layout`.
 
     `init_fn(key)` returns a member's parameters, a tree of arrays, or with `stateful`
-    (params, model_state).  `loss_fn`, `has_aux`, `stateful` and `microbatch` are those
-    of `make_sync_update`, and so is the step; "auto" takes micro-batches on CPU, of the
-    largest size from 16 to 32 that divides a device's batch, where there is no model
-    state and no aux; None takes none.  `apply_fn(params, inputs)`, or
-    `apply_fn(params, model_state, inputs)` with `stateful`, returns logits [B, C]; it
-    is for predicting.  `devices` is how many to use at most, by default all local ones.
+    (params, model_state).  `loss_fn`, `has_aux`, `stateful`, `microbatch` and
+    `skip_nonfinite` are those of `make_sync_update`, and so is the step; "auto" takes
+    micro-batches on CPU, of the largest size from 16 to 32 that divides a device's
+    batch, where there is no model state and no aux; None takes none.
+    `apply_fn(params, inputs)`, or `apply_fn(params, model_state, inputs)` with
+    `stateful`, returns logits [B, C]; it is for predicting.  `devices` is how many to
+    use at most, by default all.
+
+    Where JAX runs in several processes (`jax.distributed`), every process calls the
+    same functions with the same arguments, of which its devices take their part, and
+    has the same results; only states are each process's own.
 
     The functions of a `Trainer`.  B is a member's batch, all its replicas together:
 
@@ -1638,8 +1738,10 @@ def make_trainer(
     epoch(state, data, order) -> (state, metrics)
         In one call, a step for each row of order, int [steps, B] or each member's own
         [K, steps, B], on those rows of data, a tuple of arrays [N, ...].  metrics have
-        leaves [K, steps].  What `loss_fn` sees has the dtype of the data: bytes take a
-        quarter of the memory of floats, and are scaled in it.
+        leaves [K, steps].  Orders of up to 256 steps share one compiled program, so an
+        epoch in pieces of those ends in the same bits as step by step.  What `loss_fn`
+        sees has the dtype of the data: bytes take a quarter of the memory of floats,
+        and are scaled in it.
     place(data) -> data
         Copy data to the devices once, and not again in every call of epoch.
     predict(state, inputs) -> [N, C]
@@ -1649,6 +1751,7 @@ def make_trainer(
         Each member's probabilities.
     gather(state) -> TrainState
         The members on the host, leaves [K, ...] (typed random keys stay JAX arrays).
+        Raises RuntimeError if a member's replicas are not bit-identical.
     scatter(gathered) -> state
         Its inverse, also into a trainer of as many members on other devices.
 
@@ -1659,14 +1762,20 @@ def make_trainer(
     not one or that draws otherwise under vmap, and an init_fn that returns other leaves
     than arrays.
     """
-    available = jax.local_device_count()
+    processes = jax.process_count()
+    available = jax.device_count() if processes > 1 else jax.local_device_count()
     wanted = available if devices is None else devices
-    spread = layout(members, wanted)
-    _device_sharding(wanted)  # raises where there are fewer
+    if processes > 1 and wanted != available:
+        raise ValueError(
+            f"devices is {wanted}; {processes} processes use all of their {available}"
+        )
+    spread = layout(members, wanted, processes)
+    _device_sharding(wanted // processes)  # raises where there are fewer
     _count("chunk", chunk)
     groups = np.arange(spread.devices).reshape(-1, spread.replicas).tolist()
     axis = _axis(spread) if spread.replicas > 1 else None
-    step = _make_step(loss_fn, optimizer, has_aux, stateful, microbatch, axis, groups)
+    options = has_aux, stateful, microbatch, skip_nonfinite
+    step = _make_step(loss_fn, optimizer, *options, axis, groups)
     return Trainer(
         spread,
         _make_init(init_fn, optimizer, stateful, spread),
@@ -1705,6 +1814,224 @@ def prefetch(batches: Iterable, size: int = 2) -> Iterator:
             pool.shutdown(wait=False, cancel_futures=True)
 
     return ahead()
+
+
+# ---------------------------------------------------------------------------------
+# Checkpoints: a tree in one file, whole and verified or not at all
+# ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def replace_file(path: str | os.PathLike) -> Iterator[Any]:
+    """Open a file for writing bytes that takes its name when it is whole and synced.
+
+        with replace_file(path) as file:
+            file.write(content)
+
+    The order is that of a journal: a temporary file in the same folder, its content
+    synced to the disk, the name replaced, the folder synced.  A crash at any moment
+    leaves the old file or the new one, perhaps beside a temporary `.NAME.*.tmp`.
+
+    Raises ValueError where `path` is something other than a regular file, such as a
+    link or a device, and OSError with `path` and the reason for what the disk refuses;
+    an old file is then as it was, and no temporary one is left.
+    """
+    path = os.fspath(path)
+    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+        raise ValueError(f"{path} is not a regular file; choose another name")
+    folder, name = os.path.split(path)
+    temporary = os.path.join(folder, f".{name}.{os.urandom(4).hex()}.tmp")
+    try:
+        try:
+            with open(temporary, "x+b") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        if hasattr(os, "O_DIRECTORY"):  # where folders can be opened and synced
+            handle = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), path) from error
+
+
+class _Entry(NamedTuple):
+    """A leaf as it is stored: a `.npy` file in the archive."""
+
+    name: str  # its path in the tree, and its type where NumPy has no such type
+    header: bytes
+    shape: tuple[int, ...]  # of what is stored
+    dtype: np.dtype
+    restore: Callable  # array as stored -> leaf
+
+
+def _entry(path: tuple, leaf: Any) -> _Entry:
+    """Say how a leaf is stored; `leaf` needs a shape and a type, not a value."""
+    name, restore = jax.tree_util.keystr(path), lambda array: array
+    if not hasattr(leaf, "dtype"):
+        leaf = np.asarray(leaf)
+    dtype = leaf.dtype
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        name, impl = f"{name} {dtype}", jax.random.key_impl(leaf)
+        restore = functools.partial(jax.random.wrap_key_data, impl=impl)
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+        dtype = np.dtype(leaf.dtype)
+    elif dtype.kind not in "biufc" and jnp.issubdtype(dtype, np.number):
+        name = f"{name} {dtype.name}"  # bfloat16 and the like: stored as their bits
+        restore = operator.methodcaller("view", dtype)
+        dtype = np.dtype(f"u{dtype.itemsize}")
+    elif dtype.kind not in "biufc":
+        raise ValueError(
+            f"leaf '{name}' is {dtype}; expected numbers, booleans or random keys"
+        )
+    dtype, shape = dtype.newbyteorder("<"), tuple(map(int, leaf.shape))
+    text = f"{{'descr': {dtype.str!r}, 'fortran_order': False, 'shape': {shape}, }}"
+    text += " " * (-(len(text) + 11) % 64) + "\n"  # NumPy's .npy format, version 1.0
+    header = b"\x93NUMPY\1\0" + struct.pack("<H", len(text)) + text.encode()
+    return _Entry(name, header, shape, dtype, restore)
+
+
+def _entries(tree: PyTree) -> dict[str, _Entry]:
+    """Return how each leaf is stored, by the file's name in the archive."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    entries = [_entry(*path_and_leaf) for path_and_leaf in leaves]
+    by_name = {f"{entry.name}.npy": entry for entry in entries}
+    if len(by_name) < len(leaves):
+        raise ValueError("two leaves of the tree have the same path")
+    return by_name
+
+
+_DIGEST = b"sha256:"  # the archive's comment: this and 64 digits, the end of the file
+_DIGEST_BYTES = len(_DIGEST) + 64
+_PIECE = 1 << 20  # bytes that are read at once
+
+
+def _digest(file: Any) -> tuple[bytes, bytes]:
+    """Return the digest that all before it asks for, and the one at the file's end."""
+    left = file.seek(0, os.SEEK_END) - _DIGEST_BYTES
+    content = hashlib.sha256()
+    file.seek(0)
+    while left > 0 and (piece := file.read(min(left, _PIECE))):
+        content.update(piece)
+        left -= len(piece)
+    return _DIGEST + content.hexdigest().encode(), file.read(_DIGEST_BYTES)
+
+
+def save(path: str | os.PathLike, tree: PyTree) -> None:
+    """Write a tree of arrays to one file, whole or not at all: see `replace_file`.
+
+    The file is an uncompressed `.npz` archive without pickles, which `numpy.load` reads
+    too, with a leaf's path in the tree for its name.  It ends with the SHA-256 of all
+    before, so names, types, shapes, values and the archive's own records.  bfloat16 and
+    its like are stored as their bits, typed random keys as their data, both with the
+    type in the name.
+
+    Raises ValueError for leaves that are neither numbers, booleans nor random keys, and
+    for a path that is no regular file; OSError as `replace_file` does.
+    """
+    entries = _entries(tree)
+    with replace_file(path) as file:
+        with zipfile.ZipFile(file, "w") as archive:
+            for (name, entry), leaf in zip(entries.items(), jax.tree.leaves(tree)):
+                if jnp.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key):
+                    leaf = jax.random.key_data(leaf)
+                array = np.asarray(leaf).reshape(-1)
+                info = zipfile.ZipInfo(name)
+                info.file_size = len(entry.header) + array.nbytes
+                with archive.open(info, "w") as stream:
+                    stream.write(entry.header)
+                    if array.dtype.kind in "biufc":
+                        array = array.astype(entry.dtype, copy=False)
+                    stream.write(array.view(np.uint8))
+            archive.comment = _DIGEST.ljust(_DIGEST_BYTES, b"0")
+        digest, _ = _digest(file)
+        file.seek(-_DIGEST_BYTES, os.SEEK_END)
+        file.write(digest)
+
+
+def _read_entry(archive: zipfile.ZipFile, info: zipfile.ZipInfo, entry: _Entry) -> Any:
+    """Read a leaf, and no more than it takes.  Raises ValueError."""
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"'{entry.name}' is compressed")
+    with archive.open(info) as stream:
+        header = stream.read(len(entry.header))
+        if header != entry.header:
+            found, wanted = (
+                x[10:].decode("latin1").strip() for x in (header, entry.header)
+            )
+            raise ValueError(f"'{entry.name}' is stored as {found}; expected {wanted}")
+        array = np.empty(entry.shape, entry.dtype)
+        size = info.file_size - len(header)
+        if size != array.nbytes:
+            raise ValueError(f"'{entry.name}' has {size} bytes, not {array.nbytes}")
+        content = memoryview(array.reshape(-1).view(np.uint8))
+        for start in range(0, size, _PIECE):
+            piece = content[start : start + _PIECE]
+            piece[:] = stream.read(len(piece))
+    return entry.restore(array)
+
+
+def load(path: str | os.PathLike, like: PyTree) -> PyTree:
+    """Read the tree that `save` wrote; `like` is one of the same structure.
+
+    Of `like`, the paths, shapes and types of the leaves matter, not their values.  The
+    digest is verified before anything in the file is believed, names, types and shapes
+    are compared before an array is made, and no more memory is taken than the arrays of
+    `like` have.  Leaves are NumPy arrays, typed random keys JAX arrays.
+
+    Raises ValueError, with the file and what is wrong, for content that is damaged, cut
+    short or foreign, for leaves that are not those of `like`, and for what is not a
+    regular file, links included; OSError if it cannot be read.
+    """
+    entries = _entries(like)
+    flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    if os.path.islink(path):
+        raise ValueError(f"{path}: a link; expected the file itself")
+    with open(
+        path, "rb", opener=lambda name, mode: os.open(name, mode | flags)
+    ) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{path}: not a regular file")
+        names = sum(2 * len(name.encode()) for name in entries)
+        arrays = sum(math.prod(e.shape) * e.dtype.itemsize for e in entries.values())
+        most = arrays + names + 512 * (len(entries) + 1)
+        if status.st_size > most:
+            raise ValueError(
+                f"{path}: {status.st_size} bytes; at most {most} are expected for the "
+                f"{len(entries)} leaves of this tree"
+            )
+        expected, found = _digest(file)
+        if found != expected:
+            raise ValueError(
+                f"{path}: damaged, cut short or not written by save: the digest at its "
+                "end is not that of its content"
+            )
+        try:
+            with zipfile.ZipFile(file) as archive:
+                infos = archive.infolist()
+                named = {info.filename: info for info in infos}
+                for name, names in (
+                    ("lacks", entries.keys() - named),
+                    ("has the foreign", named.keys() - entries),
+                ):
+                    if names:
+                        raise ValueError(f"{name} leaf '{min(names)[:-4]}'")
+                if len(named) < len(infos):
+                    raise ValueError("has two leaves of one name")
+                leaves = [_read_entry(archive, named[n], e) for n, e in entries.items()]
+        except MemoryError:
+            raise
+        except Exception as error:  # whatever a malicious archive may cause in zipfile
+            raise ValueError(f"{path}: {error}") from error
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 # ---------------------------------------------------------------------------------
