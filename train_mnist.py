@@ -4,29 +4,37 @@
     python train_mnist.py --members 8         so many members, on whatever devices
     python train_mnist.py --mode sync         one model, gradients averaged
 
-The order of this file is the order of the data: recipe, data, training, report.
+The order of this file is the order of the data: recipe, data, training, report, the
+run's folder, signals and processes, the command line.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import gzip
 import hashlib
 import http.client
 import importlib.util
+import inspect
 import json
 import math
 import os
 import platform
+import re
+import signal
+import socket
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +42,11 @@ import jaxlib
 import numpy as np
 
 import pjax_ensemble as pe
+
+try:
+    import fcntl
+except ImportError:  # Windows, where a run's folder is not locked
+    fcntl = None
 
 
 class Recipe(NamedTuple):
@@ -48,13 +61,16 @@ class Recipe(NamedTuple):
     schedule: str
     max_shift: int  # pixels by which training images move at random
     bootstrap: bool  # each member trains on a resample of its own
+    skip_nonfinite: bool  # a step whose gradient is not finite changes nothing
 
 
 # Of the cnn, chosen on held-out training images, as benchmarks/recipe.py measures; of
 # the other network, those of the guide that it comes from.
 RECIPES = {
-    "cnn": Recipe("cnn", "sgd", 5, 64, 0.15, 0.9, "linear", 2, False),
-    "batchnorm": Recipe("batchnorm", "adam", 2, 64, 1e-3, 0.9, "constant", 0, False),
+    "cnn": Recipe("cnn", "sgd", 5, 64, 0.15, 0.9, "linear", 2, False, False),
+    "batchnorm": Recipe(
+        "batchnorm", "adam", 2, 64, 1e-3, 0.9, "constant", 0, False, False
+    ),
 }
 LEARNING_RATES = {recipe.optimizer: recipe.learning_rate for recipe in RECIPES.values()}
 
@@ -492,6 +508,9 @@ def scale(images: jax.Array) -> jax.Array:
     return images.astype(jnp.float32) / 255
 
 
+CHUNK_ROWS = 32  # images that a device predicts at a time
+
+
 def make_trainer(
     recipe: Recipe, members: int, num_devices: int, num_steps: int
 ) -> pe.Trainer:
@@ -516,6 +535,8 @@ def make_trainer(
         devices=num_devices,
         apply_fn=lambda params, state, x: network.logits(params, state, scale(x))[0],
         stateful=True,
+        skip_nonfinite=recipe.skip_nonfinite,
+        chunk=CHUNK_ROWS,
     )
 
 
@@ -540,33 +561,62 @@ def member_orders(
     return np.stack(orders)
 
 
-class Epoch(NamedTuple):
-    """What an epoch ends with."""
+class Progress(NamedTuple):
+    """Where training stands, and what the last steps gave."""
 
     state: pe.TrainState
-    losses: np.ndarray  # [K, steps], in training
-    seconds: float
+    epoch: int  # epochs that are complete
+    step: int  # steps of the next one
+    losses: np.ndarray  # [K, n], of the n steps since the last
+    seconds: float  # that they took
+
+
+SEGMENT_SECONDS = 0.5  # what a call of the trainer should take: signals wait for it
+SEGMENT_STEPS = 256  # at most
 
 
 def train(
-    trainer: pe.Trainer, recipe: Recipe, images, labels, *, seed: int
-) -> Iterator[Epoch]:
-    """Yield the initial state, with no losses, and each epoch's.
+    trainer: pe.Trainer,
+    recipe: Recipe,
+    images,
+    labels,
+    *,
+    seed: int,
+    start: tuple[int, int, pe.TrainState] | None = None,
+    save_steps: int = sys.maxsize,
+    agree: Callable[[float], float] = lambda seconds: seconds,
+) -> Iterator[Progress]:
+    """Yield the state at the start, with no losses, and after each few steps.
+
+    The steps are as many as take half a second, and end with each epoch and at every
+    multiple of `save_steps`.  `start` is where to go on, (epoch, step, state).  Several
+    processes need the same number: `agree` makes one duration of theirs.
 
     A state that was yielded is consumed when the next is asked for.
     """
     members = trainer.layout.members
-    state = trainer.init(jax.random.key(seed))
+    num_steps = len(images) // recipe.batch_size
+    epoch, step, state = start or (0, 0, trainer.init(jax.random.key(seed)))
     data = trainer.place((images, labels))
-    yield Epoch(state, np.empty((members, 0)), 0.0)
-    for epoch in range(recipe.epochs):
+    yield Progress(state, epoch, step, np.empty((members, 0)), 0.0)
+    length, order = 0, None
+    done, total = epoch * num_steps + step, recipe.epochs * num_steps
+    while done < total:
         started = time.perf_counter()
-        order = member_orders(
-            len(images), recipe, seed=seed, epoch=epoch, members=members
-        )
-        state, losses = trainer.epoch(state, data, order)
+        epoch, step = divmod(done, num_steps)
+        if step == 0 or order is None:
+            order = member_orders(
+                len(images), recipe, seed=seed, epoch=epoch, members=members
+            )
+        size = min(length or 4, num_steps - step, save_steps - done % save_steps)
+        state, losses = trainer.epoch(state, data, order[:, step : step + size])
         losses = np.asarray(losses)
-        yield Epoch(state, losses, time.perf_counter() - started)
+        seconds = agree(time.perf_counter() - started)
+        # The first steps' time is that of compiling; doublings keep slices few.
+        fitting = SEGMENT_SECONDS / seconds * size if length else 4
+        length = 2 ** int(math.log2(min(max(fitting, 1), SEGMENT_STEPS)))
+        done += size
+        yield Progress(state, *divmod(done, num_steps), losses, seconds)
 
 
 # ---------------------------------------------------------------------------------
@@ -604,14 +654,24 @@ def print_epoch(metrics: dict) -> None:
     )
 
 
-def print_failed(failed: set, epoch: int, losses: np.ndarray, members: list) -> None:
-    """Name each member that has failed, once, and put it into `failed`."""
+def print_failed(
+    failed: set, now: Progress, segments: list, members: list, recipe: Recipe
+) -> None:
+    """Name each member that has failed, once, and put it into `failed`.
+
+    `segments` are losses [K, n] of the epoch's steps, up to its end.
+    """
+    losses = np.concatenate(segments, axis=1)
+    bad = ~np.isfinite(losses)
     for i, scores in enumerate(members):
         if scores is None and i not in failed:
-            bad = np.flatnonzero(~np.isfinite(losses[i]))
-            since = f": its loss was not at step {bad[0] + 1} of it" if len(bad) else ""
-            print(f"notice: member {i} is not finite after epoch {epoch}{since}")
+            step = np.argmax(bad[i]) + 1
+            since = f": its loss was not at step {step} of it" if bad[i].any() else ""
+            print(f"notice: member {i} is not finite after epoch {now.epoch}{since}")
             failed.add(i)
+        elif recipe.skip_nonfinite and bad[i].any():
+            skipped = f"{bad[i].sum()} steps of epoch {now.epoch}"
+            print(f"notice: member {i} skipped {skipped}: not finite")
 
 
 def print_table(title: str, rows: Sequence[tuple[str, dict | None]]) -> None:
@@ -626,13 +686,6 @@ def print_table(title: str, rows: Sequence[tuple[str, dict | None]]) -> None:
         )
 
 
-def write_json(path: Path, value: dict) -> None:
-    """Write a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
-    os.replace(temporary, path)
-
-
 def versions() -> dict:
     return {
         "pjax_ensemble": pe.__version__,
@@ -644,7 +697,7 @@ def versions() -> dict:
 
 
 # ---------------------------------------------------------------------------------
-# Command line
+# The folder of a run: metrics, report, checkpoints
 # ---------------------------------------------------------------------------------
 
 
@@ -654,6 +707,310 @@ class Failure(Exception):
     def __init__(self, message: str, status: int = 2):
         super().__init__(message)
         self.status = status
+
+
+class Checkpoint(NamedTuple):
+    """What a run goes on from, on any number of devices."""
+
+    settings: np.ndarray  # uint8 [n], what determines the run's numbers, as JSON
+    epoch: np.ndarray  # [], epochs that are complete
+    step: np.ndarray  # [], steps of the next one
+    state: pe.TrainState  # every leaf [K, ...]
+
+
+def first_difference(mine: dict, theirs: dict) -> str | None:
+    """Name the first setting in which two runs differ, and both values."""
+    for name in [*mine, *theirs]:
+        here, there = mine.get(name), theirs.get(name)
+        if here != there:
+            return f"{name} is {here} here, {there} there"
+    return None
+
+
+class Folder:
+    """The folder of one run, held by one process.
+
+    It holds metrics.jsonl, a line an epoch; config.json, the settings; the newest
+    checkpoints; report.json at the end; and .lock, which names the process.
+    """
+
+    CHECKPOINT = re.compile(r"checkpoint_(\d{8,18})\.npz")
+    LEFTOVER = re.compile(
+        r"\.(checkpoint_\d+\.npz|(config|report)\.json|metrics\.jsonl)\.\w+\.tmp"
+    )
+
+    def __init__(self, path: Path, resume: bool, keep: int):
+        """Make and lock the folder.  Raises Failure when it is another run's."""
+        self.path, self.keep, self.metrics = path, keep, []
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock()
+            for name in os.listdir(path):  # of a process that died while it saved
+                if self.LEFTOVER.fullmatch(name):
+                    (path / name).unlink()
+            names = [n for n in ("report.json", "metrics.jsonl") if self._has(n)]
+            names += [file.name for _, file in self.checkpoints()]
+            if names and not resume:
+                raise Failure(
+                    f"--workdir {path}: holds {names[0]} of an earlier run; go on with "
+                    "it (--resume), choose another folder, or remove it"
+                )
+            with tempfile.TemporaryFile(dir=path):  # there will be new files
+                pass
+        except OSError as error:
+            raise Failure(f"--workdir {path}: {error.strerror or error}") from error
+
+    def _lock(self) -> None:
+        # The lock is the system's, and ends with the process, however that ends.
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+        self.lock = os.open(self.path / ".lock", flags, 0o644)
+        if fcntl is None:
+            return
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(self.lock, 100).decode(errors="replace").strip()
+            os.close(self.lock)
+            raise Failure(
+                f"--workdir {self.path}: in use by process {holder}; wait for it, or "
+                "choose another folder"
+            ) from None
+        os.ftruncate(self.lock, 0)
+        os.write(self.lock, f"{os.getpid()} on {platform.node()}\n".encode())
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *_) -> None:
+        os.close(self.lock)
+
+    def _has(self, name: str) -> bool:
+        return (self.path / name).exists() and (self.path / name).stat().st_size > 0
+
+    def checkpoints(self) -> list[tuple[int, Path]]:
+        """Return the steps and paths of what is named as a checkpoint, newest first."""
+        matches = map(self.CHECKPOINT.fullmatch, os.listdir(self.path))
+        found = [(int(match[1]), self.path / match[0]) for match in matches if match]
+        return sorted(found, reverse=True)
+
+    def write_json(self, name: str, value: dict) -> None:
+        with pe.replace_file(self.path / name) as file:
+            file.write(json.dumps(value, indent=2, allow_nan=False).encode() + b"\n")
+
+    def write_metrics(self) -> None:
+        lines = "".join(json.dumps(m, allow_nan=False) + "\n" for m in self.metrics)
+        with pe.replace_file(self.path / "metrics.jsonl") as file:
+            file.write(lines.encode())
+
+    def save(self, checkpoint: Checkpoint, done: int) -> None:
+        """Write a checkpoint after `done` steps; remove what is older than the newest.
+
+        Checkpoints of later steps, which were skipped as damaged, do not count.
+        """
+        pe.save(self.path / f"checkpoint_{done:08d}.npz", checkpoint)
+        older = [path for step, path in self.checkpoints() if step <= done]
+        for path in older[self.keep :]:
+            path.unlink()
+
+    def begin(self, settings: dict) -> None:
+        """Start a new run's files."""
+        self.write_json("config.json", settings)
+        self.write_metrics()
+
+    def restore(self, like: Checkpoint, settings: dict) -> Checkpoint:
+        """Load the newest valid checkpoint, and the metrics up to it.
+
+        Raises Failure when there is none, and for a run with other settings.
+        """
+        # If they cannot be read: a checkpoint holds them too.
+        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+            theirs = json.loads((self.path / "config.json").read_text())
+            difference = first_difference(settings, theirs)
+            if difference:
+                raise Failure(f"--resume: {difference}, in {self.path}")
+        found = self.checkpoints()
+        if not found:
+            raise Failure(f"--resume: {self.path} holds no checkpoint")
+        for _, path in found:
+            try:
+                checkpoint = pe.load(path, like)
+                if checkpoint.settings.tobytes() != like.settings.tobytes():
+                    raise ValueError(f"{path}: is of a run with other settings")
+                break
+            except (OSError, ValueError) as error:
+                print(f"train_mnist.py: warning: skipped {error}", file=sys.stderr)
+        else:
+            raise Failure(
+                f"--resume: none of the {len(found)} checkpoints in {self.path} is "
+                "valid; the warnings above say why"
+            )
+        print(f"resumed from {path}")
+        self._read_metrics(int(checkpoint.epoch))
+        return checkpoint
+
+    def _read_metrics(self, epochs: int) -> None:
+        """Keep the lines of the epochs that are complete, and no others."""
+        with contextlib.suppress(OSError):
+            for line in (self.path / "metrics.jsonl").read_text().splitlines():
+                with contextlib.suppress(ValueError, TypeError, KeyError):
+                    metrics = json.loads(line)
+                    if metrics["epoch"] == len(self.metrics) + 1 <= epochs:
+                        self.metrics.append(metrics)
+        self.write_metrics()
+
+
+# ---------------------------------------------------------------------------------
+# Signals and processes
+# ---------------------------------------------------------------------------------
+
+
+class Stopped(Exception):
+    """A run that was asked to end, and can go on from where it did."""
+
+    def __init__(self, signal_number: int):
+        super().__init__(signal.Signals(signal_number).name)
+        self.status = 128 + signal_number
+
+
+class Stop:
+    """SIGTERM and SIGINT, as a request that training and evaluation look for.
+
+    A second SIGINT, and any signal while nothing is to be saved, ends the process at
+    once, from a thread: the main one may be inside a long computation.
+    """
+
+    def __init__(self):
+        self.waits = False  # whether somebody looks for the request
+        self.received = 0  # the signal, here
+        self.signal = 0  # the signal that all processes have agreed on
+
+    def __enter__(self) -> Stop:
+        self.handlers = {}
+        if threading.current_thread() is threading.main_thread():
+            self.ours, theirs = socket.socketpair()
+            self.ours.setblocking(False)
+            self.wakeup = signal.set_wakeup_fd(self.ours.fileno())
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.handlers[number] = signal.signal(number, lambda *_: None)
+            threading.Thread(target=self._watch, args=(theirs,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.handlers:
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(self.wakeup)
+            self.ours.close()
+
+    def _watch(self, theirs: socket.socket) -> None:
+        with theirs:
+            while content := theirs.recv(1):
+                number = content[0]
+                again = self.received and number == signal.SIGINT
+                if again or not self.waits:
+                    os.write(2, b"train_mnist.py: interrupted\n")
+                    os._exit(128 + number)
+                self.received = self.received or number
+
+    def agree(self, seconds: float = 0.0) -> float:
+        """Let all processes know of a signal to one; return the longest `seconds`."""
+        if jax.process_count() == 1:
+            self.signal = self.received
+            return seconds
+        from jax.experimental import multihost_utils
+
+        mine = np.array([self.received, seconds], np.float32)
+        received, seconds = multihost_utils.process_allgather(mine).max(axis=0)
+        self.signal = int(received)
+        return float(seconds)
+
+    def check(self) -> None:
+        """Raise Stopped when a process has received a signal."""
+        self.agree()
+        if self.signal:
+            raise Stopped(self.signal)
+
+
+def connect(args: argparse.Namespace) -> bool:
+    """Join the processes of the run, if it has several.  Raises Failure."""
+    if not (args.distributed or args.coordinator):
+        return False
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    options: dict[str, Any] = {"initialization_timeout": args.connect_timeout + 60}
+    known = inspect.signature(jax.distributed.initialize).parameters
+    if "heartbeat_timeout_seconds" in known:  # JAX 0.7: how long a process may hang
+        options["heartbeat_timeout_seconds"] = 30
+    where = "--distributed"
+    if args.coordinator:
+        where = f"--coordinator {args.coordinator}"
+        options |= {
+            "coordinator_address": args.coordinator,
+            "num_processes": args.num_processes,
+            "process_id": args.process_id,
+        }
+    if args.process_id == 0:
+        try:  # JAX would end the process without a word
+            with socket.socket() as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(("", int(args.coordinator.rpartition(":")[2])))
+        except OSError as error:
+            raise Failure(f"{where}: {error.strerror}", status=1) from error
+
+    def give_up():  # JAX would abort, with a trace of C++
+        os.write(
+            2,
+            f"train_mnist.py: error: {where}: the processes did not meet within "
+            f"{args.connect_timeout} seconds; is each one started, with an id of its "
+            "own and the same number of processes?\n".encode(),
+        )
+        os._exit(1)
+
+    timer = threading.Timer(args.connect_timeout, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        jax.distributed.initialize(**options)
+    except (ValueError, RuntimeError) as error:
+        raise Failure(f"{where}: {str(error).splitlines()[0]}", status=1) from error
+    finally:
+        timer.cancel()
+    if args.num_processes not in (None, jax.process_count()):
+        raise Failure(
+            f"--num-processes {args.num_processes}: the process at {args.coordinator} "
+            f"counts {jax.process_count()}"
+        )
+    return True
+
+
+def share(tree: Any) -> Any:
+    """Give every process the first one's tree of arrays, bit for bit."""
+    if jax.process_count() == 1:
+        return tree
+    from jax.experimental import multihost_utils
+
+    def share_leaf(x):
+        if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+            data = share_leaf(np.asarray(jax.random.key_data(x)))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        content = np.frombuffer(np.asarray(x).tobytes(), np.uint8)
+        content = np.asarray(multihost_utils.broadcast_one_to_all(content))
+        return np.frombuffer(content.tobytes(), x.dtype).reshape(x.shape)
+
+    return jax.tree.map(share_leaf, tree)
+
+
+def check_same_run(settings: dict) -> None:
+    """Raise Failure in a process that trains with other settings than the first."""
+    text = json.dumps(settings).ljust(4096).encode()
+    theirs = json.loads(share(np.frombuffer(text, np.uint8)).tobytes())
+    difference = first_difference(settings, theirs)
+    if difference:
+        raise Failure(f"--process-id {jax.process_index()}: {difference}, in the first")
+
+
+# ---------------------------------------------------------------------------------
+# Command line
+# ---------------------------------------------------------------------------------
 
 
 class Parser(argparse.ArgumentParser):
@@ -704,8 +1061,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--devices",
         type=int,
         metavar="D",
-        help="devices to use; on CPU, that many virtual devices (default: all; on "
-        "CPU, one a core)",
+        help="devices to use, of each process; on CPU, that many virtual devices "
+        "(default: all; on CPU, one a core)",
     )
     where.add_argument(
         "--show-batch",
@@ -775,6 +1132,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "from them for it alone (default: each on all, in an order of its own)",
     )
     training.add_argument(
+        "--skip-nonfinite",
+        action="store_true",
+        help="leave out a step whose loss or gradient is not finite, on all replicas "
+        "together (default: one model stops with the last checkpoint, members go on)",
+    )
+    training.add_argument(
         "--seed",
         type=int,
         metavar="S",
@@ -808,7 +1171,55 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--workdir",
         type=Path,
         metavar="DIR",
-        help="write metrics.jsonl and report.json there (default: write nothing)",
+        help="write metrics.jsonl, report.json and checkpoints there (default: write "
+        "nothing)",
+    )
+    output.add_argument(
+        "--save-every",
+        type=float,
+        metavar="EPOCHS",
+        default=1.0,
+        help="epochs between checkpoints, or a part of one (default: %(default)s)",
+    )
+    output.add_argument(
+        "--keep",
+        type=int,
+        metavar="N",
+        default=3,
+        help="checkpoints to keep, the newest (default: %(default)s)",
+    )
+    output.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest valid checkpoint in --workdir, on any devices",
+    )
+    several = parser.add_argument_group(
+        "several processes",
+        "each started with the same flags but for its id; the first one writes",
+    )
+    several.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="a free port on the machine of process 0, where the processes meet",
+    )
+    several.add_argument(
+        "--num-processes", type=int, metavar="P", help="how many there are"
+    )
+    several.add_argument(
+        "--process-id", type=int, metavar="I", help="which one this is, from 0"
+    )
+    several.add_argument(
+        "--distributed",
+        action="store_true",
+        help="in place of these three: let JAX find the processes, under Slurm or on "
+        "TPUs",
+    )
+    several.add_argument(
+        "--connect-timeout",
+        type=int,
+        metavar="SECONDS",
+        default=60,
+        help="how long to wait for the other processes (default: %(default)s)",
     )
     args = parser.parse_args(argv)
     args.data_dir = args.data_dir or default_folder()
@@ -835,29 +1246,40 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     check("--max-shift", 0 <= args.max_shift <= 28, "0 to 28")
     check("--seed", 0 <= args.seed < 2**32, "0 to 4294967295")
     check("--train-size", args.train_size is None or args.train_size >= 1, "1 or more")
+    check("--save-every", 0 < args.save_every < math.inf, "more than 0, finite")
+    check("--keep", args.keep >= 1, "1 or more")
+    check("--connect-timeout", args.connect_timeout >= 1, "1 or more")
+    if args.resume and not args.workdir:
+        raise Failure("--resume: needs --workdir, the folder of the run to go on with")
+    check_processes(args, check)
     return args
 
 
-def open_workdir(folder: Path):
-    """Make the folder and open its metrics.jsonl, before any work is done."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in ("report.json", "metrics.jsonl"):
-            if (folder / name).exists() and (folder / name).stat().st_size:
-                raise Failure(
-                    f"--workdir {folder}: holds {name} of an earlier run; choose "
-                    "another folder, or remove it"
-                )
-        with tempfile.TemporaryFile(dir=folder):  # report.json will need a new file
-            return open(folder / "metrics.jsonl", "w")
-    except OSError as error:
-        raise Failure(f"--workdir {folder}: {error.strerror or error}") from error
+def check_processes(args: argparse.Namespace, check: Callable) -> None:
+    given = (args.coordinator, args.num_processes, args.process_id)
+    if args.distributed and given != (None, None, None):
+        raise Failure("--distributed: finds the processes itself; give no other flags")
+    if None in given and given != (None, None, None):
+        raise Failure(
+            "--coordinator, --num-processes and --process-id belong together: give all "
+            "three, or --distributed"
+        )
+    if args.coordinator is None:
+        return
+    host, _, port = args.coordinator.rpartition(":")
+    ok = host and port.isdecimal() and 0 < int(port) < 65536
+    check("--coordinator", ok, "HOST:PORT, with a port from 1 to 65535")
+    check("--num-processes", args.num_processes >= 1, "1 or more")
+    last = args.num_processes - 1
+    check("--process-id", 0 <= args.process_id <= last, f"0 to {last}")
 
 
 def prepare(args: argparse.Namespace) -> tuple[Dataset, pe.Layout]:
-    """Load the data and start the devices.  Raises Failure where flags do not fit."""
+    """Load the data, lay out the models.  Raises Failure where flags do not fit."""
     if args.show_batch and not importlib.util.find_spec("rich"):
         raise Failure("--show-batch needs rich: python -m pip install '.[plot]'")
+    if args.show_batch and jax.process_count() > 1:
+        raise Failure("--show-batch: draws the devices of one process; there are more")
     try:
         data = load_data(args.data, args.data_dir)
     except DataError as error:
@@ -875,16 +1297,20 @@ def prepare(args: argparse.Namespace) -> tuple[Dataset, pe.Layout]:
     data = data._replace(
         train_images=data.train_images[:size], train_labels=data.train_labels[:size]
     )
-    pe.use_cpu_devices(args.devices)
-    available = jax.local_device_count()
+    processes, available = jax.process_count(), jax.local_device_count()
     num_devices = args.devices or available
+    kind = jax.default_backend().upper()
     if num_devices > available:
-        raise Failure(
-            f"--devices {num_devices}: there are {available} "
-            f"{jax.default_backend().upper()} devices"
-        )
+        raise Failure(f"--devices {num_devices}: there are {available} {kind} devices")
+    if processes > 1:
+        if num_devices < available:
+            raise Failure(
+                f"--devices {num_devices}: several processes use all of their "
+                f"{available} {kind} devices each"
+            )
+        num_devices = jax.device_count()
     members = 1 if args.mode == "sync" else args.members or num_devices
-    layout = pe.layout(members, num_devices)
+    layout = pe.layout(members, num_devices, processes)
     if args.batch_size % layout.replicas:
         below = args.batch_size - args.batch_size % layout.replicas
         raise Failure(
@@ -899,12 +1325,14 @@ def announce(args: argparse.Namespace, recipe: Recipe, data: Dataset, layout) ->
     """Say in two lines what is about to run."""
     members, devices, shared, replicas = layout
     models = "1 model" if args.mode == "sync" else f"{members} members"
+    processes = jax.process_count()
+    processes = f" of {processes} processes" if processes > 1 else ""
     place = f", {shared} a device" if shared > 1 else ""
     if replicas > 1:
         place = f", {replicas} replicas" + (" of each" if members > 1 else "")
     print(
         f"{args.mode}: {models} on {devices} {jax.default_backend().upper()} devices"
-        f"{place}; {data.name}, {len(data.train_images)} training and "
+        f"{processes}{place}; {data.name}, {len(data.train_images)} training and "
         f"{len(data.test_images)} test images, seed {args.seed}, jax {jax.__version__}"
     )
     settings = (f"{name} {value}" for name, value in recipe._asdict().items())
@@ -923,11 +1351,11 @@ def show_batch(layout: pe.Layout, batch_size: int) -> None:
     jax.debug.visualize_array_sharding(images)
 
 
-def evaluate(predict, state, data: Dataset, epoch: int) -> tuple[dict, dict, float]:
+def evaluate(predict, state, data: Dataset) -> tuple:
     """Report on the test images, and on as many training images, measured alike.
 
-    Returns both reports and the seconds that the test images took.  Raises Failure,
-    status 3, when no model is finite.
+    Returns both reports and the seconds that the test images took.  A report is None
+    when no model is finite.
     """
     started = time.perf_counter()
     probs = predict(state, data.test_images)
@@ -936,10 +1364,6 @@ def evaluate(predict, state, data: Dataset, epoch: int) -> tuple[dict, dict, flo
     sample = slice(len(data.test_images))
     probs = predict(state, data.train_images[sample])
     train = report_finite(probs, data.train_labels[sample])
-    if test is None or train is None:
-        raise Failure(
-            f"no model is finite after epoch {epoch}; lower --learning-rate", status=3
-        )
     return test, train, seconds
 
 
@@ -963,50 +1387,168 @@ def print_report(args: argparse.Namespace, data: Dataset, report: dict) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> dict:
-    """Train and report; return what report.json holds.  Raises Failure."""
-    metrics_file = open_workdir(args.workdir) if args.workdir else None
+def predict_in_parts(trainer: pe.Trainer, stop: Stop, state, images) -> np.ndarray:
+    """Predict [K, N, C] in parts of about a second, looking for a signal between."""
+    spread = trainer.layout
+    rows = CHUNK_ROWS * spread.replicas * max(1, 32 // spread.members_per_device)
+    parts = []
+    for start in range(0, len(images), rows):
+        parts.append(trainer.predict_members(state, images[start : start + rows]))
+        stop.check()
+    return np.concatenate(parts, axis=1)
+
+
+def any_finite(state: pe.TrainState) -> bool:
+    """Whether a member of the state [K, ...] has no number that is not finite."""
+    leaves = jax.tree.leaves(state._replace(key=None))
+    finite = [np.isfinite(x).reshape(len(x), -1).all(axis=1) for x in leaves]
+    return bool(np.all(finite, axis=0).any())
+
+
+def describe(args, recipe: Recipe, data: Dataset, members: int) -> dict:
+    """Return what determines the numbers of a run, whatever devices it has."""
+    content = hashlib.sha256()
+    for array in data[1:]:
+        content.update(np.ascontiguousarray(array))
+    return {
+        "mode": args.mode,
+        "members": members,
+        **recipe._asdict(),
+        "seed": args.seed,
+        "train_size": len(data.train_images),
+        "dataset": data.name,
+        "dataset_sha256": content.hexdigest(),
+    }
+
+
+class Saver:
+    """Saves a run at the steps that are asked for, and says where it goes on from."""
+
+    def __init__(self, trainer, folder: Folder | None, settings: dict, num_steps: int):
+        self.trainer, self.folder, self.num_steps = trainer, folder, num_steps
+        self.settings = np.frombuffer(json.dumps(settings).encode(), np.uint8)
+        self.done = -1  # steps at the last save
+
+    def restore(self, settings: dict, seed: int) -> tuple[int, int, pe.TrainState]:
+        """Return where the newest valid checkpoint stands: see `train`."""
+        state = self.trainer.gather(self.trainer.init(jax.random.key(seed)))
+        found = Checkpoint(self.settings, np.array(0), np.array(0), state)
+        if self.folder:
+            found = self.folder.restore(found, settings)
+        found = share(found)
+        epoch, step = int(found.epoch), int(found.step)
+        self.done = epoch * self.num_steps + step
+        return epoch, step, self.trainer.scatter(found.state)
+
+    def save(self, now: Progress) -> None:
+        """Save, unless it is done.  Raises Failure for a state that is of no use."""
+        done = now.epoch * self.num_steps + now.step
+        if done == self.done:
+            return
+        try:
+            state = self.trainer.gather(now.state)
+        except RuntimeError as error:
+            raise Failure(f"after step {done}, {error}", status=3) from error
+        if not any_finite(state):
+            raise diverged(now, self.done)
+        if self.folder:
+            epoch, step = np.array(now.epoch), np.array(now.step)
+            self.folder.save(Checkpoint(self.settings, epoch, step, state), done)
+        self.done = done
+
+
+def diverged(now: Progress, saved: int) -> Failure:
+    place = f"step {now.step} of epoch {now.epoch + 1}" if now.step else ""
+    return Failure(
+        f"no model is finite after {place or f'epoch {now.epoch}'}; lower "
+        "--learning-rate"
+        + (f" (the checkpoint of step {saved} is good)" if saved >= 0 else ""),
+        status=3,
+    )
+
+
+def train_and_report(
+    args: argparse.Namespace, stop: Stop, folder: Folder | None
+) -> dict:
+    """Train, save and report; return what report.json holds."""
     data, layout = prepare(args)
     num_train = len(data.train_images)
     recipe = Recipe(**{name: getattr(args, name) for name in Recipe._fields})
+    settings = describe(args, recipe, data, layout.members)
+    check_same_run(settings)
     announce(args, recipe, data, layout)
     if args.show_batch:
         show_batch(layout, recipe.batch_size)
     num_steps = num_train // recipe.batch_size
-    trainer = make_trainer(
-        recipe, layout.members, layout.devices, recipe.epochs * num_steps
+    total, save_steps = recipe.epochs * num_steps, round(args.save_every * num_steps)
+    save_steps = max(save_steps, 1)
+    trainer = make_trainer(recipe, layout.members, layout.devices, total)
+    saver = Saver(trainer, folder, settings, num_steps)
+    start = None
+    if args.resume:
+        start = saver.restore(settings, args.seed)
+    elif folder:
+        folder.begin(settings)
+    recorded = len(folder.metrics) if folder else 0
+    recorded = int(share(np.array(recorded)))
+
+    stop.waits = True
+    progress = train(
+        trainer,
+        recipe,
+        data.train_images,
+        data.train_labels,
+        seed=args.seed,
+        start=start,
+        save_steps=save_steps,
+        agree=stop.agree,
     )
-    epochs = train(
-        trainer, recipe, data.train_images, data.train_labels, seed=args.seed
-    )
-    failed = set()
-    for epoch, (state, losses, train_seconds) in enumerate(epochs):
-        if epoch == 0 and recipe.epochs > 0:
-            continue  # the initial models are of interest only when none is trained
-        report, train_report, test_seconds = evaluate(
-            trainer.predict_members, state, data, epoch
-        )
+    predict = functools.partial(predict_in_parts, trainer, stop)
+    failed, losses, seconds = set(), [], 0.0  # of this epoch, here
+    for now in progress:
+        losses.append(now.losses)
+        seconds += now.seconds
+        last = now.losses[:, -1:]
+        if last.size and not (recipe.skip_nonfinite or np.isfinite(last).any()):
+            raise diverged(now, saver.done)
+        done = now.epoch * num_steps + now.step
+        if args.workdir and (done % save_steps == 0 or done == total):
+            saver.save(now)
+        ended = now.step == 0 and (now.epoch > recorded or now.epoch == recipe.epochs)
+        try:
+            if stop.signal:
+                raise Stopped(stop.signal)
+            if not ended:
+                continue
+            report, train_report, test_seconds = evaluate(predict, now.state, data)
+        except Stopped:
+            if args.workdir:
+                saver.save(now)
+                stop.agree()  # nobody leaves before the first process has saved
+            raise
+        if report is None or train_report is None:
+            raise diverged(now, saver.done)
         members = report["member"]
-        print_failed(failed, epoch, losses, members)
-        if epoch == 0:
-            break
-        metrics = {
-            "epoch": epoch,
-            "train_loss": mean_loss(train_report),
-            "train_accuracy": train_report["ensemble"]["accuracy"],
-            "test_loss": mean_loss(report),
-            "test_accuracy": report["ensemble"]["accuracy"],
-            "member_test_accuracy": [m and m["accuracy"] for m in members],
-            "train_seconds": train_seconds,
-            "test_seconds": test_seconds,
-            "member_images_per_second": len(members)
-            * num_steps
-            * recipe.batch_size
-            / train_seconds,
-        }
-        print_epoch(metrics)
-        if metrics_file:
-            print(json.dumps(metrics, allow_nan=False), file=metrics_file, flush=True)
+        print_failed(failed, now, losses, members, recipe)
+        if now.epoch > recorded:
+            num_images = sum(x.size for x in losses) * recipe.batch_size
+            metrics = {
+                "epoch": now.epoch,
+                "train_loss": mean_loss(train_report),
+                "train_accuracy": train_report["ensemble"]["accuracy"],
+                "test_loss": mean_loss(report),
+                "test_accuracy": report["ensemble"]["accuracy"],
+                "member_test_accuracy": [m and m["accuracy"] for m in members],
+                "train_seconds": seconds,
+                "test_seconds": test_seconds,
+                "member_images_per_second": num_images / seconds if seconds else None,
+            }
+            print_epoch(metrics)
+            if folder:
+                folder.metrics.append(metrics)
+                folder.write_metrics()
+        losses, seconds = [], 0.0
+    stop.waits = False
 
     print_report(args, data, report)
     report = {
@@ -1024,23 +1566,57 @@ def run(args: argparse.Namespace) -> dict:
         },
         "versions": versions(),
     }
-    if metrics_file:
-        metrics_file.close()
-        write_json(args.workdir / "report.json", report)
+    if folder:
+        folder.write_json("report.json", report)
     return report
+
+
+def run(args: argparse.Namespace, stop: Stop) -> dict:
+    """Join the processes, take the folder, train.  Raises Failure and Stopped."""
+    pe.use_cpu_devices(args.devices)
+    connect(args)
+    if args.workdir and jax.process_index() == 0:
+        folder = Folder(args.workdir, args.resume, args.keep)
+    else:
+        folder = contextlib.nullcontext()
+    with folder as folder:
+        # The processes all compute what they print: one of them is enough.
+        quiet = contextlib.redirect_stdout(None) if jax.process_index() else None
+        with quiet or contextlib.nullcontext():
+            return train_and_report(args, stop, folder)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status, after one line of what is wrong."""
-    try:
-        run(parse_arguments(argv))
-    except Failure as failure:
-        print(f"train_mnist.py: error: {failure}", file=sys.stderr)
-        return failure.status
-    except KeyboardInterrupt:
-        print("train_mnist.py: interrupted", file=sys.stderr)
-        return 130
-    return 0
+    several, status, text = False, 0, ""
+    with Stop() as stop:
+        try:
+            args = parse_arguments(argv)
+            several = bool(args.coordinator or args.distributed)
+            run(args, stop)
+        except Stopped as stopped:
+            what = f"what is done is in {args.workdir}; --resume goes on with it"
+            lost = "nothing is saved without --workdir"
+            text = f"{stopped}: {what if args.workdir else lost}"
+            print(f"train_mnist.py: {text}", file=sys.stderr)
+            return stopped.status
+        except Failure as failure:
+            text, status = str(failure), failure.status
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            text, status = f"{where}{error.strerror or error}", 2
+        except KeyboardInterrupt:
+            text, status = "interrupted", 130
+        except (RuntimeError, ValueError) as error:
+            if not several:
+                raise
+            reason = str(error).splitlines()[0]
+            text, status = f"lost contact with another process: {reason}", 1
+    if status:
+        print(f"train_mnist.py: error: {text}", file=sys.stderr, flush=True)
+        if several:
+            os._exit(status)  # JAX would wait for the others, which wait for this one
+    return status
 
 
 if __name__ == "__main__":
