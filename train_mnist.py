@@ -827,7 +827,9 @@ class Folder:
             theirs = json.loads((self.path / "config.json").read_text())
             difference = first_difference(settings, theirs)
             if difference:
-                raise Failure(f"--resume: {difference}, in {self.path}")
+                raise Failure(
+                    f"--resume: {difference}, in {self.path}; give that run's flags"
+                )
         found = self.checkpoints()
         if not found:
             raise Failure(f"--resume: {self.path} holds no checkpoint")
@@ -890,10 +892,14 @@ class Stop:
             self.ours, theirs = socket.socketpair()
             self.ours.setblocking(False)
             self.wakeup = signal.set_wakeup_fd(self.ours.fileno())
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self.handlers[number] = signal.signal(number, lambda *_: None)
+            self.handlers = self.listen()
             threading.Thread(target=self._watch, args=(theirs,), daemon=True).start()
         return self
+
+    def listen(self) -> dict:
+        """Take the signals, also back from JAX, and return who had them."""
+        numbers = signal.SIGINT, signal.SIGTERM
+        return {number: signal.signal(number, lambda *_: None) for number in numbers}
 
     def __exit__(self, *_) -> None:
         if self.handlers:
@@ -1574,7 +1580,8 @@ def train_and_report(
 def run(args: argparse.Namespace, stop: Stop) -> dict:
     """Join the processes, take the folder, train.  Raises Failure and Stopped."""
     pe.use_cpu_devices(args.devices)
-    connect(args)
+    if connect(args) and stop.handlers:
+        stop.listen()  # jax.distributed takes SIGTERM for itself
     if args.workdir and jax.process_index() == 0:
         folder = Folder(args.workdir, args.resume, args.keep)
     else:
