@@ -1834,7 +1834,8 @@ def replace_file(path: str | os.PathLike) -> Iterator[Any]:
 
     Raises ValueError where `path` is something other than a regular file, such as a
     link or a device, and OSError with `path` and the reason for what the disk refuses;
-    an old file is then as it was, and no temporary one is left.
+    an old file is then as it was (unless it was the folder that could not be synced),
+    and no temporary one is left.
     """
     path = os.fspath(path)
     if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
@@ -1956,25 +1957,30 @@ def save(path: str | os.PathLike, tree: PyTree) -> None:
         file.write(digest)
 
 
-def _read_entry(archive: zipfile.ZipFile, info: zipfile.ZipInfo, entry: _Entry) -> Any:
-    """Read a leaf, and no more than it takes.  Raises ValueError."""
-    if info.compress_type != zipfile.ZIP_STORED:
-        raise ValueError(f"'{entry.name}' is compressed")
-    with archive.open(info) as stream:
-        header = stream.read(len(entry.header))
-        if header != entry.header:
-            found, wanted = (
-                x[10:].decode("latin1").strip() for x in (header, entry.header)
-            )
-            raise ValueError(f"'{entry.name}' is stored as {found}; expected {wanted}")
-        array = np.empty(entry.shape, entry.dtype)
-        size = info.file_size - len(header)
-        if size != array.nbytes:
-            raise ValueError(f"'{entry.name}' has {size} bytes, not {array.nbytes}")
-        content = memoryview(array.reshape(-1).view(np.uint8))
-        for start in range(0, size, _PIECE):
-            piece = content[start : start + _PIECE]
-            piece[:] = stream.read(len(piece))
+def _read_entry(file: Any, entry: _Entry) -> Any:
+    """Read the leaf that comes next in the archive.  Raises ValueError."""
+    record = struct.unpack("<4s4xH8x2I2H", file.read(30).ljust(30))
+    signature, method, packed, size, name_size, extra_size = record
+    if signature != b"PK\3\4":
+        raise ValueError(f"ends where leaf '{entry.name}' is expected")
+    name = file.read(name_size).decode(errors="replace").removesuffix(".npy")
+    if name != entry.name:
+        raise ValueError(f"holds leaf '{name}' where '{entry.name}' is expected")
+    if method != zipfile.ZIP_STORED:
+        raise ValueError(f"leaf '{name}' is compressed, by method {method}")
+    file.seek(extra_size, os.SEEK_CUR)
+    header = file.read(len(entry.header))
+    if header != entry.header:
+        found, expected = (
+            text[10:].decode("latin1").strip() for text in (header, entry.header)
+        )
+        raise ValueError(f"leaf '{name}' is stored as {found!r}; expected {expected!r}")
+    array = np.empty(entry.shape, entry.dtype)
+    expected = len(header) + array.nbytes
+    if {packed, size} - {expected, 0xFFFFFFFF}:  # or it stands in the extra record
+        raise ValueError(f"leaf '{name}' has {packed} bytes of {size}, not {expected}")
+    if file.readinto(array.reshape(-1).view(np.uint8)) < array.nbytes:
+        raise ValueError(f"ends in leaf '{name}'")
     return entry.restore(array)
 
 
@@ -1982,31 +1988,25 @@ def load(path: str | os.PathLike, like: PyTree) -> PyTree:
     """Read the tree that `save` wrote; `like` is one of the same structure.
 
     Of `like`, the paths, shapes and types of the leaves matter, not their values.  The
-    digest is verified before anything in the file is believed, names, types and shapes
-    are compared before an array is made, and no more memory is taken than the arrays of
-    `like` have.  Leaves are NumPy arrays, typed random keys JAX arrays.
+    digest is verified before anything in the file is believed, its names, types and
+    shapes are compared before an array is made, and no more memory is taken than the
+    arrays of `like` have.  Leaves are NumPy arrays, typed random keys JAX arrays.
 
     Raises ValueError, with the file and what is wrong, for content that is damaged, cut
     short or foreign, for leaves that are not those of `like`, and for what is not a
     regular file, links included; OSError if it cannot be read.
     """
     entries = _entries(like)
-    flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    if os.path.islink(path):
-        raise ValueError(f"{path}: a link; expected the file itself")
-    with open(
-        path, "rb", opener=lambda name, mode: os.open(name, mode | flags)
-    ) as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{path}: not a regular file")
-        names = sum(2 * len(name.encode()) for name in entries)
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        raise ValueError(f"{path}: not a regular file")
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
         arrays = sum(math.prod(e.shape) * e.dtype.itemsize for e in entries.values())
-        most = arrays + names + 512 * (len(entries) + 1)
-        if status.st_size > most:
+        records = sum(2 * len(name.encode()) + 512 for name in ["", *entries])
+        if size > arrays + records:
             raise ValueError(
-                f"{path}: {status.st_size} bytes; at most {most} are expected for the "
-                f"{len(entries)} leaves of this tree"
+                f"{path}: {size} bytes; at most {arrays + records} are expected for "
+                f"the {len(entries)} leaves of this tree"
             )
         expected, found = _digest(file)
         if found != expected:
@@ -2014,22 +2014,12 @@ def load(path: str | os.PathLike, like: PyTree) -> PyTree:
                 f"{path}: damaged, cut short or not written by save: the digest at its "
                 "end is not that of its content"
             )
+        file.seek(0)
         try:
-            with zipfile.ZipFile(file) as archive:
-                infos = archive.infolist()
-                named = {info.filename: info for info in infos}
-                for name, names in (
-                    ("lacks", entries.keys() - named),
-                    ("has the foreign", named.keys() - entries),
-                ):
-                    if names:
-                        raise ValueError(f"{name} leaf '{min(names)[:-4]}'")
-                if len(named) < len(infos):
-                    raise ValueError("has two leaves of one name")
-                leaves = [_read_entry(archive, named[n], e) for n, e in entries.items()]
-        except MemoryError:
-            raise
-        except Exception as error:  # whatever a malicious archive may cause in zipfile
+            leaves = [_read_entry(file, entry) for entry in entries.values()]
+            if file.read(4) == b"PK\3\4":
+                raise ValueError(f"holds more than the {len(leaves)} leaves expected")
+        except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 

@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 import os
+import socket
 import struct
 import subprocess
 import sys
@@ -47,12 +48,16 @@ HERE = Path(__file__).parent
 MNIST_DIR = os.environ.get("MNIST_DIR")
 
 
+def as_bytes(leaf):
+    if jnp.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf).tobytes()
+
+
 def leaves_equal(a, b):
     """Whether two trees hold the same bits (nan equal to nan)."""
-    a, b = jax.tree.leaves(a), jax.tree.leaves(b)
-    return len(a) == len(b) and all(
-        np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in zip(a, b)
-    )
+    a, b = map(jax.tree.leaves, (a, b))
+    return len(a) == len(b) and all(as_bytes(x) == as_bytes(y) for x, y in zip(a, b))
 
 
 def member(tree, i):
@@ -2003,6 +2008,392 @@ def test_prefetch_raises_what_its_source_raises_in_its_place():
     assert got == [0, 1]
     with pytest.raises(ValueError, match="size is 0; expected an int >= 1"):
         pe.prefetch([], 0)
+
+
+def counting_trainer(members, devices, loss_fn, **options):
+    """Make a trainer of the net with a count of its steps as model state."""
+    return pe.make_trainer(
+        lambda key: (net_init(key), np.int32(0)),
+        loss_fn,
+        pe.sgd(0.1),
+        members=members,
+        devices=devices,
+        stateful=True,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("members, devices", [(3, 2), (1, 4), (2, 4)])
+def test_an_epoch_in_pieces_ends_in_the_same_bits(members, devices):
+    trainer = counting_trainer(members, devices, noisy_loss)
+    order = orders(members, batch=24)
+    ends = []
+    for sizes in ([10], [1, 2, 7], [5, 5]):
+        state, start, losses = trainer.init(jax.random.key(1)), 0, []
+        for size in sizes:
+            part = order[:, start : start + size]
+            state, loss = trainer.epoch(state, image_data(), part)
+            assert loss.shape == (members, size)
+            losses.append(loss)
+            start += size
+        ends.append((trainer.gather(state), np.concatenate(losses, axis=1)))
+    assert leaves_equal(ends[0], ends[1]) and leaves_equal(ends[0], ends[2])
+
+
+def test_pieces_of_an_epoch_share_a_program():
+    traces = []
+
+    def counted(params, images, labels):
+        traces.append(1)
+        return uint8_loss(params, images, labels)
+
+    trainer = net_trainer(2, 2, counted)
+    state = trainer.init(jax.random.key(0))
+    order = orders(2, batch=24)
+    state, _ = trainer.epoch(state, image_data(), order[:, :4])
+    once = len(traces)
+    for size in (1, 3, 10):
+        state, _ = trainer.epoch(state, image_data(), order[:, :size])
+    assert len(traces) == once > 0
+
+
+def test_gather_names_the_leaf_and_device_of_a_replica_that_differs():
+    trainer = net_trainer(2, 4)
+    state = trainer.init(jax.random.key(0))
+    bias = state.params.dense.bias
+    copies = [np.array(shard.data) for shard in bias.addressable_shards]
+    copies[3].reshape(-1).view(np.uint8)[0] ^= 1
+    shards = [
+        jax.device_put(x, s.device) for x, s in zip(copies, bias.addressable_shards)
+    ]
+    bias = jax.make_array_from_single_device_arrays(bias.shape, bias.sharding, shards)
+    dense = state.params.dense._replace(bias=bias)
+    state = state._replace(params=state.params._replace(dense=dense))
+    message = (
+        rf"\.params\.dense\.bias on device {jax.devices()[3]} .* {jax.devices()[2]}"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        trainer.gather(state)
+
+
+@pytest.mark.parametrize("members, devices", [(1, 4), (2, 4), (3, 2)])
+def test_a_step_that_is_not_finite_can_be_skipped_by_all_replicas(members, devices):
+    def loss_fn(params, model_state, key, images, labels):
+        # With a white image, a finite loss with a gradient that is not.
+        bad = (images == 255).all(axis=(1, 2, 3)).any()
+        loss = uint8_loss(params, images, labels)
+        root = jnp.sqrt(jnp.where(bad, 0.0, 1.0) * jnp.sum(params.dense.bias**2 + 1))
+        return loss + root - jax.lax.stop_gradient(root), model_state + 1
+
+    images, labels = image_data()
+    images = images.copy()
+    images[5] = 255  # in the first step, on one replica
+    order = np.arange(NUM_IMAGES).reshape(10, 24)
+    plain = counting_trainer(members, devices, loss_fn)
+    state, _ = plain.epoch(plain.init(jax.random.key(0)), (images, labels), order)
+    assert np.isnan(plain.gather(state).params.dense.bias).any()
+    trainer = counting_trainer(members, devices, loss_fn, skip_nonfinite=True)
+    start = trainer.gather(trainer.init(jax.random.key(0)))
+    state, losses = trainer.epoch(trainer.scatter(start), (images, labels), order[:1])
+    after = trainer.gather(state)  # compares the replicas
+    assert np.isnan(losses).all()
+    assert leaves_equal(after._replace(key=None), start._replace(key=None))
+    assert not leaves_equal(after.key, start.key)
+    state, losses = trainer.epoch(state, (images, labels), order[1:])
+    assert np.isfinite(losses).all()
+    assert not leaves_equal(trainer.gather(state).params, start.params)
+
+
+def test_a_member_skips_its_step_alone():
+    def loss_fn(params, images, labels):
+        return uint8_loss(params, images, labels) * jnp.where(
+            labels[0] == 9, jnp.nan, 1
+        )
+
+    images, labels = image_data()
+    labels = np.where(np.arange(NUM_IMAGES) == 0, 9, labels)
+    order = orders(3, batch=24)[:, :1].copy()
+    order[0, 0, 0], order[1:, 0, 0] = 0, 1
+    trainer = net_trainer(3, 2, loss_fn, skip_nonfinite=True)
+    start = trainer.gather(trainer.init(jax.random.key(0)))
+    state, losses = trainer.epoch(trainer.scatter(start), (images, labels), order)
+    assert np.isnan(losses[:, 0]).tolist() == [True, False, False]
+    end = trainer.gather(state)
+    assert leaves_equal(member(end.params, 0), member(start.params, 0))
+    assert not leaves_equal(member(end.params, 1), member(start.params, 1))
+
+
+@pytest.mark.parametrize(
+    "members, devices, processes, expected",
+    [
+        (1, 4, 2, (1, 4, 1, 4)),
+        (4, 4, 2, (4, 4, 1, 1)),
+        (5, 4, 2, (5, 4, 2, 1)),
+        (3, 8, 4, (3, 8, 1, 2)),
+        (3, 16, 2, (3, 16, 1, 4)),
+        (2, 6, 3, (2, 6, 1, 3)),
+    ],
+)
+def test_several_processes_use_all_of_their_devices(
+    members, devices, processes, expected
+):
+    assert pe.layout(members, devices, processes) == expected
+
+
+PROCESS = """
+import sys
+import jax
+import numpy as np
+import jax.numpy as jnp
+index, count, local, port, folder = *map(int, sys.argv[1:5]), sys.argv[5]
+jax.config.update("jax_num_cpu_devices", local)
+if count > 1:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", count, index)
+import pjax_ensemble as pe
+
+def init(key):
+    keys = jax.random.split(key)
+    return pe.dense_init(keys[0], 6, 8), pe.dense_init(keys[1], 8, 4)
+
+def net(params, xs):
+    return pe.dense(params[1], jax.nn.relu(pe.dense(params[0], xs)))
+
+def loss_fn(params, key, xs, ys):
+    xs = xs + 0.1 * jax.random.normal(key, xs.shape)
+    return pe.softmax_cross_entropy(net(params, xs), ys).mean()
+
+def stateful_loss(params, model_state, key, xs, ys):
+    return loss_fn(params, key, xs, ys), model_state
+
+rng = np.random.default_rng(0)
+xs, ys = rng.normal(size=(48, 6)).astype(np.float32), rng.integers(4, size=48)
+found = {}
+for members in (1, 3, 5):
+    trainer = pe.make_trainer(init_fn := lambda key: (init(key), ()), stateful_loss,
+        pe.sgd(0.1), members=members, stateful=True, chunk=5,
+        apply_fn=lambda params, _, xs: net(params, xs))
+    state = trainer.init(jax.random.key(1))
+    state, losses = trainer.epoch(state, (xs, ys), rng.permutation(48).reshape(4, 12))
+    state, loss = trainer.update(state, xs[:12], ys[:12])
+    gathered = trainer.gather(state)
+    assert jax.tree.all(jax.tree.map(np.array_equal, gathered._replace(key=0),
+        trainer.gather(trainer.scatter(gathered))._replace(key=0)))
+    found[f"{members} params"] = np.concatenate(
+        [x.reshape(members, -1) for x in jax.tree.leaves(gathered.params)], axis=1)
+    found[f"{members} losses"] = np.concatenate([losses, loss[:, None]], axis=1)
+    found[f"{members} probs"] = trainer.predict(state, xs)
+    found[f"{members} member probs"] = trainer.predict_members(state, xs)
+
+def plain_loss(params, xs, ys):
+    return pe.softmax_cross_entropy(net(params, xs), ys).mean()
+
+optimizer = pe.sgd(0.1)
+update = pe.make_sync_update(plain_loss, optimizer)
+state = pe.replicate(pe.train_state(init(jax.random.key(0)), optimizer))
+mine = np.split(np.arange(48), count)[index]
+for _ in range(3):
+    state, loss = update(state, *pe.split((xs[mine], ys[mine])))
+found["sync update"] = np.asarray(pe.unreplicate(state.params)[0].weight)
+keys = jax.random.split(jax.random.key(5), local)  # the same in every process
+state = jax.tree.map(lambda *x: jnp.stack(x),
+    *[pe.train_state(init(k), optimizer, key=k) for k in keys])
+update = pe.make_ensemble_update(plain_loss, optimizer)
+try:
+    update(state, *pe.replicate((xs, ys)))
+    found["equal keys"] = np.array(0)
+except ValueError as error:
+    assert f"members 0 and {local} have equal keys" in str(error), error
+    found["equal keys"] = np.array(1)
+np.savez(f"{folder}/{count} {index}.npz", **found)
+"""
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def start_python(code, *args, **env):
+    """Start code in a fresh interpreter, with the compiled programs of the session."""
+    env = {
+        "PATH": os.environ["PATH"],
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": COMPILED.name,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+        "PYTHONPATH": str(HERE),
+        **env,
+    }
+    command = [sys.executable, "-c", code, *map(str, args)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True)
+
+
+def test_two_processes_end_as_one_with_as_many_devices(tmp_path):
+    port = free_port()
+    runs = [start_python(PROCESS, i, 2, 2, port, tmp_path) for i in range(2)]
+    runs.append(start_python(PROCESS, 0, 1, 4, port, tmp_path))
+    for run in runs:
+        _, errors = run.communicate(timeout=120)
+        assert run.returncode == 0, errors
+    first, second, one = (
+        dict(np.load(tmp_path / f"{name}.npz")) for name in ("2 0", "2 1", "1 0")
+    )
+    assert first.pop("equal keys") and not one.pop("equal keys")
+    for name, value in first.items():
+        assert_array_equal(value, second[name], err_msg=name)
+        exact = name[0] in "35" and "member" in name  # no replicas
+        tolerance = dict(rtol=0) if exact else dict(rtol=1e-5, atol=1e-6)
+        assert_allclose(value, one[name], err_msg=name, **tolerance)
+
+
+# ---------------------------------------------------------------------------------
+# Checkpoints
+# ---------------------------------------------------------------------------------
+
+LEAVES = {
+    "float32": np.float32([[1.5, -0.0], [np.nan, np.inf]]),
+    "bfloat16": jnp.asarray([1.5, -2, np.nan], jnp.bfloat16),
+    "float8": jnp.asarray([0.5, 2], jnp.float8_e4m3fn),
+    "int4": jnp.asarray([-8, 7], jnp.int4),
+    "empty": np.zeros((0, 3), np.int16),
+    "transposed": np.arange(12.0).reshape(3, 4).T,
+    "bool": np.array([True, False]),
+    "complex": np.array(1 + 2j),
+    "number": np.int64(5),
+    "old key": jax.random.PRNGKey(3),
+    "key": jax.random.key(3),
+    "keys": jax.random.split(jax.random.key(4, impl="rbg"), 2),
+}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_load_returns_the_bits_that_were_saved(tmp_path, name):
+    tree = {"a": [LEAVES[name], None], "b": (np.float32(1), LEAVES[name])}
+    pe.save(tmp_path / "x.npz", tree)
+    back = pe.load(tmp_path / "x.npz", tree)
+    assert jax.tree.structure(back) == jax.tree.structure(tree)
+    for leaf, expected in zip(jax.tree.leaves(back), jax.tree.leaves(tree)):
+        assert (leaf.dtype, leaf.shape) == (expected.dtype, expected.shape)
+        assert as_bytes(leaf) == as_bytes(expected)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.recursive(
+        st.tuples(
+            st.sampled_from(["<f4", ">f8", "u1", "<i8", "?"]),
+            st.lists(st.integers(0, 3), max_size=3),
+        ).map(lambda x: np.ones(x[1], x[0])),
+        lambda tree: st.lists(tree, max_size=3) | st.dictionaries(st.text(), tree),
+    )
+)
+def test_any_tree_of_arrays_comes_back(tmp_path_factory, tree):
+    path = tmp_path_factory.mktemp("tree") / "x.npz"
+    pe.save(path, tree)
+    back = pe.load(path, tree)
+    assert jax.tree.structure(back) == jax.tree.structure(tree)
+    for leaf, expected in zip(jax.tree.leaves(back), jax.tree.leaves(tree)):
+        assert leaf.dtype == expected.dtype.newbyteorder("<")
+        assert_array_equal(leaf, expected)
+
+
+def test_numpy_reads_a_checkpoint(tmp_path):
+    state = pe.train_state(net_init(jax.random.key(0)), pe.sgd(0.1))
+    pe.save(tmp_path / "x.npz", state)
+    with np.load(tmp_path / "x.npz", allow_pickle=False) as archive:
+        assert_array_equal(archive[".params.dense.weight"], state.params.dense.weight)
+        assert len(archive.files) == len(jax.tree.leaves(state))
+
+
+def test_same_tree_gives_the_same_file(tmp_path):
+    tree = {"x": np.arange(5), "key": jax.random.key(0)}
+    for name in "ab":
+        pe.save(tmp_path / name, tree)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "like, message",
+    [
+        ({"a": np.zeros((2, 3), np.float32)}, "holds more than the 1 leaves"),
+        ({"b": np.zeros((2, 3), np.float32)}, "leaf '['a']' where '['b']' is expected"),
+        (
+            {"a": np.zeros((3, 2), np.float32), "k": jax.random.key(0)},
+            "\"{'descr': '<f4', 'fortran_order': False, 'shape': (3, 2), }\"",
+        ),
+        ({"a": np.zeros((2, 3), np.int32), "k": jax.random.key(0)}, "'descr': '<f4'"),
+        (
+            {"a": np.zeros((2, 3), np.float32), "k": jax.random.key(0, impl="rbg")},
+            "leaf '['k'] key<fry>' where '['k'] key<rbg>' is expected",
+        ),
+        (
+            {"a": np.zeros((2, 3), jnp.bfloat16), "k": jax.random.key(0)},
+            "leaf '['a']' where '['a'] bfloat16' is expected",
+        ),
+        (
+            {"a": np.zeros((2, 3), np.float32), "k": jax.random.key(0), "z": 0},
+            "ends where leaf '['z']' is expected",
+        ),
+        ((), "bytes; at most 512 are expected for the 0 leaves"),
+    ],
+)
+def test_load_names_the_leaf_that_is_another(tmp_path, like, message):
+    path = tmp_path / "x.npz"
+    pe.save(path, {"a": np.ones((2, 3), np.float32), "k": jax.random.key(1)})
+    with pytest.raises(ValueError) as error:
+        pe.load(path, like)
+    assert str(error.value).startswith(f"{path}: ") and message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "leaf", ["text", np.array([None]), object(), np.zeros(2, "M8[s]")]
+)
+def test_save_refuses_leaves_that_are_no_numbers(tmp_path, leaf):
+    with pytest.raises(ValueError, match=r"leaf '\['a'\]' is .*; expected numbers"):
+        pe.save(tmp_path / "x.npz", {"a": leaf})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_replaced_when_it_is_whole_and_not_before(tmp_path, monkeypatch):
+    path = tmp_path / "x"
+    path.write_bytes(b"old")
+    steps = []
+    for name in ("fsync", "replace"):
+        call = getattr(os, name)
+
+        def noted(*args, name=name, call=call):
+            steps.append((name, path.read_bytes()))
+            return call(*args)
+
+        monkeypatch.setattr(os, name, noted)
+    with pe.replace_file(path) as file:
+        file.write(b"new")
+        assert path.read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 2
+    assert steps == [("fsync", b"old"), ("replace", b"old"), ("fsync", b"new")]
+    with pytest.raises(KeyError), pe.replace_file(path) as file:
+        file.write(b"newer")
+        raise KeyError
+    assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
+
+
+def test_error_of_the_disk_names_path_and_reason(tmp_path, monkeypatch):
+    path = tmp_path / "x.npz"
+    pe.save(path, {"a": np.zeros(3)})
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left") as error:
+        pe.save(path, {"a": np.ones(3)})
+    assert str(path) in str(error.value) and list(tmp_path.iterdir()) == [path]
+    assert_array_equal(pe.load(path, {"a": np.zeros(3)})["a"], np.zeros(3))
+    with pytest.raises(OSError, match="No such file") as error:
+        pe.save(tmp_path / "missing" / "x.npz", {"a": np.ones(3)})
+    assert str(tmp_path / "missing" / "x.npz") in str(error.value)
 
 
 # ---------------------------------------------------------------------------------

@@ -173,6 +173,8 @@ def read_content(path: Path, num_dims: int) -> bytes:
     dimensions, and each dimension as a big-endian 32-bit number.  No more is read than
     it promises, plus one byte.  Raises DataError.
     """
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path}: not a file")
     opener = gzip.open if path.suffix == ".gz" else open
     header_bytes = 4 + 4 * num_dims
     try:

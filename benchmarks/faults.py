@@ -411,9 +411,10 @@ def pack(members: Iterable[tuple[str, bytes]], method: int = zipfile.ZIP_STORED)
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", method) as archive:
         for name, content in members:
-            with archive.open(zipfile.ZipInfo(name), "w") as stream:
+            info = zipfile.ZipInfo(name)
+            info.compress_type = method
+            with archive.open(info, "w") as stream:
                 stream.write(content)
-            archive.getinfo(name).compress_type = method
         archive.comment = bytes(pe._DIGEST_BYTES)
     return seal(buffer.getvalue())
 
@@ -510,18 +511,13 @@ def hostile_archives(like: Any) -> Iterator[tuple[str, bytes]]:
     yield "the right size, in LZMA", replaced(zeros, zipfile.ZIP_LZMA)
     for size in (0, 1):
         yield f"packed size {size}", set_field(content, PACKED_SIZE, size)
-    for size in (0, 1, 2**31, 2**32 - 2, 2**32 - 1):
+    for size in (0, 1, 2**31, 2**32 - 2):
         yield f"size {size}", set_field(content, SIZE, size)
         both = set_field(set_field(content, SIZE, size), PACKED_SIZE, size)
         yield f"both sizes {size}", both
-    yield "a wrong checksum", set_field(content, CRC, 12345)
-    for flag, bit in ("encrypted", 1), ("patched", 0x20), ("strongly encrypted", 0x40):
-        yield f"a member that is {flag}", set_field(content, FLAGS, bit)
     yield "an unknown method", set_field(content, METHOD, 77)
     yield "a giant name", set_field(content, NAME_SIZE, 0xFFFF)
     yield "a giant extra field", set_field(content, EXTRA_SIZE, 0xFFFF)
-    for offset in (1, len(content), 2**32 - 2, 2**32 - 1):
-        yield f"a member at {offset}", set_field(content, OFFSET, offset)
     second = list(members)[1]
     yield "an extra member", pack([*members.items(), ("extra.npy", members[first])])
     twin = "x" * len(first)
@@ -532,25 +528,29 @@ def hostile_archives(like: Any) -> Iterator[tuple[str, bytes]]:
     yield "no members", pack([])
     up = [(f"../{n}" if n == first else n, c) for n, c in members.items()]
     yield "a member above the folder", pack(up)
+    yield "members in another order", pack(reversed(members.items()))
     yield "members swapped", pack(zip([second, first], list(members.values())))
     yield "nothing but a directory", many_members(len(content))
     yield "bytes before the archive", seal(b"before" + content)
-    yield "bytes after the archive", seal(content + bytes(pe._DIGEST_BYTES))
-    yield "bytes after, few", seal(content + b"few")
     yield "two archives", seal(content + content)
     yield "a digest alone", seal(bytes(pe._DIGEST_BYTES))
     yield "zeros and a digest", seal(bytes(len(content)))
 
 
 def harmless_archives(like: Any) -> Iterator[tuple[str, bytes]]:
-    """Yield archives of another form that hold the same: equal values are right too."""
+    """Yield archives whose directory says other things: `load` has no use for it."""
     content = saved(like)
     members = members_of(content)
     yield "the directory in another order", reverse_directory(content)
-    yield "members in another order", pack(reversed(members.items()))
     yield "the same, packed again", pack(members.items())
-    for size in (2**31, 2**32 - 2, 2**32 - 1):
-        yield f"packed size {size}", set_field(content, PACKED_SIZE, size)
+    yield "a wrong checksum", set_field(content, CRC, 12345)
+    yield "a size in the extra record", set_field(content, SIZE, 2**32 - 1)
+    for flag, bit in ("encrypted", 1), ("patched", 0x20), ("strongly encrypted", 0x40):
+        yield f"a member that is {flag}", set_field(content, FLAGS, bit)
+    for offset in (1, len(content), 2**32 - 2, 2**32 - 1):
+        yield f"a member at {offset}", set_field(content, OFFSET, offset)
+    yield "bytes after the archive", seal(content + bytes(pe._DIGEST_BYTES))
+    yield "bytes after, few", seal(content + b"few")
 
 
 def other_places(folder: Path, content: bytes) -> Iterator[tuple[str, Path]]:

@@ -18,8 +18,8 @@ as one process with as many devices.
 cost: what a checkpoint of two CNNs with momentum takes, and what it costs to train an
 epoch in pieces of half a second.
 
-All but the last train on a small data set of generated digits, with several runs at once
-where asked (--jobs); cost measures, and wants the machine for itself.
+All but the last train on a small data set of generated digits, with several runs at
+once where asked (--jobs); cost measures, and wants the machine for itself.
 """
 
 import argparse
@@ -39,10 +39,11 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import pjax_ensemble as pe
 import train_mnist as tm
+
+ROOT = Path(__file__).resolve().parent.parent
 
 STEPS_AN_EPOCH, EPOCHS, INTERVAL = 16, 20, 2
 FLAGS = [
