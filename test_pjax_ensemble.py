@@ -9,6 +9,8 @@ import io
 import itertools
 import json
 import os
+import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -41,6 +43,9 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import pjax_ensemble as pe
 import train_mnist as tm
+
+sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
+import faults
 
 D = 8
 jax.devices()  # now, before a test could ask for another number
@@ -118,7 +123,8 @@ def test_usage_in_the_docstring_runs():
     assert len(names["report"]["member"]) == 5
 
 
-def test_readme_code_runs():
+def test_readme_code_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     blocks = (HERE / "README.md").read_text().split("```python\n")[1:]
     assert blocks
     names = {}
@@ -2396,6 +2402,15 @@ def test_error_of_the_disk_names_path_and_reason(tmp_path, monkeypatch):
     assert str(tmp_path / "missing" / "x.npz") in str(error.value)
 
 
+@pytest.mark.parametrize("name", faults.TRIALS)
+def test_damage_is_refused_and_nothing_is_lost(name):
+    """The trials of benchmarks/faults.py, in their short form."""
+    for trial in faults.TRIALS[name]:
+        result = trial.function(**trial.quick)
+        assert not result.failures, result
+        assert sum(result.counts.values())
+
+
 # ---------------------------------------------------------------------------------
 # Demo
 # ---------------------------------------------------------------------------------
@@ -3032,3 +3047,440 @@ def test_script_without_a_workdir_writes_nothing(tmp_path, small_folder):
         code, *map(str, args), cwd=folder, PYTHONPATH=str(HERE), HOME=str(folder)
     )
     assert not list(folder.iterdir())
+
+
+# ---------------------------------------------------------------------------------
+# train_mnist.py: checkpoints, signals, processes
+# ---------------------------------------------------------------------------------
+
+RUN = ["--members", 2, "--devices", 2, "--network", "batchnorm", "--epochs", 2]
+RUN += ["--batch-size", 32, "--train-size", 256]  # two epochs of 8 steps
+
+
+def checkpoints(folder):
+    return sorted(path.name for path in folder.glob("checkpoint_*.npz"))
+
+
+def stop_in(monkeypatch, segment, how=signal.SIGTERM):
+    """Let a run receive a signal in a segment: two have up to 4 steps, all others 1."""
+    train = tm.train
+
+    def stopping(*args, agree, **kwargs):
+        segments = itertools.count(1)
+
+        def interrupted(seconds):
+            if next(segments) == segment:
+                os.kill(os.getpid(), how)
+                time.sleep(0.2)  # until the thread that listens has it
+            return agree(seconds)
+
+        return train(*args, agree=interrupted, **kwargs)
+
+    monkeypatch.setattr(tm, "train", stopping)
+    monkeypatch.setattr(tm, "SEGMENT_SECONDS", 0)
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory, small_folder):
+    """Return the folder of a run that nobody interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    args = [*RUN, "--data-dir", small_folder, "--workdir", folder]
+    assert tm.main([str(arg) for arg in args]) == 0
+    return folder
+
+
+def results(folder):
+    """Return what a run ends with: checkpoint, report, and metrics but for times."""
+    metrics = []
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        values = json.loads(line)
+        metrics.append({k: v for k, v in values.items() if "second" not in k})
+    last = (folder / "checkpoint_00000016.npz").read_bytes()
+    return last, (folder / "report.json").read_text(), metrics
+
+
+@pytest.mark.parametrize(
+    "segments, ends", [((1, 2, 1), (3, 8, 9)), ((5,), (9,)), ((3, 6), (7, 13))]
+)
+def test_resumed_run_ends_in_the_bits_of_one_that_was_never_stopped(
+    tmp_path, capsys, small_folder, whole_run, monkeypatch, segments, ends
+):
+    args = [*RUN, "--data-dir", small_folder, "--workdir", tmp_path]
+    args += ["--save-every", 0.375]  # every 3 steps, so a segment may be shorter
+    for i, segment in enumerate(segments):
+        stop_in(monkeypatch, segment)
+        status, _, err = run_script(capsys, *args, *["--resume"] * (i > 0))
+        monkeypatch.undo()
+        assert status == 143 and err.count("\n") == 1
+        assert f"SIGTERM: what is done is in {tmp_path}" in err
+        newest = tmp_path / checkpoints(tmp_path)[-1]
+        assert newest.name == f"checkpoint_{ends[i]:08d}.npz"
+    status, out, _ = run_script(capsys, *args, "--resume")
+    assert status == 0 and f"resumed from {newest}" in out
+    assert results(tmp_path) == results(whole_run)
+
+
+def test_run_resumes_on_other_devices(
+    tmp_path, capsys, small_folder, whole_run, monkeypatch
+):
+    args = [*RUN, "--data-dir", small_folder, "--workdir", tmp_path]
+    stop_in(monkeypatch, 7, signal.SIGINT)
+    status, _, err = run_script(capsys, *args)
+    monkeypatch.undo()
+    assert status == 130 and "SIGINT: what is done is in" in err
+    status, _, _ = run_script(capsys, *args, "--resume", "--devices", 1)
+    assert status == 0
+    assert results(tmp_path)[0] == results(whole_run)[0]
+    assert results(tmp_path)[2] == results(whole_run)[2]
+
+
+def test_signal_during_evaluation_is_saved_and_seen(
+    tmp_path, capsys, small_folder, whole_run, monkeypatch
+):
+    parts = []
+    monkeypatch.setattr(tm, "CHUNK_ROWS", 2)
+
+    def stopping(predict):
+        def predict_members(state, images):
+            parts.append(len(images))
+            if len(parts) == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.2)
+            return predict(state, images)
+
+        return predict_members
+
+    make = tm.make_trainer
+
+    def watched(*args):
+        trainer = make(*args)
+        return trainer._replace(predict_members=stopping(trainer.predict_members))
+
+    monkeypatch.setattr(tm, "make_trainer", watched)
+    args = [*RUN, "--data-dir", small_folder, "--workdir", tmp_path]
+    args += ["--save-every", 2]
+    status, out, _ = run_script(capsys, *args)
+    assert status == 143 and len(parts) == 2 and "epoch:" not in out
+    assert checkpoints(tmp_path) == [f"checkpoint_{n:08d}.npz" for n in (0, 8)]
+    monkeypatch.undo()
+    status, out, _ = run_script(capsys, *args, "--resume")
+    assert status == 0 and "epoch:  1," in out
+    assert results(tmp_path) == results(whole_run)
+
+
+def test_newest_valid_checkpoint_wins(tmp_path, capsys, small_folder, whole_run):
+    folder = tmp_path / "run"
+    shutil.copytree(whole_run, folder)
+    names = checkpoints(folder)
+    assert names == [f"checkpoint_{n:08d}.npz" for n in (0, 8, 16)]
+    content = (folder / names[2]).read_bytes()
+    (folder / names[2]).write_bytes(content[:-9] + b"x" + content[-8:])
+    (folder / "checkpoint_00000015.npz").symlink_to(folder / names[1])
+    other = tmp_path / "other.npz"
+    other.write_text("of somebody else")
+    (folder / "checkpoint_9.npz").write_text("of somebody else")
+    leftover = folder / ".checkpoint_00000008.npz.1a2b3c4d.tmp"
+    leftover.write_text("half a checkpoint")
+    args = [*RUN, "--data-dir", small_folder, "--workdir", folder, "--resume"]
+    status, out, err = run_script(capsys, *args, "--keep", 1)
+    assert status == 0 and f"resumed from {folder / names[1]}" in out
+    assert err.count("warning: skipped") == 2 and "damaged" in err
+    assert "checkpoint_00000015.npz: not a regular file" in err
+    assert results(folder) == results(whole_run)
+    assert checkpoints(folder) == [names[2], "checkpoint_9.npz"]
+    assert not leftover.exists()
+
+
+def test_no_valid_checkpoint_is_an_error_and_no_new_start(
+    tmp_path, capsys, small_folder, whole_run
+):
+    args = [*RUN, "--data-dir", small_folder, "--resume", "--workdir"]
+    status, _, err = run_script(capsys, *args, tmp_path / "new")
+    assert status == 2 and "--resume: " in err and "holds no checkpoint" in err
+    folder = tmp_path / "run"
+    shutil.copytree(whole_run, folder)
+    for name in checkpoints(folder):
+        (folder / name).write_bytes((folder / name).read_bytes()[:1000])
+    before = {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
+    status, _, err = run_script(capsys, *args, folder)
+    assert status == 2 and "none of the 3 checkpoints" in err
+    assert before == {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--learning-rate", 0.1], "learning_rate is 0.1 here, 0.001 there"),
+        (["--members", 3], "members is 3 here, 2 there"),
+        (["--seed", 1], "seed is 1 here, 0 there"),
+        (["--train-size", 288], "train_size is 288 here, 256 there"),
+    ],
+)
+def test_resuming_with_another_recipe_is_refused(
+    capsys, small_folder, whole_run, flags, message
+):
+    before = sorted(whole_run.iterdir())
+    args = [*RUN, "--data-dir", small_folder, "--workdir", whole_run, "--resume"]
+    status, _, err = run_script(capsys, *args, *flags)
+    assert status == 2 and f"--resume: {message}" in err
+    assert sorted(whole_run.iterdir()) == before
+
+
+def test_recipe_is_also_that_of_the_checkpoint(
+    tmp_path, capsys, small_folder, whole_run
+):
+    folder = tmp_path / "run"
+    shutil.copytree(whole_run, folder)
+    (folder / "config.json").unlink()
+    args = [*RUN, "--data-dir", small_folder, "--workdir", folder, "--resume"]
+    status, _, err = run_script(capsys, *args, "--seed", 1)
+    assert status == 2 and err.count("is of a run with other settings") == 3
+
+
+def test_second_run_in_a_folder_is_refused(tmp_path, capsys, small_folder):
+    code = "import time, train_mnist as tm; from pathlib import Path; import sys\n"
+    code += "folder = tm.Folder(Path(sys.argv[1]), False, 3); print('held', flush=True)"
+    holder = start_python(code + "; time.sleep(600)", tmp_path)
+    assert holder.stdout.readline() == "held\n"
+    args = ["--data-dir", small_folder, "--epochs", 0, "--workdir", tmp_path]
+    status, _, err = run_script(capsys, *args)
+    assert status == 2 and f"in use by process {holder.pid} on" in err
+    holder.kill()
+    holder.communicate()
+    status, _, _ = run_script(capsys, *args)
+    assert status == 0
+
+
+def test_disk_that_refuses_a_checkpoint_ends_the_run_with_its_reason(
+    tmp_path, capsys, small_folder, monkeypatch
+):
+    save, calls = pe.save, []
+
+    def full(path, tree):
+        calls.append(path)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device", str(path))
+        save(path, tree)
+
+    monkeypatch.setattr(pe, "save", full)
+    args = [*RUN, "--data-dir", small_folder, "--workdir", tmp_path]
+    status, _, err = run_script(capsys, *args)
+    assert status == 2 and err.count("\n") == 1
+    assert f"error: {calls[1]}: No space left on device" in err
+    monkeypatch.undo()
+    status, out, _ = run_script(capsys, *args, "--resume")
+    assert status == 0 and "resumed from" in out
+
+
+def spoil_images(monkeypatch, share):
+    """Turn a share of the training batches, at random, into nan."""
+
+    def shift(key, images, max_shift):
+        bad = jax.random.bernoulli(key, share)
+        return jnp.where(bad, jnp.nan, images.astype(jnp.float32))
+
+    monkeypatch.setattr(tm, "shift_images", shift)
+
+
+def test_one_model_that_is_not_finite_stops_with_its_last_checkpoint(
+    tmp_path, capsys, small_folder, monkeypatch
+):
+    spoil_images(monkeypatch, 0.2)
+    args = [*RUN, "--members", 1, "--data-dir", small_folder, "--workdir", tmp_path]
+    args += ["--mode", "sync", "--save-every", 0.125]
+    status, _, err = run_script(capsys, *args)
+    assert status == 3 and err.count("\n") == 1 and "no model is finite after" in err
+    newest = checkpoints(tmp_path)[-1]
+    assert f"the checkpoint of step {int(newest[11:19])} is good" in err
+    with np.load(tmp_path / newest) as archive:
+        assert all(np.isfinite(archive[name]).all() for name in archive.files)
+
+
+def test_steps_that_are_not_finite_can_be_skipped(
+    tmp_path, capsys, small_folder, monkeypatch
+):
+    spoil_images(monkeypatch, 0.2)
+    args = [*RUN, "--members", 1, "--data-dir", small_folder, "--workdir", tmp_path]
+    status, out, _ = run_script(capsys, *args, "--mode", "sync", "--skip-nonfinite")
+    assert status == 0 and "notice: member 0 skipped" in out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["failed"] == [] and report["config"]["skip_nonfinite"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+import train_mnist as tm
+
+def save(folder, step):
+    folder.save(tm.Checkpoint(np.uint8([1]), np.array(0), np.array(step), ()), step)
+
+def run(path, point):
+    folder, seen = tm.Folder(Path(path), True, 2), []
+    for step in (10, 20, 30):
+        save(folder, step)
+
+    def watch(name):
+        call = getattr(os, name)
+        def watched(*args, **kwargs):
+            for when in ("before", "after"):
+                seen.append(f"{when} {name}")
+                if len(seen) == point:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                result = call(*args, **kwargs) if when == "before" else result
+            return result
+        setattr(os, name, watched)
+
+    for name in ("open", "write", "fsync", "replace", "unlink"):
+        watch(name)
+    save(folder, 40)
+    print(*seen, sep="\\n", flush=True)
+
+point = 0
+while True:
+    point += 1
+    child = os.fork()
+    if not child:
+        run(f"{sys.argv[1]}/{point}", point)
+        os._exit(0)
+    if os.waitpid(child, 0)[1] == 0:
+        break
+"""
+
+
+def test_kill_at_any_point_of_a_save_leaves_a_checkpoint(tmp_path):
+    run = start_python(KILLED, tmp_path)
+    out, err = run.communicate(timeout=60)
+    assert run.returncode == 0, err
+    points = out.split("\n")[:-1]
+    assert {"before replace", "after replace", "before unlink"} <= set(points)
+    assert points.count("before fsync") == 2 and len(points) >= 8
+    names = [f"checkpoint_{step:08d}.npz" for step in (10, 20, 30, 40)]
+    replaced = points.index("after replace")
+    for i, point in enumerate(points):
+        folder = tmp_path / f"{i + 1}"
+        # Two of three are kept; the oldest goes when the newest has its name.
+        gone = 2 if i >= points.index("after unlink") else 1
+        assert checkpoints(folder) == names[gone : 4 if i >= replaced else 3], point
+        for name in checkpoints(folder):
+            like = tm.Checkpoint(np.uint8([0]), np.array(0), np.array(0), ())
+            found = pe.load(folder / name, like)
+            assert f"{found.step:08d}" in name and found.settings == 1
+
+
+def test_damaged_metrics_lose_no_more_than_their_lines(tmp_path):
+    folder = tm.Folder(tmp_path, False, 3)
+    lines = ['{"epoch": 1}', '{"epoch": 2}', '{"epoch": 3, "trai']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    folder._read_metrics(5)
+    assert [m["epoch"] for m in folder.metrics] == [1, 2]
+    folder.metrics.clear()
+    folder._read_metrics(1)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"epoch": 1}\n'
+
+
+SCRIPT = "import sys, train_mnist; sys.exit(train_mnist.main(sys.argv[1:]))"
+
+
+def start_script(*args):
+    # As many threads as here, where there are 8 devices: a product's bits depend on it.
+    return start_python(SCRIPT, *args, NPROC=str(D))
+
+
+def wait_for(found, seconds=100):
+    """Wait until found() is true."""
+    end = time.monotonic() + seconds
+    while not found():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_signal_ends_a_run_with_its_status_and_a_second_one_at_once(
+    tmp_path, small_folder
+):
+    args = [*RUN, "--epochs", 2000, "--data-dir", small_folder, "--workdir", tmp_path]
+    run = start_script(*args)
+    wait_for(lambda: len(checkpoints(tmp_path)) == 3)
+    run.send_signal(signal.SIGTERM)
+    _, err = run.communicate(timeout=30)
+    assert run.returncode == 143 and err.count("\n") == 1
+    newest = checkpoints(tmp_path)[-1]
+    run = start_script(*args, "--resume")
+    wait_for(lambda: checkpoints(tmp_path)[-1] > newest)
+    newest = checkpoints(tmp_path)[-1]
+    run.send_signal(signal.SIGSTOP)  # so that both are there before it goes on
+    run.send_signal(signal.SIGINT)
+    run.send_signal(signal.SIGTERM)
+    run.send_signal(signal.SIGCONT)
+    time.sleep(0.05)
+    run.send_signal(signal.SIGINT)
+    run.communicate(timeout=30)
+    assert run.returncode == 130
+
+
+def process_flags(folder, port, count=2):
+    where = ["--workdir", folder, "--coordinator", f"localhost:{port}"]
+    return [*where, "--num-processes", count, "--connect-timeout", 20, "--process-id"]
+
+
+def test_processes_of_a_run_end_as_one_and_stop_together(
+    tmp_path, small_folder, whole_run
+):
+    args = [*RUN, "--devices", 1, "--data-dir", small_folder]
+    flags = process_flags(tmp_path, free_port())
+    runs = [start_script(*args, *flags, i) for i in range(2)]
+    outs = [run.communicate(timeout=100) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], outs
+    assert "of 2 processes" in outs[0][0] and "epoch" not in outs[1][0]
+    assert results(tmp_path)[0] == results(whole_run)[0]
+
+    folder = tmp_path / "long"
+    args += ["--epochs", 2000]
+    flags = process_flags(folder, free_port())
+    runs = [start_script(*args, *flags, i) for i in range(2)]
+    wait_for(lambda: folder.exists() and len(checkpoints(folder)) == 3)
+    runs[1].send_signal(signal.SIGTERM)
+    outs = [run.communicate(timeout=30) for run in runs]
+    assert [run.returncode for run in runs] == [143, 143], outs
+
+    newest = checkpoints(folder)[-1]
+    flags = process_flags(folder, free_port())
+    runs = [start_script(*args, "--resume", *flags, i) for i in range(2)]
+    wait_for(lambda: checkpoints(folder)[-1] > newest)
+    runs[1].kill()
+    outs = [run.communicate(timeout=60) for run in runs]
+    assert runs[0].returncode == 1 and "lost contact with another process" in outs[0][1]
+    run = start_script(*args, "--devices", 2, "--workdir", folder, "--resume")
+    assert "resumed from" in [run.stdout.readline() for _ in range(4)][-1]
+    run.kill()
+    run.communicate()
+
+
+def test_processes_that_do_not_fit_together_end_with_an_error(tmp_path, small_folder):
+    args = [*RUN, "--devices", 1, "--data-dir", small_folder]
+    missing = process_flags(tmp_path, free_port())
+    missing[missing.index(20)] = 4
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        busy = process_flags(tmp_path, taken.getsockname()[1])
+        unequal, other = (process_flags(tmp_path, free_port()) for _ in range(2))
+        three = process_flags(tmp_path, int(unequal[3].rpartition(":")[2]), 3)
+        runs = [
+            start_script(*args, *flags)
+            for flags in (
+                [*missing, 0],
+                [*busy, 0],
+                [*unequal, 0],
+                [*three, 1],
+                [*other, 0],
+                [*other, 1, "--seed", 5],
+            )
+        ]
+        outs = [run.communicate(timeout=60)[1] for run in runs]
+    assert all(run.returncode for run in runs)
+    assert "the processes did not meet within 4 seconds" in outs[0]
+    assert "Address already in use" in outs[1]
+    assert "--num-processes 3: the process at" in outs[3]
+    assert "--process-id 1: seed is 5 here, 0 there" in outs[5]

@@ -812,7 +812,7 @@ class Folder:
         pe.save(self.path / f"checkpoint_{done:08d}.npz", checkpoint)
         older = [path for step, path in self.checkpoints() if step <= done]
         for path in older[self.keep :]:
-            path.unlink()
+            os.unlink(path)
 
     def begin(self, settings: dict) -> None:
         """Start a new run's files."""
@@ -848,7 +848,7 @@ class Folder:
                 f"--resume: none of the {len(found)} checkpoints in {self.path} is "
                 "valid; the warnings above say why"
             )
-        print(f"resumed from {path}")
+        print(f"resumed from {path}", flush=True)
         self._read_metrics(int(checkpoint.epoch))
         return checkpoint
 
