@@ -28,10 +28,17 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Many tests compile the same programs: keep them for the length of the session.
+# Many tests compile the same programs: keep them for the length of the session.  (JAX
+# 0.5.0 crashes when it runs what it has kept.)
 COMPILED = tempfile.TemporaryDirectory(prefix="pjax_ensemble_tests_")
-jax.config.update("jax_compilation_cache_dir", COMPILED.name)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+CACHE = {}
+if jax.__version_info__ >= (0, 8):
+    CACHE = {
+        "jax_compilation_cache_dir": COMPILED.name,
+        "jax_persistent_cache_min_compile_time_secs": 0.1,
+    }
+for option in CACHE.items():
+    jax.config.update(*option)
 
 import jax.numpy as jnp
 import numpy as np
@@ -2226,9 +2233,8 @@ def start_python(code, *args, **env):
     env = {
         "PATH": os.environ["PATH"],
         "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": COMPILED.name,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
         "PYTHONPATH": str(HERE),
+        **{name.upper(): str(value) for name, value in CACHE.items()},
         **env,
     }
     command = [sys.executable, "-c", code, *map(str, args)]

@@ -1001,7 +1001,7 @@ def share(tree: Any) -> Any:
             data = share_leaf(np.asarray(jax.random.key_data(x)))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
         content = np.frombuffer(np.asarray(x).tobytes(), np.uint8)
-        content = np.asarray(multihost_utils.broadcast_one_to_all(content))
+        content = np.uint8(multihost_utils.broadcast_one_to_all(content))
         return np.frombuffer(content.tobytes(), x.dtype).reshape(x.shape)
 
     return jax.tree.map(share_leaf, tree)
