@@ -573,7 +573,7 @@ class Progress(NamedTuple):
     seconds: float  # that they took
 
 
-SEGMENT_SECONDS = 0.5  # what a call of the trainer should take: signals wait for it
+SEGMENT_SECONDS = 1.0  # what a call of the trainer should take: signals wait for it
 SEGMENT_STEPS = 256  # at most
 
 
@@ -590,7 +590,7 @@ def train(
 ) -> Iterator[Progress]:
     """Yield the state at the start, with no losses, and after each few steps.
 
-    The steps are as many as take half a second, and end with each epoch and at every
+    The steps are as many as take about a second, and end with each epoch and at every
     multiple of `save_steps`.  `start` is where to go on, (epoch, step, state).  Several
     processes need the same number: `agree` makes one duration of theirs.
 
