@@ -1562,10 +1562,8 @@ def _make_training(step: Callable, spread: Layout) -> tuple:
     def update_members(state, *batch):  # on a device: state [M, ...], batch [b, ...]
         return lax.map(lambda member: step(member, *batch), state)
 
-    def train_members(
-        state, order, num_steps, data
-    ):  # order [M, steps, b], data [N, ...]
-        def train(member_and_order):
+    def train_members(state, order, num_steps, data):
+        def train(member_and_order):  # order [steps, b], data [N, ...]
             member, order = member_and_order
 
             def train_on(member, i):

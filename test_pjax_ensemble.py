@@ -3390,6 +3390,17 @@ def test_kill_at_any_point_of_a_save_leaves_a_checkpoint(tmp_path):
             assert f"{found.step:08d}" in name and found.settings == 1
 
 
+def test_pruning_counts_no_checkpoint_of_later_steps(tmp_path):
+    """Those are damaged, or the run would have gone on from them."""
+    folder = tm.Folder(tmp_path, False, 2)
+    (tmp_path / "checkpoint_00000099.npz").write_text("damaged")
+    (tmp_path / "checkpoint_copy.npz").write_text("of somebody else")
+    for step in (10, 20, 30):
+        folder.save(tm.Checkpoint(np.uint8([1]), np.array(0), np.array(step), ()), step)
+    steps = "00000020", "00000030", "00000099", "copy"
+    assert checkpoints(tmp_path) == [f"checkpoint_{step}.npz" for step in steps]
+
+
 def test_damaged_metrics_lose_no_more_than_their_lines(tmp_path):
     folder = tm.Folder(tmp_path, False, 3)
     lines = ['{"epoch": 1}', '{"epoch": 2}', '{"epoch": 3, "trai']
