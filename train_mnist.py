@@ -661,14 +661,15 @@ def print_failed(
 ) -> None:
     """Name each member that has failed, once, and put it into `failed`.
 
-    `segments` are losses [K, n] of the epoch's steps, up to its end.
+    `segments` are losses [K, n] of the epoch's last steps: all of them, unless the run
+    was resumed within the epoch.
     """
-    losses = np.concatenate(segments, axis=1)
-    bad = ~np.isfinite(losses)
+    bad = ~np.isfinite(np.concatenate(segments, axis=1))
     for i, scores in enumerate(members):
         if scores is None and i not in failed:
-            step = np.argmax(bad[i]) + 1
-            since = f": its loss was not at step {step} of it" if bad[i].any() else ""
+            steps = bad.shape[1] - np.argmax(bad[i])
+            since = f", nor was its loss in the last {steps} steps of it"
+            since = since if bad[i].any() else ""
             print(f"notice: member {i} is not finite after epoch {now.epoch}{since}")
             failed.add(i)
         elif recipe.skip_nonfinite and bad[i].any():
@@ -1456,6 +1457,8 @@ class Saver:
         try:
             state = self.trainer.gather(now.state)
         except RuntimeError as error:
+            if type(error) is not RuntimeError:  # JAX's own: a process is lost
+                raise
             raise Failure(f"after step {done}, {error}", status=3) from error
         if not any_finite(state):
             raise diverged(now, self.done)
@@ -1475,21 +1478,60 @@ def diverged(now: Progress, saved: int) -> Failure:
     )
 
 
+def epoch_metrics(
+    now: Progress, losses: list, seconds: float, batch_size: int, evaluated: tuple
+) -> dict:
+    """Return a line of metrics.jsonl; `losses` and `seconds` are of training, here."""
+    report, train_report, test_seconds = evaluated
+    num_images = sum(x.size for x in losses) * batch_size
+    return {
+        "epoch": now.epoch,
+        "train_loss": mean_loss(train_report),
+        "train_accuracy": train_report["ensemble"]["accuracy"],
+        "test_loss": mean_loss(report),
+        "test_accuracy": report["ensemble"]["accuracy"],
+        "member_test_accuracy": [m and m["accuracy"] for m in report["member"]],
+        "train_seconds": seconds,
+        "test_seconds": test_seconds,
+        "member_images_per_second": num_images / seconds if seconds else None,
+    }
+
+
+def final_report(
+    args, data: Dataset, layout: pe.Layout, recipe: Recipe, failed: set, report: dict
+) -> dict:
+    """Return what report.json holds."""
+    return {
+        "dataset": data.name,
+        "test_examples": len(data.test_images),
+        "members": layout.members,
+        "failed": sorted(failed),
+        **report,
+        "config": {
+            "mode": args.mode,
+            **layout._asdict(),
+            **recipe._asdict(),
+            "seed": args.seed,
+            "train_size": len(data.train_images),
+        },
+        "versions": versions(),
+    }
+
+
 def train_and_report(
     args: argparse.Namespace, stop: Stop, folder: Folder | None
 ) -> dict:
     """Train, save and report; return what report.json holds."""
     data, layout = prepare(args)
-    num_train = len(data.train_images)
     recipe = Recipe(**{name: getattr(args, name) for name in Recipe._fields})
     settings = describe(args, recipe, data, layout.members)
     check_same_run(settings)
     announce(args, recipe, data, layout)
     if args.show_batch:
         show_batch(layout, recipe.batch_size)
-    num_steps = num_train // recipe.batch_size
-    total, save_steps = recipe.epochs * num_steps, round(args.save_every * num_steps)
-    save_steps = max(save_steps, 1)
+    num_steps = len(data.train_images) // recipe.batch_size
+    total = recipe.epochs * num_steps
+    save_steps = max(1, round(args.save_every * num_steps))
     trainer = make_trainer(recipe, layout.members, layout.devices, total)
     saver = Saver(trainer, folder, settings, num_steps)
     start = None
@@ -1528,29 +1570,18 @@ def train_and_report(
                 raise Stopped(stop.signal)
             if not ended:
                 continue
-            report, train_report, test_seconds = evaluate(predict, now.state, data)
+            evaluated = evaluate(predict, now.state, data)
         except Stopped:
             if args.workdir:
                 saver.save(now)
                 stop.agree()  # nobody leaves before the first process has saved
             raise
+        report, train_report, _ = evaluated
         if report is None or train_report is None:
             raise diverged(now, saver.done)
-        members = report["member"]
-        print_failed(failed, now, losses, members, recipe)
+        print_failed(failed, now, losses, report["member"], recipe)
         if now.epoch > recorded:
-            num_images = sum(x.size for x in losses) * recipe.batch_size
-            metrics = {
-                "epoch": now.epoch,
-                "train_loss": mean_loss(train_report),
-                "train_accuracy": train_report["ensemble"]["accuracy"],
-                "test_loss": mean_loss(report),
-                "test_accuracy": report["ensemble"]["accuracy"],
-                "member_test_accuracy": [m and m["accuracy"] for m in members],
-                "train_seconds": seconds,
-                "test_seconds": test_seconds,
-                "member_images_per_second": num_images / seconds if seconds else None,
-            }
+            metrics = epoch_metrics(now, losses, seconds, recipe.batch_size, evaluated)
             print_epoch(metrics)
             if folder:
                 folder.metrics.append(metrics)
@@ -1559,21 +1590,7 @@ def train_and_report(
     stop.waits = False
 
     print_report(args, data, report)
-    report = {
-        "dataset": data.name,
-        "test_examples": len(data.test_images),
-        "members": layout.members,
-        "failed": sorted(failed),
-        **report,
-        "config": {
-            "mode": args.mode,
-            **layout._asdict(),
-            **recipe._asdict(),
-            "seed": args.seed,
-            "train_size": num_train,
-        },
-        "versions": versions(),
-    }
+    report = final_report(args, data, layout, recipe, failed, report)
     if folder:
         folder.write_json("report.json", report)
     return report
@@ -1614,8 +1631,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             text, status = f"{where}{error.strerror or error}", 2
-        except KeyboardInterrupt:
-            text, status = "interrupted", 130
         except (RuntimeError, ValueError) as error:
             if not several:
                 raise
