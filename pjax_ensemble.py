@@ -113,6 +113,7 @@ __all__ = [
     # Updates
     "TrainState",
     "train_state",
+    "every_process",
     "make_sync_update",
     "make_ensemble_update",
     # Trainer
@@ -975,16 +976,6 @@ def replicate(tree: PyTree, num_devices: int | None = None) -> PyTree:
     return jax.tree.map(copy, tree)
 
 
-def _every_device(x: Array) -> np.ndarray:
-    """Bring [D, ...] to the host from the devices of this and all other processes."""
-    local = np.asarray(x)
-    if jax.process_count() == 1:
-        return local
-    from jax.experimental import multihost_utils
-
-    return multihost_utils.process_allgather(local).reshape(-1, *local.shape[1:])
-
-
 def unreplicate(tree: PyTree) -> PyTree:
     """Take the first of the D copies of every leaf [D, ...]; the others do not move."""
 
@@ -1202,6 +1193,32 @@ def _run(program: Callable, meet: bool, *args) -> Any:
     result = program(*jax.block_until_ready(args))
     _in_flight = jax.tree.leaves(result)[-1]
     return result
+
+
+@functools.cache
+def _all_gather() -> Callable:
+    return jax.pmap(lambda x: lax.all_gather(x, "devices"), axis_name="devices")
+
+
+def _every_device(x: Array) -> np.ndarray:
+    """Bring [D, ...] to the host from the devices of this and all other processes."""
+    if jax.process_count() == 1:
+        return np.asarray(x)
+    # Done on all devices here before another collective begins: Gloo mixes them up.
+    copies = jax.block_until_ready(_run(_all_gather(), True, x))
+    return np.asarray(unreplicate(copies))
+
+
+def every_process(x: Any) -> np.ndarray:
+    """Stack what each process calls this with: [P, ...], the same in all of them.
+
+    Every process has to call it, with the same shape and a dtype that JAX has.
+    """
+    x = np.asarray(x)
+    if jax.process_count() == 1:
+        return x[None]
+    devices = jax.local_device_count()
+    return _every_device(np.broadcast_to(x, (devices, *x.shape)))[::devices]
 
 
 def _pmap_update(step: Callable, axis: str, replicas: bool) -> Callable:
@@ -1763,9 +1780,12 @@ def make_trainer(
     processes = jax.process_count()
     available = jax.device_count() if processes > 1 else jax.local_device_count()
     wanted = available if devices is None else devices
-    if processes > 1 and wanted != available:
+    if processes > 1 and not wanted == available == processes * len(
+        jax.local_devices()
+    ):
         raise ValueError(
-            f"devices is {wanted}; {processes} processes use all of their {available}"
+            f"devices is {wanted}; {processes} processes use all of their {available}, "
+            "and each as many"
         )
     spread = layout(members, wanted, processes)
     _device_sharding(wanted // processes)  # raises where there are fewer

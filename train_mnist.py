@@ -923,13 +923,8 @@ class Stop:
 
     def agree(self, seconds: float = 0.0) -> float:
         """Let all processes know of a signal to one; return the longest `seconds`."""
-        if jax.process_count() == 1:
-            self.signal = self.received
-            return seconds
-        from jax.experimental import multihost_utils
-
         mine = np.array([self.received, seconds], np.float32)
-        received, seconds = multihost_utils.process_allgather(mine).max(axis=0)
+        received, seconds = pe.every_process(mine).max(axis=0)
         self.signal = int(received)
         return float(seconds)
 
@@ -993,17 +988,14 @@ def connect(args: argparse.Namespace) -> bool:
 
 def share(tree: Any) -> Any:
     """Give every process the first one's tree of arrays, bit for bit."""
-    if jax.process_count() == 1:
-        return tree
-    from jax.experimental import multihost_utils
 
     def share_leaf(x):
         if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
             data = share_leaf(np.asarray(jax.random.key_data(x)))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
         content = np.frombuffer(np.asarray(x).tobytes(), np.uint8)
-        content = np.uint8(multihost_utils.broadcast_one_to_all(content))
-        return np.frombuffer(content.tobytes(), x.dtype).reshape(x.shape)
+        content = pe.every_process(content)[0].tobytes()
+        return np.frombuffer(content, x.dtype).reshape(x.shape)
 
     return jax.tree.map(share_leaf, tree)
 
