@@ -10,7 +10,8 @@ moments and resumed until they end.  After each kill every checkpoint has to loa
 the newest to be at most one interval behind the steps that were done; at the end the
 last checkpoint has to be that of a run that nobody interrupted, byte for byte.
 
-stop: the same with SIGTERM, which has to end a run with status 143 and no step lost.
+stop: the same with SIGTERM, which has to end a run with status 143 and no step lost
+(or with the signal itself, before the script has come as far as to listen).
 
 processes: runs of two processes, one after another, have to end, and in the same bytes
 as one process with as many devices.
@@ -105,14 +106,14 @@ def steps_of(path: Path) -> int:
     return int(re.search(r"\d+", path.name)[0])
 
 
-def last_checkpoint(folder: Path) -> bytes:
+def last_checkpoint(folder: Path, epochs: int = EPOCHS) -> bytes:
     newest = checkpoints(folder)[0]
-    if steps_of(newest) != EPOCHS * STEPS_AN_EPOCH:
+    if steps_of(newest) != epochs * STEPS_AN_EPOCH:
         raise RuntimeError(f"{folder} ends with {newest.name}: see its log")
     return newest.read_bytes()
 
 
-def run_whole(folder: Path, data: Path) -> tuple[bytes, float]:
+def run_whole(folder: Path, data: Path, epochs: int = EPOCHS) -> tuple[bytes, float]:
     """Run without interruption; return the last checkpoint, and the seconds it takes.
 
     The second of two runs finds the compiled programs of the first, as those after it.
@@ -120,9 +121,9 @@ def run_whole(folder: Path, data: Path) -> tuple[bytes, float]:
     for _ in range(2):
         shutil.rmtree(folder, ignore_errors=True)
         began = time.monotonic()
-        if start(folder, data).wait():
+        if start(folder, data, "--epochs", str(epochs)).wait():
             raise RuntimeError((folder / "log").read_text())
-    return last_checkpoint(folder), time.monotonic() - began
+    return last_checkpoint(folder, epochs), time.monotonic() - began
 
 
 def like_of(path: Path):
@@ -199,7 +200,7 @@ def interrupt(how: signal.Signals, trials: int, seed: int = 0, jobs: int = 1) ->
     return {name: sum(result[name] for result in results) for name in results[0]}
 
 
-def processes(trials: int, seconds: float = 60) -> dict:
+def processes(trials: int, epochs: int = 3, seconds: float = 300) -> dict:
     """Run two processes of one device, again and again; return the counts."""
     counts = {"runs": 0, "hung": 0, "failed": 0, "different": 0}
     with tempfile.TemporaryDirectory() as name:
@@ -207,13 +208,13 @@ def processes(trials: int, seconds: float = 60) -> dict:
         data = root / "data"
         data.mkdir()
         write_data(data)
-        expected, _ = run_whole(root / "whole", data)
+        expected, _ = run_whole(root / "whole", data, epochs)
         for trial in range(trials):
             with socket.socket() as probe:
                 probe.bind(("localhost", 0))
                 port = probe.getsockname()[1]
             folders = [root / f"{trial}", root / f"{trial} second"]
-            flags = ["--devices", "1", "--num-processes", "2"]
+            flags = ["--epochs", str(epochs), "--devices", "1", "--num-processes", "2"]
             flags += ["--coordinator", f"localhost:{port}", "--process-id"]
             runs = [start(f, data, *flags, str(i)) for i, f in enumerate(folders)]
             counts["runs"] += 1
@@ -224,7 +225,9 @@ def processes(trials: int, seconds: float = 60) -> dict:
                 if any(status):
                     print((folders[0] / "log").read_text()[-1000:])
                 else:
-                    counts["different"] += last_checkpoint(folders[0]) != expected
+                    counts["different"] += (
+                        last_checkpoint(folders[0], epochs) != expected
+                    )
             except subprocess.TimeoutExpired:
                 counts["hung"] += 1
                 for run in runs:
