@@ -3024,6 +3024,7 @@ def test_results_of_an_earlier_run_are_not_overwritten(tmp_path, capsys, small_f
     )
     assert status == 2 and "holds report.json of an earlier run" in err
     assert (tmp_path / "report.json").read_text() == "{}"
+    tm.Folder(tmp_path, True, 3)  # which the refused run holds no longer
 
 
 def test_folder_that_takes_no_files_is_refused_before_training(

@@ -748,18 +748,11 @@ class Folder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock()
-            for name in os.listdir(path):  # of a process that died while it saved
-                if self.LEFTOVER.fullmatch(name):
-                    (path / name).unlink()
-            names = [n for n in ("report.json", "metrics.jsonl") if self._has(n)]
-            names += [file.name for _, file in self.checkpoints()]
-            if names and not resume:
-                raise Failure(
-                    f"--workdir {path}: holds {names[0]} of an earlier run; go on with "
-                    "it (--resume), choose another folder, or remove it"
-                )
-            with tempfile.TemporaryFile(dir=path):  # there will be new files
-                pass
+            try:
+                self._look(resume)
+            except BaseException:
+                os.close(self.lock)
+                raise
         except OSError as error:
             raise Failure(f"--workdir {path}: {error.strerror or error}") from error
 
@@ -780,6 +773,21 @@ class Folder:
             ) from None
         os.ftruncate(self.lock, 0)
         os.write(self.lock, f"{os.getpid()} on {platform.node()}\n".encode())
+
+    def _look(self, resume: bool) -> None:
+        """Remove what a dead process left half written; refuse earlier results."""
+        for name in os.listdir(self.path):
+            if self.LEFTOVER.fullmatch(name):
+                os.unlink(self.path / name)
+        names = [n for n in ("report.json", "metrics.jsonl") if self._has(n)]
+        names += [file.name for _, file in self.checkpoints()]
+        if names and not resume:
+            raise Failure(
+                f"--workdir {self.path}: holds {names[0]} of an earlier run; go on "
+                "with it (--resume), choose another folder, or remove it"
+            )
+        with tempfile.TemporaryFile(dir=self.path):  # there will be new files
+            pass
 
     def __enter__(self) -> Folder:
         return self
@@ -942,7 +950,7 @@ def connect(args: argparse.Namespace) -> bool:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     options: dict[str, Any] = {"initialization_timeout": args.connect_timeout + 60}
     known = inspect.signature(jax.distributed.initialize).parameters
-    if "heartbeat_timeout_seconds" in known:  # JAX 0.7: how long a process may hang
+    if "heartbeat_timeout_seconds" in known:  # newer JAX: how long a process may hang
         options["heartbeat_timeout_seconds"] = 30
     where = "--distributed"
     if args.coordinator:
