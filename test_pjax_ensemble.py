@@ -746,6 +746,23 @@ def test_calibration_bins_hold_their_lower_edge(confidences, correct, error):
     assert_allclose(scores["expected_calibration_error"], error)
 
 
+def test_reliability_counts_and_averages_each_bin():
+    probs, labels = (
+        random_probs(0, 300, 4),
+        np.random.default_rng(1).integers(4, size=300),
+    )
+    probs[0] = [0, 0, 1, 0]
+    bins = [[] for _ in range(15)]
+    for p, label in zip(probs, labels):
+        bins[min(int(max(p) * 15), 14)].append((max(p), p.argmax() == label))
+    counts, confidence, accuracy = pe.reliability(probs, labels)
+    assert counts.tolist() == [len(b) for b in bins] and 0 in counts
+    for b, x, y in zip(bins, confidence, accuracy):
+        assert_allclose((x, y), np.mean(b, axis=0) if b else (np.nan, np.nan))
+    with pytest.raises(ValueError, match=r"labels have shape \(3,\)"):
+        pe.reliability(probs, labels[:3])
+
+
 @pytest.mark.parametrize(
     "probs, labels, message",
     [
@@ -780,7 +797,7 @@ def assert_equal_steps(ours, theirs, **tolerance):
         updates, state_b = theirs.update(grads, state_b, b)
         b = optax.apply_updates(b, updates)
         jax.tree.map(lambda x, y: assert_allclose(x, y, **tolerance), a, b)
-    assert state_a.count == 8
+    assert state_a.num_steps == 8
 
 
 RATES = [0.1, pe.linear_schedule(0.3, 8)]
@@ -2455,11 +2472,13 @@ def test_demo_refuses_in_one_line(capsys, monkeypatch):
         (["--devices", "0"], "--devices 0"),
         (["--devices", "16"], "--devices 16: there are 8"),
         (["--plot", "line.png"], "the [plot] extra: pip install"),
+        (["--plto", "line.png"], "unrecognized --plto; usage: pjax_ensemble.py [-h]"),
     ]:
         with pytest.raises(SystemExit) as stop:
             pe.main(args)
         assert stop.value.code == 2
-        assert message in capsys.readouterr().err
+        err = capsys.readouterr().err
+        assert message in err and err.count("\n") == 1
 
 
 # ---------------------------------------------------------------------------------
@@ -2877,6 +2896,165 @@ def test_epochs_0_reports_the_initial_members(tmp_path, capsys, small_folder):
     assert report["ensemble"]["negative_log_likelihood"] > 1.5
 
 
+def test_first_line_says_what_is_about_to_run(capsys, small_folder):
+    args = ["--data-dir", small_folder, "--epochs", 0, "--devices", 2]
+    for flags, expected in [
+        (["--members", 5], ": an ensemble of 5 on 2 CPU devices (3 a device); network"),
+        (["--devices", 4, "--members", 2], " 2 on 4 CPU devices (2 replicas of each "),
+        (["--mode", "sync"], "test images: one model on 2 CPU devices (2 replicas); "),
+    ]:
+        flags += ["--bootstrap", "--seed", 7]
+        status, out, _ = run_script(capsys, *args, *flags)
+        notice, line, *_ = out.splitlines()
+        assert status == 0 and notice.startswith("notice: ")
+        assert line.startswith(f"data in MNIST's form from {small_folder}, 768 train")
+        assert expected in line
+        assert "learning_rate 0.15, momentum 0.9, schedule linear, max_shift 2" in line
+        assert f", bootstrap, seed 7; pjax_ensemble {pe.__version__}, jax" in line
+        assert "skip_nonfinite" not in line
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_drawn_on_a_terminal_and_nowhere_else(small_folder, monkeypatch):
+    pytest.importorskip("tqdm")
+    args = ["--data-dir", str(small_folder), "--epochs", "1", "--devices", "2"]
+
+    def run(out, err):
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        assert tm.main(args) == 0
+        return out.getvalue(), err.getvalue()
+
+    out, err = run(Terminal(), Terminal())
+    assert "epoch 1 of 1:   0%" in err and "predicting:   0%" in err
+    assert "1.54k/1.54k" in err and "images/s" in err  # 768, by each of two members
+    assert err.endswith("\r")  # the bar is wiped off
+    assert out.splitlines()[2].startswith("epoch:  1,")
+    alone, _ = run(io.StringIO(), Terminal())
+    assert run(Terminal(), io.StringIO())[1] == ""
+    assert [x for x in alone.splitlines()] == out.splitlines()
+    monkeypatch.setattr(tm.importlib.util, "find_spec", lambda name: None)
+    assert run(Terminal(), Terminal())[1] == ""
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Keep every figure that is saved."""
+    figures = []
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    save = figure.savefig
+
+    def keep(self, *args, **kwargs):
+        figures.append(self)
+        save(self, *args, **kwargs)
+
+    monkeypatch.setattr(figure, "savefig", keep)
+    return figures
+
+
+def lines_of(axes):
+    return {line.get_label(): np.transpose(line.get_data()) for line in axes.lines}
+
+
+def test_picture_shows_the_numbers_of_the_report(tmp_path, capsys, small_folder, drawn):
+    args = ["--data-dir", small_folder, "--epochs", 2, "--members", 3, "--devices", 2]
+    status, _, err = run_script(capsys, *args, "--workdir", tmp_path, "--plot")
+    assert status == 0, err
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    report = json.loads((tmp_path / "report.json").read_text())
+    metrics = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    metrics = [json.loads(line) for line in metrics]
+    curves, images = drawn[0].subfigs
+    loss, loss_by_size, diagram, accuracy, accuracy_by_size, histogram = curves.axes
+
+    lines = lines_of(accuracy)
+    shown = [
+        [1, 100 * metrics[0]["test_accuracy"]],
+        [2, 100 * metrics[1]["test_accuracy"]],
+    ]
+    assert_allclose(lines["ensemble"], shown)
+    assert len(lines) == 5  # of three members, of the ensemble and in training
+    assert_allclose(
+        lines_of(loss)["ensemble"][:, 1], [m["ensemble_test_loss"] for m in metrics]
+    )
+    assert (
+        metrics[1]["ensemble_test_loss"]
+        == report["ensemble"]["negative_log_likelihood"]
+    )
+    members = [m["negative_log_likelihood"] for m in report["member"]]
+    assert metrics[1]["member_test_loss"] == members
+    for axes, key, factor in [
+        (loss_by_size, "negative_log_likelihood", 1),
+        (accuracy_by_size, "accuracy", 100),
+    ]:
+        sizes = [[k, factor * s[key]] for k, s in enumerate(report["by_size"], 1)]
+        assert_allclose(axes.lines[1].get_xydata(), sizes)
+    assert set(lines_of(diagram)) == {"members", "ensemble", "calibrated"}
+    assert all(len(axes.get_xlabel()) > 4 and axes.get_ylabel() for axes in curves.axes)
+    assert histogram.get_yscale() == "log"
+    for axes in images.axes:
+        votes = [int(vote.split(": ")[1]) for vote in axes.get_xlabel().split("  ")]
+        assert sum(votes) == 3 and axes.get_title().startswith("label ")
+
+
+def test_picture_leaves_out_members_that_failed(tmp_path, drawn):
+    probs, labels = random_probs(0, 4, 30, 10), np.arange(30) % 10
+    probs[2] = np.nan
+    data = tm.generate_digits(0, 0, 30)._replace(test_labels=labels)
+    report = tm.report_finite(probs, labels)
+    tm.draw_report(tmp_path / "report.png", [], report, probs, data)
+    curves, images = drawn[0].subfigs
+    assert "an ensemble of 3" in drawn[0].get_suptitle()
+    whole = probs[[0, 1, 3]].mean(axis=0)
+    counts, confidence, hits = pe.reliability(whole, labels)
+    points = lines_of(curves.axes[2])["ensemble"]
+    assert_allclose(points, 100 * np.stack([confidence, hits], 1)[counts > 0])
+    entropy = -np.sum(whole * np.log(whole), axis=-1)
+    unsure = np.argsort(-entropy)[:12]
+    assert [a.get_title() for a in images.axes] == [
+        f"label {labels[i]}" for i in unsure
+    ]
+    image = images.axes[0].get_images()[0].get_array()
+    assert_array_equal(image, data.test_images[unsure[0], ..., 0])
+
+
+def test_picture_of_one_model(tmp_path, drawn):
+    probs, labels = random_probs(0, 1, 30, 10), np.arange(30) % 10
+    data = tm.generate_digits(0, 0, 30)._replace(test_labels=labels)
+    report = tm.report_finite(probs, labels)
+    tm.draw_report(tmp_path / "report.png", [], report, probs, data)
+    curves, images = drawn[0].subfigs
+    assert len(curves.axes) == 4 and "model" in lines_of(curves.axes[1])
+    assert images.axes[0].get_xlabel() in "0123456789"
+
+
+@pytest.mark.parametrize(
+    "flag, package", [("plot", "matplotlib"), ("show-batch", "rich")]
+)
+def test_missing_package_is_named(capsys, monkeypatch, tmp_path, flag, package):
+    monkeypatch.setattr(tm.importlib.util, "find_spec", lambda name: None)
+    status, _, err = run_script(capsys, f"--{flag}", "--workdir", tmp_path)
+    assert status == 2
+    assert f"--{flag} needs {package}: python -m pip install {package}" in err
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("no"), RuntimeError("RESOURCE_EXHAUSTED: no\n  at a line")]
+)
+def test_out_of_memory_is_one_line(capsys, monkeypatch, small_folder, error):
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr(tm, "load_data", fail)
+    status, _, err = run_script(capsys)
+    assert status == 1 and err.count("\n") == 1
+    assert err.startswith("train_mnist.py: error: out of memory; try fewer --members")
+
+
 def test_one_member_that_is_not_finite_does_not_stop_the_others():
     probs = np.full((3, 4, 2), 0.5)
     probs[1, 2] = np.nan
@@ -2921,15 +3099,12 @@ def test_member_that_fails_is_named_and_left_out(
     assert report["ensemble"] == report["by_size"][1]
 
 
-def test_show_batch_draws_the_devices(capsys, small_folder, monkeypatch):
+def test_show_batch_draws_the_devices(capsys, small_folder):
     pytest.importorskip("rich")
     args = ["--data-dir", small_folder, "--epochs", 0, "--show-batch"]
     status, out, _ = run_script(capsys, *args, "--mode", "sync", "--devices", 4)
     assert status == 0 and "a step's images [64, 784]" in out
     assert all(f"CPU {i}" in out for i in range(4))
-    monkeypatch.setattr(tm.importlib.util, "find_spec", lambda name: None)
-    status, _, err = run_script(capsys, *args)
-    assert status == 2 and "--show-batch needs rich" in err
 
 
 def test_diverged_run_ends_with_status_3(tmp_path, capsys, small_folder):
@@ -2966,7 +3141,11 @@ BAD_FLAGS = [
     ("--train-size 769", "--train-size 769: data in MNIST's form"),
     ("--mode both", "argument --mode: invalid choice: 'both'"),
     ("--schedule step", "argument --schedule: invalid choice: 'step'"),
-    ("--learning-rat 1", "unrecognized arguments: --learning-rat 1"),
+    ("--learning-rat 1", "argument --learning-rat; did you mean --learning-rate?"),
+    ("--batchsize=8", "argument --batchsize=8; did you mean --batch-size?"),
+    ("-epochs 1", "unrecognized argument -epochs; did you mean --epochs?"),
+    ("--qqq", "unrecognized argument --qqq; --help lists the flags"),
+    ("--plot", "--plot: needs --workdir"),
     ("--workdir FILE/runs", "--workdir FILE/runs: Not a directory"),
     ("--workdir FILE", "--workdir FILE: File exists"),
     ("--data mnist --data-dir FILE", "--data-dir: FILE"),

@@ -11,7 +11,9 @@ run's folder, signals and processes, the command line.
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
+import difflib
 import functools
 import gzip
 import hashlib
@@ -621,6 +623,41 @@ def train(
         yield Progress(state, *divmod(done, num_steps), losses, seconds)
 
 
+@contextlib.contextmanager
+def progress_bar(what: str, total: int, done: int = 0) -> Iterator[Callable]:
+    """Draw how far a loop is, on a terminal where tqdm is; yield what advances it.
+
+    Counts are images, once for each member that trains on them or predicts them.
+    """
+    terminal = all(f is not None and f.isatty() for f in (sys.stdout, sys.stderr))
+    if not (terminal and importlib.util.find_spec("tqdm")):
+        yield lambda count: None
+        return
+    from tqdm import tqdm
+
+    form = {"unit": " images", "unit_scale": True, "dynamic_ncols": True}
+    with tqdm(desc=what, total=total, initial=done, leave=False, **form) as bar:
+        yield bar.update
+
+
+def with_bars(
+    progress: Iterator[Progress], members: int, recipe: Recipe, num_steps: int
+) -> Iterator[Progress]:
+    """Yield what `train` yields, and draw how far each epoch is."""
+    now = next(progress)
+    yield now
+    images = members * recipe.batch_size  # a step
+    while now.epoch < recipe.epochs:
+        what = f"epoch {now.epoch + 1} of {recipe.epochs}"
+        with progress_bar(what, num_steps * images, now.step * images) as advance:
+            for now in progress:
+                advance(now.losses.shape[1] * images)
+                if now.step == 0:
+                    break
+                yield now
+        yield now
+
+
 # ---------------------------------------------------------------------------------
 # Report
 # ---------------------------------------------------------------------------------
@@ -643,6 +680,15 @@ def report_finite(member_probs: np.ndarray, labels: np.ndarray) -> dict | None:
 def mean_loss(report: dict) -> float:
     """Average the negative log-likelihood over the members, in nats."""
     return float(np.mean([m["negative_log_likelihood"] for m in report["member"] if m]))
+
+
+class Evaluation(NamedTuple):
+    """What the models say of the test images, and how well they do."""
+
+    probs: np.ndarray  # of each member, on the test images [K, N, C]
+    test: dict | None  # the report on them; None when no model is finite
+    train: dict | None  # the same, on as many training images
+    seconds: float  # that the test images took
 
 
 def print_epoch(metrics: dict) -> None:
@@ -700,6 +746,144 @@ def versions() -> dict:
 
 
 # ---------------------------------------------------------------------------------
+# Picture: report.png
+# ---------------------------------------------------------------------------------
+
+# Colors of Okabe and Ito, which do not need red and green to be told apart; the lines
+# differ in width and marker too.
+ENSEMBLE: dict = {"color": "#d55e00", "linewidth": 2, "marker": "s", "markersize": 5}
+MEMBER: dict = {"color": "#56b4e9", "linewidth": 1, "marker": "o", "markersize": 3}
+DASHED: dict = {"color": "0.3", "linewidth": 1, "linestyle": "--"}
+
+
+class Score(NamedTuple):
+    """What is drawn over epochs and sizes, and where it stands."""
+
+    label: str
+    factor: float
+    key: str  # in the scores of a report
+    member: str  # in a line of the metrics, as the others
+    ensemble: str
+    train: str
+
+
+SCORES = (
+    Score(
+        "NLL, nats",
+        1,
+        "negative_log_likelihood",
+        "member_test_loss",
+        "ensemble_test_loss",
+        "train_loss",
+    ),
+    Score(
+        "accuracy, %",
+        100,
+        "accuracy",
+        "member_test_accuracy",
+        "test_accuracy",
+        "train_accuracy",
+    ),
+)
+
+
+def draw_epochs(axes, score: Score, metrics: Sequence[dict], many: bool) -> None:
+    epochs = [m["epoch"] for m in metrics]
+
+    def draw(name, key, style):
+        values = np.array([m[key] for m in metrics], np.float64)  # None becomes nan
+        axes.plot(epochs, score.factor * values, **style)[0].set_label(name)
+
+    if many:
+        draw("members", score.member, MEMBER)
+    draw("on training images", score.train, DASHED)
+    draw("ensemble" if many else "model", score.ensemble, ENSEMBLE)
+    axes.set(xlabel="epoch", ylabel=score.label)
+    axes.locator_params(axis="x", integer=True)
+
+
+def draw_sizes(axes, score: Score, report: dict) -> None:
+    by_size = [score.factor * scores[score.key] for scores in report["by_size"]]
+    members = [
+        score.factor * scores[score.key] for scores in report["member"] if scores
+    ]
+    axes.axhline(np.mean(members), label="a member, mean", **DASHED)
+    axes.plot(range(1, len(by_size) + 1), by_size, **ENSEMBLE)
+    axes.set(xlabel="members in the ensemble", ylabel=score.label)
+    axes.locator_params(axis="x", integer=True)
+
+
+def draw_reliability(diagram, histogram, probs: np.ndarray, labels) -> None:
+    """Draw accuracy over confidence, bin by bin, and how many examples each has."""
+    ends = np.linspace(0, 100, 16)
+    many = len(probs) > 1
+    whole = "ensemble" if many else "model", ENSEMBLE, probs.mean(axis=0), labels
+    drawn = [whole]
+    if many:
+        members = probs.reshape(-1, probs.shape[-1]), np.tile(labels, len(probs))
+        drawn = [("members", MEMBER, *members), whole]
+    for name, style, p, y in drawn:
+        counts, confidence, accuracy = pe.reliability(p, y)
+        shown = counts > 0
+        n, x, a = counts[shown], 100 * confidence[shown], accuracy[shown]
+        if style is ENSEMBLE:  # plus and minus a standard error (Wilson 1927)
+            center = (a + 1 / (2 * n)) / (1 + 1 / n)
+            error = np.sqrt(a * (1 - a) / n + 1 / (4 * n**2)) / (1 + 1 / n)
+            low, high = 100 * (center - error), 100 * (center + error)
+            diagram.vlines(x, low, high, color=style["color"], linewidth=1)
+        diagram.plot(x, 100 * a, label=name, **style)
+        histogram.stairs(100 * counts / len(y), ends, color=style["color"], linewidth=2)
+    diagram.plot([0, 100], [0, 100], label="calibrated", **DASHED)
+    diagram.set(xlabel="confidence, %", ylabel="accuracy, %")
+    histogram.set(xlabel="confidence, %", ylabel="test images, %", yscale="log")
+
+
+def draw_images(figure, probs: np.ndarray, images, labels) -> None:
+    """Draw the images that the ensemble is least sure of, with the members' votes."""
+    rows, columns, many = 2, 6, len(probs) > 1
+    unsure = np.argsort(-pe.predictive_entropy(probs))[: rows * columns]
+    below = "members' votes, as class: count" if many else "the model's class"
+    figure.suptitle(f"test images of the highest predictive entropy; below, {below}")
+    for axes, i in zip(figure.subplots(rows, columns).flat, unsure):
+        axes.imshow(images[i, ..., 0], cmap="gray_r")
+        votes = collections.Counter(probs[:, i].argmax(axis=-1).tolist())
+        said = [f"{c}: {n}" if many else f"{c}" for c, n in votes.most_common(4)]
+        axes.set_title(f"label {labels[i]}", fontsize="medium")
+        axes.set_xlabel("  ".join(said), fontsize="small")
+        axes.set(xticks=[], yticks=[])
+
+
+def draw_report(
+    path: Path, metrics: Sequence[dict], report: dict, probs: np.ndarray, data: Dataset
+) -> None:
+    """Draw what training and report say; `probs` [K, N, C] are of the test images.
+
+    Needs matplotlib, the [plot] extra.
+    """
+    from matplotlib.figure import Figure
+
+    probs = probs[np.isfinite(probs).all(axis=(1, 2))]
+    many = len(probs) > 1
+    figure = Figure(figsize=(9, 9.5), layout="constrained")
+    what = f"an ensemble of {len(probs)}" if many else "one model"
+    figure.suptitle(f"{data.name}, {len(data.test_images)} test images: {what}")
+    curves, images = figure.subfigures(2, 1, height_ratios=(5, 3))
+    axes = curves.subplots(2, 2 + many)
+    for row, score in zip(axes, SCORES):
+        draw_epochs(row[0], score, metrics, many)
+        if many:
+            draw_sizes(row[1], score, report)
+    draw_reliability(*axes[:, -1], probs, data.test_labels)
+    titles = ["over epochs", *["over ensemble size"] * many, "reliability"]
+    for panel, name in zip(axes[0], titles):
+        panel.set_title(name)
+        panel.legend(frameon=False)
+    draw_images(images, probs, data.test_images, data.test_labels)
+    with pe.replace_file(path) as file:
+        figure.savefig(file, format="png", dpi=110)
+
+
+# ---------------------------------------------------------------------------------
 # The folder of a run: metrics, report, checkpoints
 # ---------------------------------------------------------------------------------
 
@@ -734,12 +918,14 @@ class Folder:
     """The folder of one run, held by one process.
 
     It holds metrics.jsonl, a line an epoch; config.json, the settings; the newest
-    checkpoints; report.json at the end; and .lock, which names the process.
+    checkpoints; report.json and report.png at the end; and .lock, which names the
+    process.
     """
 
     CHECKPOINT = re.compile(r"checkpoint_(\d{8,18})\.npz")
     LEFTOVER = re.compile(
-        r"\.(checkpoint_\d+\.npz|(config|report)\.json|metrics\.jsonl)\.\w+\.tmp"
+        r"\.(checkpoint_\d+\.npz|(config|report)\.json|metrics\.jsonl|report\.png)"
+        r"\.\w+\.tmp"
     )
 
     def __init__(self, path: Path, resume: bool, keep: int):
@@ -1028,6 +1214,15 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise Failure(message)
 
+    def parse_args(self, args=None, namespace=None):
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flags = re.findall(r"--[\w-]+", self.format_usage())
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, 1)
+            hint = f"did you mean {near[0]}?" if near else "--help lists the flags"
+            raise Failure(f"unrecognized argument {unknown[0]}; {hint}")
+        return found
+
 
 def default_folder() -> Path:
     """Return $MNIST_DIR, or a folder of our own in the user's cache folder."""
@@ -1186,6 +1381,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "nothing)",
     )
     output.add_argument(
+        "--plot",
+        action="store_true",
+        help="draw report.png in --workdir (needs matplotlib)",
+    )
+    output.add_argument(
         "--save-every",
         type=float,
         metavar="EPOCHS",
@@ -1262,6 +1462,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     check("--connect-timeout", args.connect_timeout >= 1, "1 or more")
     if args.resume and not args.workdir:
         raise Failure("--resume: needs --workdir, the folder of the run to go on with")
+    if args.plot and not args.workdir:
+        raise Failure("--plot: needs --workdir, the folder that takes report.png")
     check_processes(args, check)
     return args
 
@@ -1287,8 +1489,12 @@ def check_processes(args: argparse.Namespace, check: Callable) -> None:
 
 def prepare(args: argparse.Namespace) -> tuple[Dataset, pe.Layout]:
     """Load the data, lay out the models.  Raises Failure where flags do not fit."""
-    if args.show_batch and not importlib.util.find_spec("rich"):
-        raise Failure("--show-batch needs rich: python -m pip install '.[plot]'")
+    for flag, package in (("show_batch", "rich"), ("plot", "matplotlib")):
+        if getattr(args, flag) and not importlib.util.find_spec(package):
+            raise Failure(
+                f"--{flag.replace('_', '-')} needs {package}: "
+                f"python -m pip install {package}"
+            )
     if args.show_batch and jax.process_count() > 1:
         raise Failure("--show-batch: draws the devices of one process; there are more")
     try:
@@ -1333,21 +1539,26 @@ def prepare(args: argparse.Namespace) -> tuple[Dataset, pe.Layout]:
 
 
 def announce(args: argparse.Namespace, recipe: Recipe, data: Dataset, layout) -> None:
-    """Say in two lines what is about to run."""
+    """Say in a line what is about to run: data, models, devices, recipe, versions."""
     members, devices, shared, replicas = layout
-    models = "1 model" if args.mode == "sync" else f"{members} members"
+    models = "one model" if args.mode == "sync" else f"an ensemble of {members}"
     processes = jax.process_count()
     processes = f" of {processes} processes" if processes > 1 else ""
-    place = f", {shared} a device" if shared > 1 else ""
+    place = f" ({shared} a device)" if shared > 1 else ""
     if replicas > 1:
-        place = f", {replicas} replicas" + (" of each" if members > 1 else "")
+        place = f" ({replicas} replicas{' of each member' if members > 1 else ''})"
+    settings = [
+        name if value is True else f"{name} {value}"
+        for name, value in recipe._asdict().items()
+        if value is not False
+    ]
     print(
-        f"{args.mode}: {models} on {devices} {jax.default_backend().upper()} devices"
-        f"{processes}{place}; {data.name}, {len(data.train_images)} training and "
-        f"{len(data.test_images)} test images, seed {args.seed}, jax {jax.__version__}"
+        f"{data.name}, {len(data.train_images)} training and {len(data.test_images)} "
+        f"test images: {models} on {devices} {jax.default_backend().upper()} devices"
+        f"{processes}{place}; {', '.join(settings)}, seed {args.seed}; "
+        + ", ".join(f"{name} {version}" for name, version in versions().items()),
+        flush=True,
     )
-    settings = (f"{name} {value}" for name, value in recipe._asdict().items())
-    print(", ".join(settings), flush=True)
 
 
 def show_batch(layout: pe.Layout, batch_size: int) -> None:
@@ -1362,20 +1573,16 @@ def show_batch(layout: pe.Layout, batch_size: int) -> None:
     jax.debug.visualize_array_sharding(images)
 
 
-def evaluate(predict, state, data: Dataset) -> tuple:
-    """Report on the test images, and on as many training images, measured alike.
-
-    Returns both reports and the seconds that the test images took.  A report is None
-    when no model is finite.
-    """
+def evaluate(predict, state, data: Dataset) -> Evaluation:
+    """Evaluate on the test images, and on as many training images, measured alike."""
     started = time.perf_counter()
     probs = predict(state, data.test_images)
     seconds = time.perf_counter() - started
     test = report_finite(probs, data.test_labels)
     sample = slice(len(data.test_images))
-    probs = predict(state, data.train_images[sample])
-    train = report_finite(probs, data.train_labels[sample])
-    return test, train, seconds
+    train_probs = predict(state, data.train_images[sample])
+    train = report_finite(train_probs, data.train_labels[sample])
+    return Evaluation(probs, test, train, seconds)
 
 
 def print_report(args: argparse.Namespace, data: Dataset, report: dict) -> None:
@@ -1403,9 +1610,12 @@ def predict_in_parts(trainer: pe.Trainer, stop: Stop, state, images) -> np.ndarr
     spread = trainer.layout
     rows = CHUNK_ROWS * spread.replicas * max(1, 32 // spread.members_per_device)
     parts = []
-    for start in range(0, len(images), rows):
-        parts.append(trainer.predict_members(state, images[start : start + rows]))
-        stop.check()
+    with progress_bar("predicting", spread.members * len(images)) as advance:
+        for start in range(0, len(images), rows):
+            part = images[start : start + rows]
+            parts.append(trainer.predict_members(state, part))
+            advance(spread.members * len(part))
+            stop.check()
     return np.concatenate(parts, axis=1)
 
 
@@ -1433,10 +1643,22 @@ def describe(args, recipe: Recipe, data: Dataset, members: int) -> dict:
 
 
 class Saver:
-    """Saves a run at the steps that are asked for, and says where it goes on from."""
+    """Saves a run every so many steps, and says where it goes on from.
 
-    def __init__(self, trainer, folder: Folder | None, settings: dict, num_steps: int):
-        self.trainer, self.folder, self.num_steps = trainer, folder, num_steps
+    Only the first of several processes has the folder; `save_steps` is None where none
+    has.
+    """
+
+    def __init__(
+        self,
+        trainer: pe.Trainer,
+        folder: Folder | None,
+        settings: dict,
+        num_steps: int,  # an epoch
+        save_steps: int | None,
+    ):
+        self.trainer, self.folder = trainer, folder
+        self.num_steps, self.save_steps = num_steps, save_steps
         self.settings = np.frombuffer(json.dumps(settings).encode(), np.uint8)
         self.done = -1  # steps at the last save
 
@@ -1451,10 +1673,12 @@ class Saver:
         self.done = epoch * self.num_steps + step
         return epoch, step, self.trainer.scatter(found.state)
 
-    def save(self, now: Progress) -> None:
-        """Save, unless it is done.  Raises Failure for a state that is of no use."""
+    def save(self, now: Progress, whenever: bool = False) -> None:
+        """Save, if it is due or `whenever`.  Raises Failure for a state of no use."""
         done = now.epoch * self.num_steps + now.step
-        if done == self.done:
+        if self.save_steps is None or done == self.done:
+            return
+        if done % self.save_steps and not whenever:
             return
         try:
             state = self.trainer.gather(now.state)
@@ -1481,20 +1705,23 @@ def diverged(now: Progress, saved: int) -> Failure:
 
 
 def epoch_metrics(
-    now: Progress, losses: list, seconds: float, batch_size: int, evaluated: tuple
+    now: Progress, losses: list, seconds: float, batch_size: int, found: Evaluation
 ) -> dict:
     """Return a line of metrics.jsonl; `losses` and `seconds` are of training, here."""
-    report, train_report, test_seconds = evaluated
+    report, train = found.test, found.train
     num_images = sum(x.size for x in losses) * batch_size
+    loss = "negative_log_likelihood"
     return {
         "epoch": now.epoch,
-        "train_loss": mean_loss(train_report),
-        "train_accuracy": train_report["ensemble"]["accuracy"],
+        "train_loss": mean_loss(train),
+        "train_accuracy": train["ensemble"]["accuracy"],
         "test_loss": mean_loss(report),
         "test_accuracy": report["ensemble"]["accuracy"],
+        "ensemble_test_loss": report["ensemble"][loss],
+        "member_test_loss": [m and m[loss] for m in report["member"]],
         "member_test_accuracy": [m and m["accuracy"] for m in report["member"]],
         "train_seconds": seconds,
-        "test_seconds": test_seconds,
+        "test_seconds": found.seconds,
         "member_images_per_second": num_images / seconds if seconds else None,
     }
 
@@ -1520,6 +1747,53 @@ def final_report(
     }
 
 
+def follow(
+    progress: Iterator[Progress],
+    saver: Saver,
+    stop: Stop,
+    recipe: Recipe,
+    data: Dataset,
+) -> tuple[set, Evaluation]:
+    """Save, evaluate, print and record what `train` yields, to the last epoch.
+
+    Returns the members that have failed, and the last evaluation.
+    """
+    folder = saver.folder
+    recorded = int(share(np.array(len(folder.metrics) if folder else 0)))
+    predict = functools.partial(predict_in_parts, saver.trainer, stop)
+    failed: set[int] = set()
+    losses, seconds = [], 0.0  # of this epoch, here
+    for now in progress:
+        losses.append(now.losses)
+        seconds += now.seconds
+        last = now.losses[:, -1:]
+        if last.size and not (recipe.skip_nonfinite or np.isfinite(last).any()):
+            raise diverged(now, saver.done)
+        at_end = now.epoch == recipe.epochs
+        saver.save(now, whenever=at_end)
+        try:
+            if stop.signal:
+                raise Stopped(stop.signal)
+            if now.step or not (now.epoch > recorded or at_end):
+                continue
+            found = evaluate(predict, now.state, data)
+        except Stopped:
+            saver.save(now, whenever=True)
+            stop.agree()  # nobody leaves before the first process has saved
+            raise
+        if found.test is None or found.train is None:
+            raise diverged(now, saver.done)
+        print_failed(failed, now, losses, found.test["member"], recipe)
+        if now.epoch > recorded:
+            metrics = epoch_metrics(now, losses, seconds, recipe.batch_size, found)
+            print_epoch(metrics)
+            if folder:
+                folder.metrics.append(metrics)
+                folder.write_metrics()
+        losses, seconds = [], 0.0
+    return failed, found
+
+
 def train_and_report(
     args: argparse.Namespace, stop: Stop, folder: Folder | None
 ) -> dict:
@@ -1532,17 +1806,16 @@ def train_and_report(
     if args.show_batch:
         show_batch(layout, recipe.batch_size)
     num_steps = len(data.train_images) // recipe.batch_size
-    total = recipe.epochs * num_steps
-    save_steps = max(1, round(args.save_every * num_steps))
-    trainer = make_trainer(recipe, layout.members, layout.devices, total)
-    saver = Saver(trainer, folder, settings, num_steps)
+    save_steps = max(1, round(args.save_every * num_steps)) if args.workdir else None
+    trainer = make_trainer(
+        recipe, layout.members, layout.devices, recipe.epochs * num_steps
+    )
+    saver = Saver(trainer, folder, settings, num_steps, save_steps)
     start = None
     if args.resume:
         start = saver.restore(settings, args.seed)
     elif folder:
         folder.begin(settings)
-    recorded = len(folder.metrics) if folder else 0
-    recorded = int(share(np.array(recorded)))
 
     stop.waits = True
     progress = train(
@@ -1552,49 +1825,21 @@ def train_and_report(
         data.train_labels,
         seed=args.seed,
         start=start,
-        save_steps=save_steps,
+        save_steps=save_steps or sys.maxsize,
         agree=stop.agree,
     )
-    predict = functools.partial(predict_in_parts, trainer, stop)
-    failed, losses, seconds = set(), [], 0.0  # of this epoch, here
-    for now in progress:
-        losses.append(now.losses)
-        seconds += now.seconds
-        last = now.losses[:, -1:]
-        if last.size and not (recipe.skip_nonfinite or np.isfinite(last).any()):
-            raise diverged(now, saver.done)
-        done = now.epoch * num_steps + now.step
-        if args.workdir and (done % save_steps == 0 or done == total):
-            saver.save(now)
-        ended = now.step == 0 and (now.epoch > recorded or now.epoch == recipe.epochs)
-        try:
-            if stop.signal:
-                raise Stopped(stop.signal)
-            if not ended:
-                continue
-            evaluated = evaluate(predict, now.state, data)
-        except Stopped:
-            if args.workdir:
-                saver.save(now)
-                stop.agree()  # nobody leaves before the first process has saved
-            raise
-        report, train_report, _ = evaluated
-        if report is None or train_report is None:
-            raise diverged(now, saver.done)
-        print_failed(failed, now, losses, report["member"], recipe)
-        if now.epoch > recorded:
-            metrics = epoch_metrics(now, losses, seconds, recipe.batch_size, evaluated)
-            print_epoch(metrics)
-            if folder:
-                folder.metrics.append(metrics)
-                folder.write_metrics()
-        losses, seconds = [], 0.0
+    progress = with_bars(progress, layout.members, recipe, num_steps)
+    with contextlib.closing(progress):  # a bar makes way for what is printed
+        failed, found = follow(progress, saver, stop, recipe, data)
     stop.waits = False
 
-    print_report(args, data, report)
-    report = final_report(args, data, layout, recipe, failed, report)
+    print_report(args, data, found.test)
+    report = final_report(args, data, layout, recipe, failed, found.test)
     if folder:
         folder.write_json("report.json", report)
+        if args.plot:
+            path = folder.path / "report.png"
+            draw_report(path, folder.metrics, report, found.probs, data)
     return report
 
 
@@ -1633,11 +1878,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
             text, status = f"{where}{error.strerror or error}", 2
-        except (RuntimeError, ValueError) as error:
-            if not several:
+        except (MemoryError, RuntimeError, ValueError) as error:
+            reason, _, _ = str(error).partition("\n")
+            if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in reason:
+                less = "fewer --members on more --devices, or a smaller --batch-size"
+                text = f"out of memory; try {less}: {reason}"
+            elif several:
+                text = f"lost contact with another process: {reason}"
+            else:
                 raise
-            reason = str(error).splitlines()[0]
-            text, status = f"lost contact with another process: {reason}", 1
+            status = 1
     if status:
         print(f"train_mnist.py: error: {text}", file=sys.stderr, flush=True)
         if several:
