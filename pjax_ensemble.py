@@ -1,3 +1,4 @@
+# Copyright (c) 2026 The pjax_ensemble authors.  SPDX-License-Identifier: MIT
 """Train K models on D devices, whatever K and D are, in one file of plain JAX.
 
 A training step is written once, for one model on one device.  All else is where its

@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -130,24 +131,56 @@ def test_usage_in_the_docstring_runs():
     assert len(names["report"]["member"]) == 5
 
 
-def test_readme_code_runs(tmp_path, monkeypatch):
+README = (HERE / "README.md").read_text()
+
+
+def masked(text):
+    """Return a text without its numbers, and the numbers."""
+    number = r"-?\d+(\.\d+)?"
+    found = [float(match[0]) for match in re.finditer(number, text)]
+    return re.sub(number, "#", text), found
+
+
+def test_readme_code_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    blocks = (HERE / "README.md").read_text().split("```python\n")[1:]
-    assert blocks
-    names = {}
-    for block in blocks:
-        code = block.partition("```")[0]
-        missing = [m for m in ("flax", "equinox") if f"import {m}" in code]
-        missing += ["flax"] if "from flax" in code else []
-        if all(importlib.util.find_spec(name) for name in missing):
-            exec(code, names)
-    assert names["probs"].shape == (256, 10)
-    assert len(names["report"]["by_size"]) == 5
-    assert 0 <= names["detected"] <= 1
-    assert names["params"].dense2.weight.shape == (256, 10)
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    names, compared = {}, []
+    with jax.numpy_rank_promotion("allow"):
+        for (kind, code), (next_kind, following) in itertools.pairwise(blocks):
+            used = re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE)
+            if kind == "python" and all(map(importlib.util.find_spec, used)):
+                exec(code, names)
+                printed = capsys.readouterr().out
+                if printed and not next_kind:
+                    compared.append((masked(printed), masked(following)))
+    assert names["losses"].shape[0] in (D, 5)
+    assert names["params"][0][0].shape == (2, 100)
+    assert names["members"][0][0].shape == (D, 2, 100)
     for name in ("linen_probs", "nnx_probs", "equinox_probs"):
         if name in names:
-            assert_allclose(names[name].sum(axis=1), np.ones(256), rtol=1e-5)
+            assert_allclose(names[name].sum(axis=1), np.ones(2000), rtol=1e-5)
+    assert len(compared) == 2
+    for (form, numbers), (form_there, numbers_there) in compared:
+        assert form == form_there
+        assert_allclose(numbers, numbers_there, atol=0.2)  # as JAX 0.10 rounds
+    numbers = compared[0][0][1]
+    *members, ensemble = np.reshape(numbers, (6, 2))[:, 1]
+    assert ensemble < min(members)
+
+
+def test_readme_commands_are_those_of_the_script(tmp_path):
+    commands = re.findall(r"python (\w+/)?(\w+\.py)([^`\n|]*)", README)
+    assert len(commands) > 10
+    for folder, script, flags in commands:
+        assert (HERE / folder / script).exists()
+        if script == "train_mnist.py" and "--help" not in flags:
+            flags = flags.partition("#")[0].replace("$SLURM_NNODES", "2").split()
+            assert tm.parse_arguments(flags)
+    for link in re.findall(r"\]\((?!http)([^)#]+)", README):
+        assert (HERE / link).exists(), link
+    places = re.findall(r"^#+ (.*)$", README, re.MULTILINE)
+    anchors = {re.sub(r"[^\w -]", "", p).lower().replace(" ", "-") for p in places}
+    assert set(re.findall(r"\]\(#([^)]+)", README)) <= anchors
 
 
 def test_all_names_stand_in_the_order_of_the_file():
@@ -1539,7 +1572,7 @@ def trained(spread):
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 5, 8])
-@pytest.mark.parametrize("members", [1, 2, 3, 4, 5, 6, 7, 8, 10])
+@pytest.mark.parametrize("members", [1, 2, 3, 5, 8, 10])
 def test_member_is_the_same_on_every_layout(members, devices):
     spread = pe.layout(members, devices)
     alone = trained(pe.layout(10, 1))  # on one device, one after another
@@ -1752,12 +1785,13 @@ def test_members_move_to_any_devices(style):
             stateful=True,
         )
 
+    moves = (2, 4, 1, 3) if style == "new" else (4, 1)
     stay = trainer(2)
     state = stay.init(key)
-    for step in range(4):
+    for step in range(len(moves)):
         state, _ = stay.epoch(state, image_data(), orders(4, step))
     ends, gathered = stay.gather(state), stay.gather(stay.init(key))
-    for step, devices in enumerate((2, 4, 1, 3)):
+    for step, devices in enumerate(moves):
         now = trainer(devices)
         state = now.scatter(gathered)
         state, _ = now.epoch(state, image_data(), orders(4, step))
@@ -1774,10 +1808,8 @@ def test_members_move_to_any_devices(style):
     assert leaves_equal(again._replace(key=0), gathered._replace(key=0))
 
 
-@pytest.mark.parametrize(
-    "optimizer", [pe.sgd(0.01), pe.adam(1e-3)], ids=["sgd", "adam"]
-)
-def test_keras_guides_network_is_the_same_on_eight_devices_as_on_one(optimizer):
+def test_keras_guides_network_is_the_same_on_eight_devices_as_on_one():
+    optimizer = pe.adam(1e-3)
     rng = np.random.default_rng(0)
     images = rng.integers(256, size=(160, 28, 28, 1), dtype=np.uint8)
     data = images, rng.integers(10, size=160).astype(np.int32)
@@ -1812,11 +1844,9 @@ def test_keras_guides_network_is_the_same_on_eight_devices_as_on_one(optimizer):
     jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-5), *ends)
 
 
-@pytest.mark.parametrize("make", [pe.sgd, pe.adam])
-def test_optax_optimizers_train_as_ours(make):
-    like = optax.sgd(0.05, momentum=0.9) if make is pe.sgd else optax.adam(0.05)
+def test_an_optax_optimizer_trains_as_ours():
     ends = []
-    for optimizer in (make(0.05), like):
+    for optimizer in (pe.adam(0.05), optax.adam(0.05)):
         trainer = net_trainer(3, 2, optimizer=optimizer)
         state, _ = trainer.epoch(
             trainer.init(jax.random.key(0)), image_data(), orders(3)
@@ -2651,7 +2681,7 @@ def test_missing_files_are_downloaded_once_and_verified(tmp_path, mirrors):
         urllib.error.URLError("no route"),
         TimeoutError("timed out"),
         http.client.IncompleteRead(b""),
-        gzip.compress(idx(np.ones(40))),  # sound, but other content
+        gzip.compress(idx(np.ones(40)), mtime=0),  # sound, but other content
         b"<html>a captive portal</html>",
         b"",
     ],
@@ -2806,8 +2836,8 @@ def test_bootstrap_gives_each_member_a_resample_of_its_own():
     assert_array_equal(alone[0], first[0])
 
 
-@pytest.mark.parametrize("network", tm.NETWORKS)
-def test_trainer_of_the_script_learns_from_bytes(network):
+def test_trainer_of_the_script_learns_from_bytes():
+    network = "batchnorm"
     recipe = tm.RECIPES[network]._replace(batch_size=32, max_shift=0, epochs=4)
     recipe = recipe._replace(optimizer="adam", learning_rate=3e-3, schedule="constant")
     data = tm.generate_digits(0, num_train=256, num_test=10)
@@ -2827,6 +2857,31 @@ def test_trainer_of_the_script_learns_from_bytes(network):
 # ---------------------------------------------------------------------------------
 # train_mnist.py: command line
 # ---------------------------------------------------------------------------------
+
+
+# A network with statistics and random numbers that compiles in no time, for runs in
+# which others matter.
+TINY = """
+import sys
+import jax
+import pjax_ensemble as pe
+import train_mnist as tm
+
+def init(key):
+    keys = jax.random.split(key)
+    norm, stats = pe.batch_norm_init(8)
+    return (pe.dense_init(keys[0], 784, 8), norm, pe.dense_init(keys[1], 8, 10)), stats
+
+def logits(params, stats, images, key=None):
+    x = pe.dense(params[0], images.reshape(len(images), -1))
+    x, stats = pe.batch_norm(params[1], stats, x, training=key is not None)
+    return pe.dense(params[2], pe.dropout(key, jax.nn.relu(x), 0.2)), stats
+
+tm.NETWORKS["tiny"] = tm.Network(init, logits)
+tm.RECIPES["tiny"] = tm.RECIPES["batchnorm"]._replace(network="tiny")
+"""
+SCRIPT = f"{TINY}sys.exit(tm.main(sys.argv[1:]))"
+exec(TINY, {})
 
 
 @pytest.fixture(scope="module")
@@ -2920,8 +2975,11 @@ class Terminal(io.StringIO):
 
 
 def test_progress_is_drawn_on_a_terminal_and_nowhere_else(small_folder, monkeypatch):
-    pytest.importorskip("tqdm")
-    args = ["--data-dir", str(small_folder), "--epochs", "1", "--devices", "2"]
+    tqdm, counts = pytest.importorskip("tqdm").tqdm, []
+    update = tqdm.update
+    monkeypatch.setattr(tqdm, "update", lambda *x: [counts.append(x[1]), update(*x)])
+    args = ["--data-dir", str(small_folder), "--network", "tiny", "--devices", "2"]
+    args += ["--epochs", "1"]
 
     def run(out, err):
         monkeypatch.setattr(sys, "stdout", out)
@@ -2931,7 +2989,8 @@ def test_progress_is_drawn_on_a_terminal_and_nowhere_else(small_folder, monkeypa
 
     out, err = run(Terminal(), Terminal())
     assert "epoch 1 of 1:   0%" in err and "predicting:   0%" in err
-    assert "1.54k/1.54k" in err and "images/s" in err  # 768, by each of two members
+    assert "/1.54k [" in err and "images/s" in err  # 768, by each of two members
+    assert sum(counts) == 1536 + 2 * (200 + 200)  # and tested, on as many images
     assert err.endswith("\r")  # the bar is wiped off
     assert out.splitlines()[2].startswith("epoch:  1,")
     alone, _ = run(io.StringIO(), Terminal())
@@ -2961,7 +3020,7 @@ def lines_of(axes):
 
 
 def test_picture_shows_the_numbers_of_the_report(tmp_path, capsys, small_folder, drawn):
-    args = ["--data-dir", small_folder, "--epochs", 2, "--members", 3, "--devices", 2]
+    args = ["--data-dir", small_folder, "--network", "tiny", "--members", 3]
     status, _, err = run_script(capsys, *args, "--workdir", tmp_path, "--plot")
     assert status == 0, err
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
@@ -3244,10 +3303,9 @@ def test_help_shows_every_default(capsys):
 def test_script_without_a_workdir_writes_nothing(tmp_path, small_folder):
     folder = tmp_path / "empty"
     folder.mkdir()
-    code = "import sys, train_mnist; sys.exit(train_mnist.main(sys.argv[1:]))"
-    args = ["--data-dir", small_folder, "--epochs", "1", "--train-size", "256"]
+    args = ["--data-dir", small_folder, "--epochs", "1", "--network", "tiny"]
     run_python(
-        code, *map(str, args), cwd=folder, PYTHONPATH=str(HERE), HOME=str(folder)
+        SCRIPT, *map(str, args), cwd=folder, PYTHONPATH=str(HERE), HOME=str(folder)
     )
     assert not list(folder.iterdir())
 
@@ -3256,7 +3314,7 @@ def test_script_without_a_workdir_writes_nothing(tmp_path, small_folder):
 # train_mnist.py: checkpoints, signals, processes
 # ---------------------------------------------------------------------------------
 
-RUN = ["--members", 2, "--devices", 2, "--network", "batchnorm", "--epochs", 2]
+RUN = ["--members", 2, "--devices", 2, "--network", "tiny", "--epochs", 2]
 RUN += ["--batch-size", 32, "--train-size", 256]  # two epochs of 8 steps
 
 
@@ -3594,9 +3652,6 @@ def test_damaged_metrics_lose_no_more_than_their_lines(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == '{"epoch": 1}\n'
 
 
-SCRIPT = "import sys, train_mnist; sys.exit(train_mnist.main(sys.argv[1:]))"
-
-
 def start_script(*args):
     # As many threads as here, where there are 8 devices: a product's bits depend on it.
     return start_python(SCRIPT, *args, NPROC=str(D))
@@ -3613,7 +3668,7 @@ def wait_for(found, seconds=100):
 def test_signal_ends_a_run_with_its_status_and_a_second_one_at_once(
     tmp_path, small_folder
 ):
-    args = [*RUN, "--epochs", 2000, "--data-dir", small_folder, "--workdir", tmp_path]
+    args = [*RUN, "--epochs", 20000, "--data-dir", small_folder, "--workdir", tmp_path]
     run = start_script(*args)
     wait_for(lambda: len(checkpoints(tmp_path)) == 3)
     run.send_signal(signal.SIGTERM)
@@ -3651,7 +3706,7 @@ def test_processes_of_a_run_end_as_one(tmp_path, small_folder, whole_run):
 def test_processes_stop_together_and_notice_one_that_dies(
     tmp_path, capsys, small_folder, monkeypatch
 ):
-    args = [*RUN, "--devices", 1, "--data-dir", small_folder, "--epochs", 2000]
+    args = [*RUN, "--devices", 1, "--data-dir", small_folder, "--epochs", 20000]
     newest = "checkpoint_00000000.npz"
     for how, resume in (signal.SIGTERM, ()), (signal.SIGKILL, ("--resume",)):
         flags = process_flags(tmp_path, free_port())
