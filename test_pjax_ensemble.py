@@ -1720,6 +1720,53 @@ def test_second_epoch_neither_recompiles_nor_copies_the_data():
     assert all(x.is_deleted() for x in before)
 
 
+def counting_trainer(members, devices, loss_fn, **options):
+    """Make a trainer of the net with a count of its steps as model state."""
+    return pe.make_trainer(
+        lambda key: (net_init(key), np.int32(0)),
+        loss_fn,
+        pe.sgd(0.1),
+        members=members,
+        devices=devices,
+        stateful=True,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("members, devices", [(3, 2), (1, 4), (2, 4)])
+def test_an_epoch_in_pieces_ends_in_the_same_bits(members, devices):
+    trainer = counting_trainer(members, devices, noisy_loss)
+    order = orders(members, batch=24)
+    ends = []
+    for sizes in ([10], [1, 2, 7], [5, 5]):
+        state, start, losses = trainer.init(jax.random.key(1)), 0, []
+        for size in sizes:
+            part = order[:, start : start + size]
+            state, loss = trainer.epoch(state, image_data(), part)
+            assert loss.shape == (members, size)
+            losses.append(loss)
+            start += size
+        ends.append((trainer.gather(state), np.concatenate(losses, axis=1)))
+    assert leaves_equal(ends[0], ends[1]) and leaves_equal(ends[0], ends[2])
+
+
+def test_pieces_of_an_epoch_share_a_program():
+    traces = []
+
+    def counted(params, images, labels):
+        traces.append(1)
+        return uint8_loss(params, images, labels)
+
+    trainer = net_trainer(2, 2, counted)
+    state = trainer.init(jax.random.key(0))
+    order = orders(2, batch=24)
+    state, _ = trainer.epoch(state, image_data(), order[:, :4])
+    once = len(traces)
+    for size in (1, 3, 10):
+        state, _ = trainer.epoch(state, image_data(), order[:, :size])
+    assert len(traces) == once > 0
+
+
 def test_a_member_that_is_not_finite_leaves_the_others_bits():
     trainer = net_trainer(5, 2)
     ends = []
@@ -1735,6 +1782,53 @@ def test_a_member_that_is_not_finite_leaves_the_others_bits():
     for i in (0, 2, 3, 4):
         assert leaves_equal(member(ends[0], i), member(ends[1], i))
         assert np.isfinite(probs[i]).all()
+
+
+@pytest.mark.parametrize("members, devices", [(1, 4), (2, 4), (3, 2)])
+def test_a_step_that_is_not_finite_can_be_skipped_by_all_replicas(members, devices):
+    def loss_fn(params, model_state, key, images, labels):
+        # With a white image, a finite loss with a gradient that is not.
+        bad = (images == 255).all(axis=(1, 2, 3)).any()
+        loss = uint8_loss(params, images, labels)
+        root = jnp.sqrt(jnp.where(bad, 0.0, 1.0) * jnp.sum(params.dense.bias**2 + 1))
+        return loss + root - jax.lax.stop_gradient(root), model_state + 1
+
+    images, labels = image_data()
+    images = images.copy()
+    images[5] = 255  # in the first step, on one replica
+    order = np.arange(NUM_IMAGES).reshape(10, 24)
+    plain = counting_trainer(members, devices, loss_fn)
+    state, _ = plain.epoch(plain.init(jax.random.key(0)), (images, labels), order)
+    assert np.isnan(plain.gather(state).params.dense.bias).any()
+    trainer = counting_trainer(members, devices, loss_fn, skip_nonfinite=True)
+    start = trainer.gather(trainer.init(jax.random.key(0)))
+    state, losses = trainer.epoch(trainer.scatter(start), (images, labels), order[:1])
+    after = trainer.gather(state)  # compares the replicas
+    assert np.isnan(losses).all()
+    assert leaves_equal(after._replace(key=None), start._replace(key=None))
+    assert not leaves_equal(after.key, start.key)
+    state, losses = trainer.epoch(state, (images, labels), order[1:])
+    assert np.isfinite(losses).all()
+    assert not leaves_equal(trainer.gather(state).params, start.params)
+
+
+def test_a_member_skips_its_step_alone():
+    def loss_fn(params, images, labels):
+        return uint8_loss(params, images, labels) * jnp.where(
+            labels[0] == 9, jnp.nan, 1
+        )
+
+    images, labels = image_data()
+    labels = np.where(np.arange(NUM_IMAGES) == 0, 9, labels)
+    order = orders(3, batch=24)[:, :1].copy()
+    order[0, 0, 0], order[1:, 0, 0] = 0, 1
+    trainer = net_trainer(3, 2, loss_fn, skip_nonfinite=True)
+    start = trainer.gather(trainer.init(jax.random.key(0)))
+    state, losses = trainer.epoch(trainer.scatter(start), (images, labels), order)
+    assert np.isnan(losses[:, 0]).tolist() == [True, False, False]
+    end = trainer.gather(state)
+    assert leaves_equal(member(end.params, 0), member(start.params, 0))
+    assert not leaves_equal(member(end.params, 1), member(start.params, 1))
 
 
 @pytest.mark.parametrize("members, devices", [(1, 3), (2, 4), (3, 2), (5, 3), (8, 8)])
@@ -1806,6 +1900,25 @@ def test_members_move_to_any_devices(style):
     eight = trainer(8)  # two replicas each
     again = eight.gather(eight.scatter(gathered))
     assert leaves_equal(again._replace(key=0), gathered._replace(key=0))
+
+
+def test_gather_names_the_leaf_and_device_of_a_replica_that_differs():
+    trainer = net_trainer(2, 4)
+    state = trainer.init(jax.random.key(0))
+    bias = state.params.dense.bias
+    copies = [np.array(shard.data) for shard in bias.addressable_shards]
+    copies[3].reshape(-1).view(np.uint8)[0] ^= 1
+    shards = [
+        jax.device_put(x, s.device) for x, s in zip(copies, bias.addressable_shards)
+    ]
+    bias = jax.make_array_from_single_device_arrays(bias.shape, bias.sharding, shards)
+    dense = state.params.dense._replace(bias=bias)
+    state = state._replace(params=state.params._replace(dense=dense))
+    message = (
+        rf"\.params\.dense\.bias on device {jax.devices()[3]} .* {jax.devices()[2]}"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        trainer.gather(state)
 
 
 def test_keras_guides_network_is_the_same_on_eight_devices_as_on_one():
@@ -2012,177 +2125,6 @@ def test_predicting_refuses_what_does_not_fit():
         net_trainer(3, 2).predict(state, image_data()[0])
 
 
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_prefetch_keeps_order_and_values(size):
-    batches = [(randn(i, 3), np.full(2, i)) for i in range(4)]
-    for got, made in zip(pe.prefetch(iter(batches), size), batches, strict=True):
-        assert got is made
-    assert list(pe.prefetch([], size)) == []
-
-
-def test_prefetch_works_ahead_by_its_size_and_no_more():
-    made, third = [], threading.Event()
-
-    def batches():
-        for i in range(10):
-            made.append(threading.current_thread())
-            if i == 2:
-                third.set()
-            yield i
-
-    ahead = pe.prefetch(batches(), 2)
-    assert not made  # before the loop begins
-    assert next(ahead) == 0
-    assert third.wait(10)  # 1 and 2 are made before they are asked for
-    time.sleep(0.05)
-    assert len(made) == 3 and threading.main_thread() not in made
-
-
-def test_prefetch_ends_its_thread_when_the_loop_is_left():
-    made, go_on = [], threading.Event()
-
-    def batches():
-        for i in range(10):
-            made.append(threading.current_thread())
-            yield i
-            go_on.wait(10)
-
-    ahead = pe.prefetch(batches(), 5)
-    assert next(ahead) == 0
-    ahead.close()  # while the second is being made
-    go_on.set()
-    made[0].join(10)
-    assert not made[0].is_alive() and len(made) <= 2
-
-
-def test_prefetch_raises_what_its_source_raises_in_its_place():
-    def batches():
-        yield 0
-        yield 1
-        raise OSError("no such file")
-
-    got = []
-    with pytest.raises(OSError, match="no such file"):
-        for batch in pe.prefetch(batches(), 5):
-            got.append(batch)
-    assert got == [0, 1]
-    with pytest.raises(ValueError, match="size is 0; expected an int >= 1"):
-        pe.prefetch([], 0)
-
-
-def counting_trainer(members, devices, loss_fn, **options):
-    """Make a trainer of the net with a count of its steps as model state."""
-    return pe.make_trainer(
-        lambda key: (net_init(key), np.int32(0)),
-        loss_fn,
-        pe.sgd(0.1),
-        members=members,
-        devices=devices,
-        stateful=True,
-        **options,
-    )
-
-
-@pytest.mark.parametrize("members, devices", [(3, 2), (1, 4), (2, 4)])
-def test_an_epoch_in_pieces_ends_in_the_same_bits(members, devices):
-    trainer = counting_trainer(members, devices, noisy_loss)
-    order = orders(members, batch=24)
-    ends = []
-    for sizes in ([10], [1, 2, 7], [5, 5]):
-        state, start, losses = trainer.init(jax.random.key(1)), 0, []
-        for size in sizes:
-            part = order[:, start : start + size]
-            state, loss = trainer.epoch(state, image_data(), part)
-            assert loss.shape == (members, size)
-            losses.append(loss)
-            start += size
-        ends.append((trainer.gather(state), np.concatenate(losses, axis=1)))
-    assert leaves_equal(ends[0], ends[1]) and leaves_equal(ends[0], ends[2])
-
-
-def test_pieces_of_an_epoch_share_a_program():
-    traces = []
-
-    def counted(params, images, labels):
-        traces.append(1)
-        return uint8_loss(params, images, labels)
-
-    trainer = net_trainer(2, 2, counted)
-    state = trainer.init(jax.random.key(0))
-    order = orders(2, batch=24)
-    state, _ = trainer.epoch(state, image_data(), order[:, :4])
-    once = len(traces)
-    for size in (1, 3, 10):
-        state, _ = trainer.epoch(state, image_data(), order[:, :size])
-    assert len(traces) == once > 0
-
-
-def test_gather_names_the_leaf_and_device_of_a_replica_that_differs():
-    trainer = net_trainer(2, 4)
-    state = trainer.init(jax.random.key(0))
-    bias = state.params.dense.bias
-    copies = [np.array(shard.data) for shard in bias.addressable_shards]
-    copies[3].reshape(-1).view(np.uint8)[0] ^= 1
-    shards = [
-        jax.device_put(x, s.device) for x, s in zip(copies, bias.addressable_shards)
-    ]
-    bias = jax.make_array_from_single_device_arrays(bias.shape, bias.sharding, shards)
-    dense = state.params.dense._replace(bias=bias)
-    state = state._replace(params=state.params._replace(dense=dense))
-    message = (
-        rf"\.params\.dense\.bias on device {jax.devices()[3]} .* {jax.devices()[2]}"
-    )
-    with pytest.raises(RuntimeError, match=message):
-        trainer.gather(state)
-
-
-@pytest.mark.parametrize("members, devices", [(1, 4), (2, 4), (3, 2)])
-def test_a_step_that_is_not_finite_can_be_skipped_by_all_replicas(members, devices):
-    def loss_fn(params, model_state, key, images, labels):
-        # With a white image, a finite loss with a gradient that is not.
-        bad = (images == 255).all(axis=(1, 2, 3)).any()
-        loss = uint8_loss(params, images, labels)
-        root = jnp.sqrt(jnp.where(bad, 0.0, 1.0) * jnp.sum(params.dense.bias**2 + 1))
-        return loss + root - jax.lax.stop_gradient(root), model_state + 1
-
-    images, labels = image_data()
-    images = images.copy()
-    images[5] = 255  # in the first step, on one replica
-    order = np.arange(NUM_IMAGES).reshape(10, 24)
-    plain = counting_trainer(members, devices, loss_fn)
-    state, _ = plain.epoch(plain.init(jax.random.key(0)), (images, labels), order)
-    assert np.isnan(plain.gather(state).params.dense.bias).any()
-    trainer = counting_trainer(members, devices, loss_fn, skip_nonfinite=True)
-    start = trainer.gather(trainer.init(jax.random.key(0)))
-    state, losses = trainer.epoch(trainer.scatter(start), (images, labels), order[:1])
-    after = trainer.gather(state)  # compares the replicas
-    assert np.isnan(losses).all()
-    assert leaves_equal(after._replace(key=None), start._replace(key=None))
-    assert not leaves_equal(after.key, start.key)
-    state, losses = trainer.epoch(state, (images, labels), order[1:])
-    assert np.isfinite(losses).all()
-    assert not leaves_equal(trainer.gather(state).params, start.params)
-
-
-def test_a_member_skips_its_step_alone():
-    def loss_fn(params, images, labels):
-        return uint8_loss(params, images, labels) * jnp.where(
-            labels[0] == 9, jnp.nan, 1
-        )
-
-    images, labels = image_data()
-    labels = np.where(np.arange(NUM_IMAGES) == 0, 9, labels)
-    order = orders(3, batch=24)[:, :1].copy()
-    order[0, 0, 0], order[1:, 0, 0] = 0, 1
-    trainer = net_trainer(3, 2, loss_fn, skip_nonfinite=True)
-    start = trainer.gather(trainer.init(jax.random.key(0)))
-    state, losses = trainer.epoch(trainer.scatter(start), (images, labels), order)
-    assert np.isnan(losses[:, 0]).tolist() == [True, False, False]
-    end = trainer.gather(state)
-    assert leaves_equal(member(end.params, 0), member(start.params, 0))
-    assert not leaves_equal(member(end.params, 1), member(start.params, 1))
-
-
 @pytest.mark.parametrize(
     "members, devices, processes, expected",
     [
@@ -2305,6 +2247,64 @@ def test_two_processes_end_as_one_with_as_many_devices(tmp_path):
         exact = name[0] == "5" and name != "5 probs"  # no replicas
         tolerance = dict(rtol=0) if exact else dict(rtol=1e-5, atol=1e-6)
         assert_allclose(value, one[name], err_msg=name, **tolerance)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_prefetch_keeps_order_and_values(size):
+    batches = [(randn(i, 3), np.full(2, i)) for i in range(4)]
+    for got, made in zip(pe.prefetch(iter(batches), size), batches, strict=True):
+        assert got is made
+    assert list(pe.prefetch([], size)) == []
+
+
+def test_prefetch_works_ahead_by_its_size_and_no_more():
+    made, third = [], threading.Event()
+
+    def batches():
+        for i in range(10):
+            made.append(threading.current_thread())
+            if i == 2:
+                third.set()
+            yield i
+
+    ahead = pe.prefetch(batches(), 2)
+    assert not made  # before the loop begins
+    assert next(ahead) == 0
+    assert third.wait(10)  # 1 and 2 are made before they are asked for
+    time.sleep(0.05)
+    assert len(made) == 3 and threading.main_thread() not in made
+
+
+def test_prefetch_ends_its_thread_when_the_loop_is_left():
+    made, go_on = [], threading.Event()
+
+    def batches():
+        for i in range(10):
+            made.append(threading.current_thread())
+            yield i
+            go_on.wait(10)
+
+    ahead = pe.prefetch(batches(), 5)
+    assert next(ahead) == 0
+    ahead.close()  # while the second is being made
+    go_on.set()
+    made[0].join(10)
+    assert not made[0].is_alive() and len(made) <= 2
+
+
+def test_prefetch_raises_what_its_source_raises_in_its_place():
+    def batches():
+        yield 0
+        yield 1
+        raise OSError("no such file")
+
+    got = []
+    with pytest.raises(OSError, match="no such file"):
+        for batch in pe.prefetch(batches(), 5):
+            got.append(batch)
+    assert got == [0, 1]
+    with pytest.raises(ValueError, match="size is 0; expected an int >= 1"):
+        pe.prefetch([], 0)
 
 
 # ---------------------------------------------------------------------------------
@@ -2855,7 +2855,7 @@ def test_trainer_of_the_script_learns_from_bytes():
 
 
 # ---------------------------------------------------------------------------------
-# train_mnist.py: command line
+# train_mnist.py: a data set and a network for short runs
 # ---------------------------------------------------------------------------------
 
 
@@ -2896,77 +2896,9 @@ def run_script(capsys, *args):
     return status, captured.out, captured.err
 
 
-@pytest.mark.parametrize("mode, members", [("ensemble", 3), ("sync", 1)])
-def test_script_learns_and_reports(tmp_path, capsys, small_folder, mode, members):
-    args = ["--mode", mode, "--devices", 2, "--data-dir", small_folder]
-    args += ["--members", members]
-    args += ["--epochs", 3, "--batch-size", 32, "--learning-rate", 0.03]
-    status, out, _ = run_script(capsys, *args, "--workdir", tmp_path / "a" / "b")
-    assert status == 0
-    lines = [line for line in out.splitlines() if line.startswith("epoch:")]
-    folder = tmp_path / "a" / "b"
-    metrics = list(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))
-    report = json.loads((folder / "report.json").read_text())
-    assert [m["epoch"] for m in metrics] == [1, 2, 3]
-    for line, m in zip(lines, metrics):
-        assert line == (
-            f"epoch: {m['epoch']:2d}, train_loss: {m['train_loss']:.4f}, "
-            f"train_accuracy: {100 * m['train_accuracy']:.2f}, "
-            f"test_loss: {m['test_loss']:.4f}, "
-            f"test_accuracy: {100 * m['test_accuracy']:.2f}"
-        )
-        assert len(m["member_test_accuracy"]) == members
-        assert m["train_seconds"] > 0 < m["test_seconds"]
-        rate = members * 768 / m["train_seconds"]
-        assert_allclose(m["member_images_per_second"], rate)
-    assert metrics[-1]["test_accuracy"] > 0.6 > 0.2 + metrics[0]["test_loss"] / 10
-    assert metrics[-1]["train_loss"] < metrics[0]["train_loss"]
-    assert report["dataset"].startswith("data in MNIST's form")
-    assert report["test_examples"] == 200 and report["members"] == members
-    assert len(report["member"]) == len(report["by_size"]) == members
-    assert report["ensemble"]["accuracy"] == metrics[-1]["test_accuracy"]
-    losses = [m["negative_log_likelihood"] for m in report["member"]]
-    assert_allclose(np.mean(losses), metrics[-1]["test_loss"])
-    assert report["config"]["batch_size"] == 32 and report["config"]["devices"] == 2
-    assert report["versions"]["jax"] == jax.__version__
-    table = out.split("\n\n")[1].splitlines()
-    names = [row.split()[0] for row in table[2:]]
-    expected = ["member"] * members + ["ensemble"]
-    assert names == (["model"] if mode == "sync" else expected)
-    assert f"{100 * report['ensemble']['accuracy']:.2f}%" in table[-1]
-    if mode == "ensemble":
-        table = out.split("\n\n")[2].splitlines()
-        assert [row[:7] for row in table[2:]] == [
-            f"first {i + 1}" for i in range(members)
-        ]
-        assert f"{100 * report['by_size'][1]['accuracy']:.2f}%" in table[3]
-
-
-def test_epochs_0_reports_the_initial_members(tmp_path, capsys, small_folder):
-    args = ["--epochs", 0, "--devices", 2, "--data-dir", small_folder]
-    status, out, _ = run_script(capsys, *args, "--workdir", tmp_path)
-    assert status == 0 and "epoch:" not in out and "member 1" in out
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["ensemble"]["negative_log_likelihood"] > 1.5
-
-
-def test_first_line_says_what_is_about_to_run(capsys, small_folder):
-    args = ["--data-dir", small_folder, "--epochs", 0, "--devices", 2]
-    for flags, expected in [
-        (["--members", 5], ": an ensemble of 5 on 2 CPU devices (3 a device); network"),
-        (["--devices", 4, "--members", 2], " 2 on 4 CPU devices (2 replicas of each "),
-        (["--mode", "sync"], "test images: one model on 2 CPU devices (2 replicas); "),
-    ]:
-        flags += ["--bootstrap", "--seed", 7]
-        status, out, _ = run_script(capsys, *args, *flags)
-        notice, line, *_ = out.splitlines()
-        assert status == 0 and notice.startswith("notice: ")
-        assert line.startswith(f"data in MNIST's form from {small_folder}, 768 train")
-        assert expected in line
-        assert "learning_rate 0.15, momentum 0.9, schedule linear, max_shift 2" in line
-        assert f", bootstrap, seed 7; pjax_ensemble {pe.__version__}, jax" in line
-        assert "skip_nonfinite" not in line
+# ---------------------------------------------------------------------------------
+# train_mnist.py: progress, report, picture
+# ---------------------------------------------------------------------------------
 
 
 class Terminal(io.StringIO):
@@ -2998,6 +2930,17 @@ def test_progress_is_drawn_on_a_terminal_and_nowhere_else(small_folder, monkeypa
     assert [x for x in alone.splitlines()] == out.splitlines()
     monkeypatch.setattr(tm.importlib.util, "find_spec", lambda name: None)
     assert run(Terminal(), Terminal())[1] == ""
+
+
+def test_one_member_that_is_not_finite_does_not_stop_the_others():
+    probs = np.full((3, 4, 2), 0.5)
+    probs[1, 2] = np.nan
+    report = tm.report_finite(probs, np.array([0, 1, 0, 1]))
+    assert report["member"][1] is None and len(report["by_size"]) == 2
+    assert report["member"][2] == report["ensemble"]
+    assert_allclose(tm.mean_loss(report), np.log(2))
+    probs[:, 0] = np.nan
+    assert tm.report_finite(probs, np.array([0, 1, 0, 1])) is None
 
 
 @pytest.fixture
@@ -3091,168 +3034,9 @@ def test_picture_of_one_model(tmp_path, drawn):
     assert images.axes[0].get_xlabel() in "0123456789"
 
 
-@pytest.mark.parametrize(
-    "flag, package", [("plot", "matplotlib"), ("show-batch", "rich")]
-)
-def test_missing_package_is_named(capsys, monkeypatch, tmp_path, flag, package):
-    monkeypatch.setattr(tm.importlib.util, "find_spec", lambda name: None)
-    status, _, err = run_script(capsys, f"--{flag}", "--workdir", tmp_path)
-    assert status == 2
-    assert f"--{flag} needs {package}: python -m pip install {package}" in err
-
-
-@pytest.mark.parametrize(
-    "error", [MemoryError("no"), RuntimeError("RESOURCE_EXHAUSTED: no\n  at a line")]
-)
-def test_out_of_memory_is_one_line(capsys, monkeypatch, small_folder, error):
-    def fail(*args):
-        raise error
-
-    monkeypatch.setattr(tm, "load_data", fail)
-    status, _, err = run_script(capsys)
-    assert status == 1 and err.count("\n") == 1
-    assert err.startswith("train_mnist.py: error: out of memory; try fewer --members")
-
-
-def test_one_member_that_is_not_finite_does_not_stop_the_others():
-    probs = np.full((3, 4, 2), 0.5)
-    probs[1, 2] = np.nan
-    report = tm.report_finite(probs, np.array([0, 1, 0, 1]))
-    assert report["member"][1] is None and len(report["by_size"]) == 2
-    assert report["member"][2] == report["ensemble"]
-    assert_allclose(tm.mean_loss(report), np.log(2))
-    probs[:, 0] = np.nan
-    assert tm.report_finite(probs, np.array([0, 1, 0, 1])) is None
-
-
-def test_member_that_fails_is_named_and_left_out(
-    tmp_path, capsys, small_folder, monkeypatch
-):
-    make = tm.make_trainer
-
-    def spoil(*args, **kwargs):
-        trainer = make(*args, **kwargs)
-
-        def init(key):
-            gathered = trainer.gather(trainer.init(key))
-            gathered.params.dense2.bias[1] = np.nan
-            return trainer.scatter(gathered)
-
-        return trainer._replace(init=init)
-
-    monkeypatch.setattr(tm, "make_trainer", spoil)
-    args = ["--members", 3, "--devices", 2, "--epochs", 2, "--data-dir", small_folder]
-    status, out, _ = run_script(capsys, *args, "--workdir", tmp_path)
-    assert status == 0
-    notice = (
-        "member 1 is not finite after epoch 1, nor was its loss in the last 12 steps"
-    )
-    assert out.count("notice: member") == 1 and notice in out
-    assert out.index(notice) < out.index("epoch:  1,")
-    rows = {row[:8]: row for row in out.splitlines()}
-    assert "failed" in rows["member 1"] and "%" in rows["member 2"]
-    assert "%" in rows["first 2 "] and "first 3 " not in rows
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["failed"] == [1] and report["members"] == 3
-    assert report["member"][1] is None and len(report["by_size"]) == 2
-    assert report["ensemble"] == report["by_size"][1]
-
-
-def test_show_batch_draws_the_devices(capsys, small_folder):
-    pytest.importorskip("rich")
-    args = ["--data-dir", small_folder, "--epochs", 0, "--show-batch"]
-    status, out, _ = run_script(capsys, *args, "--mode", "sync", "--devices", 4)
-    assert status == 0 and "a step's images [64, 784]" in out
-    assert all(f"CPU {i}" in out for i in range(4))
-
-
-def test_diverged_run_ends_with_status_3(tmp_path, capsys, small_folder):
-    args = ["--devices", 1, "--data-dir", small_folder, "--epochs", 1]
-    args += ["--learning-rate", 1e30, "--workdir", tmp_path]
-    status, _, err = run_script(capsys, *args)
-    assert status == 3 and "no model is finite after step 4 of epoch 1" in err
-    assert "the checkpoint of step 0 is good" in err
-    assert not (tmp_path / "report.json").exists()
-
-
-BAD_FLAGS = [
-    ("--devices 0", "--devices 0: expected 1 to 1024"),
-    ("--devices 9", "--devices 9: there are 8 CPU devices"),
-    ("--devices two", "argument --devices: invalid int value: 'two'"),
-    ("--epochs -1", "--epochs -1: expected 0 or more"),
-    ("--batch-size 0", "--batch-size 0: expected 1 or more"),
-    ("--batch-size 769", "--batch-size 769: more than the 768 training images"),
-    ("--mode sync --batch-size 100", "does not split over the 8 devices of a model"),
-    ("--members 2 --batch-size 30", "the 4 devices of a model; use a multiple of 4"),
-    ("--members 0", "--members 0: expected 1 or more"),
-    ("--members 1.5", "argument --members: invalid int value: '1.5'"),
-    ("--mode sync --members 2", "--members 2: --mode sync trains one model"),
-    ("--max-shift -1", "--max-shift -1: expected 0 to 28"),
-    ("--network mlp", "argument --network: invalid choice: 'mlp'"),
-    ("--optimizer rmsprop", "argument --optimizer: invalid choice: 'rmsprop'"),
-    ("--mode sync --batch-size 4", "a multiple of 8, for example 8"),
-    ("--learning-rate -0.1", "--learning-rate -0.1: expected 0 or more, finite"),
-    ("--learning-rate nan", "--learning-rate nan: expected 0 or more, finite"),
-    ("--learning-rate inf", "--learning-rate inf: expected 0 or more, finite"),
-    ("--momentum 1", "--momentum 1.0: expected 0 or more, below 1"),
-    ("--seed -1", "--seed -1: expected 0 to 4294967295"),
-    ("--train-size 0", "--train-size 0: expected 1 or more"),
-    ("--train-size 769", "--train-size 769: data in MNIST's form"),
-    ("--mode both", "argument --mode: invalid choice: 'both'"),
-    ("--schedule step", "argument --schedule: invalid choice: 'step'"),
-    ("--learning-rat 1", "argument --learning-rat; did you mean --learning-rate?"),
-    ("--batchsize=8", "argument --batchsize=8; did you mean --batch-size?"),
-    ("-epochs 1", "unrecognized argument -epochs; did you mean --epochs?"),
-    ("--qqq", "unrecognized argument --qqq; --help lists the flags"),
-    ("--plot", "--plot: needs --workdir"),
-    ("--workdir FILE/runs", "--workdir FILE/runs: Not a directory"),
-    ("--workdir FILE", "--workdir FILE: File exists"),
-    ("--data mnist --data-dir FILE", "--data-dir: FILE"),
-    ("--resume", "--resume: needs --workdir"),
-    ("--save-every 0", "--save-every 0.0: expected more than 0, finite"),
-    ("--keep 0", "--keep 0: expected 1 or more"),
-    ("--process-id 0", "--coordinator, --num-processes and --process-id belong"),
-    ("--distributed --process-id 0", "--distributed: finds the processes itself"),
-    (
-        "--coordinator here --num-processes 2 --process-id 0",
-        "--coordinator here: expected HOST:PORT",
-    ),
-    (
-        "--coordinator here:1 --num-processes 2 --process-id 2",
-        "--process-id 2: expected 0 to 1",
-    ),
-    ("--connect-timeout 0", "--connect-timeout 0: expected 1 or more"),
-]
-
-
-@pytest.mark.parametrize("flags, message", BAD_FLAGS, ids=[f for f, _ in BAD_FLAGS])
-def test_bad_flag_gives_one_line_and_status_2(
-    tmp_path, capsys, small_folder, monkeypatch, flags, message
-):
-    monkeypatch.setattr(tm, "MIRRORS", ())
-    (tmp_path / "file").write_text("in the way")
-    flags, message = (
-        text.replace("FILE", str(tmp_path / "file")) for text in (flags, message)
-    )
-    args = ["--data-dir", small_folder, "--epochs", 1, *flags.split()]
-    status, out, err = run_script(capsys, *args)
-    assert status == 2
-    assert err.startswith("train_mnist.py: error: ") and err.count("\n") == 1
-    assert message in err
-    assert "epoch" not in out
-
-
-def test_flags_that_are_not_given_follow_the_network_and_the_optimizer():
-    def recipe(*flags):
-        args = tm.parse_arguments(list(flags))
-        return tm.Recipe(**{name: getattr(args, name) for name in tm.Recipe._fields})
-
-    assert recipe() == tm.RECIPES["cnn"]
-    assert recipe("--network", "batchnorm") == tm.RECIPES["batchnorm"]
-    assert recipe("--optimizer", "adam").learning_rate == 0.001
-    other = recipe("--network", "batchnorm", "--optimizer", "sgd", "--bootstrap")
-    assert (other.learning_rate, other.bootstrap, other.epochs) == (0.15, True, 2)
-    assert recipe("--learning-rate", "0", "--max-shift", "0")[4:8:3] == (0, 0)
+# ---------------------------------------------------------------------------------
+# train_mnist.py: the folder of a run, signals, processes
+# ---------------------------------------------------------------------------------
 
 
 def test_results_of_an_earlier_run_are_not_overwritten(tmp_path, capsys, small_folder):
@@ -3276,43 +3060,6 @@ def test_folder_that_takes_no_files_is_refused_before_training(
     status, out, err = run_script(capsys, *args)
     assert status == 2 and "No space left on device" in err and out == ""
 
-
-def test_help_shows_every_default(capsys):
-    with pytest.raises(SystemExit) as stop:
-        tm.main(["--help"])
-    text = " ".join(capsys.readouterr().out.split())
-    assert stop.value.code == 0
-    for flag, value in [
-        ("--mode", "ensemble"),
-        ("--members", "one a device"),
-        ("--network", "cnn"),
-        ("--optimizer", "sgd; batchnorm: adam"),
-        ("--epochs", "5; batchnorm: 2"),
-        ("--batch-size", "64"),
-        ("--learning-rate", "sgd: 0.15; adam: 0.001"),
-        ("--momentum", "0.9"),
-        ("--schedule", "linear; batchnorm: constant"),
-        ("--max-shift", "2; batchnorm: 0"),
-        ("--seed", "0"),
-    ]:
-        place = text.index(f" {flag} ", text.index("models and devices:"))
-        following = text[place:]
-        assert f"(default: {value})" in following[: following.index(")") + 1]
-
-
-def test_script_without_a_workdir_writes_nothing(tmp_path, small_folder):
-    folder = tmp_path / "empty"
-    folder.mkdir()
-    args = ["--data-dir", small_folder, "--epochs", "1", "--network", "tiny"]
-    run_python(
-        SCRIPT, *map(str, args), cwd=folder, PYTHONPATH=str(HERE), HOME=str(folder)
-    )
-    assert not list(folder.iterdir())
-
-
-# ---------------------------------------------------------------------------------
-# train_mnist.py: checkpoints, signals, processes
-# ---------------------------------------------------------------------------------
 
 RUN = ["--members", 2, "--devices", 2, "--network", "tiny", "--epochs", 2]
 RUN += ["--batch-size", 32, "--train-size", 256]  # two epochs of 8 steps
@@ -3688,6 +3435,15 @@ def test_signal_ends_a_run_with_its_status_and_a_second_one_at_once(
     assert run.returncode == 130
 
 
+def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback(tmp_path):
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGINT); import time"
+    (tmp_path / "jax.py").write_text(f"{code}; time.sleep(9)")
+    command = [sys.executable, HERE / "train_mnist.py"]
+    env = {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGINT and done.stderr == ""
+
+
 def process_flags(folder, port, count=2):
     where = ["--workdir", folder, "--coordinator", f"localhost:{port}"]
     return [*where, "--num-processes", count, "--connect-timeout", 20, "--process-id"]
@@ -3757,3 +3513,272 @@ def test_process_with_other_settings_than_the_first_names_them(monkeypatch):
     tm.check_same_run({"seed": 0, "epochs": 5})
     with pytest.raises(tm.Failure, match="epochs is 6 here, 5 there, in the first"):
         tm.check_same_run({"seed": 0, "epochs": 6})
+
+
+# ---------------------------------------------------------------------------------
+# train_mnist.py: command line
+# ---------------------------------------------------------------------------------
+
+
+BAD_FLAGS = [
+    ("--devices 0", "--devices 0: expected 1 to 1024"),
+    ("--devices 9", "--devices 9: there are 8 CPU devices"),
+    ("--devices two", "argument --devices: invalid int value: 'two'"),
+    ("--epochs -1", "--epochs -1: expected 0 or more"),
+    ("--batch-size 0", "--batch-size 0: expected 1 or more"),
+    ("--batch-size 769", "--batch-size 769: more than the 768 training images"),
+    ("--mode sync --batch-size 100", "does not split over the 8 devices of a model"),
+    ("--members 2 --batch-size 30", "the 4 devices of a model; use a multiple of 4"),
+    ("--members 0", "--members 0: expected 1 or more"),
+    ("--members 1.5", "argument --members: invalid int value: '1.5'"),
+    ("--mode sync --members 2", "--members 2: --mode sync trains one model"),
+    ("--max-shift -1", "--max-shift -1: expected 0 to 28"),
+    ("--network mlp", "argument --network: invalid choice: 'mlp'"),
+    ("--optimizer rmsprop", "argument --optimizer: invalid choice: 'rmsprop'"),
+    ("--mode sync --batch-size 4", "a multiple of 8, for example 8"),
+    ("--learning-rate -0.1", "--learning-rate -0.1: expected 0 or more, finite"),
+    ("--learning-rate nan", "--learning-rate nan: expected 0 or more, finite"),
+    ("--learning-rate inf", "--learning-rate inf: expected 0 or more, finite"),
+    ("--momentum 1", "--momentum 1.0: expected 0 or more, below 1"),
+    ("--seed -1", "--seed -1: expected 0 to 4294967295"),
+    ("--train-size 0", "--train-size 0: expected 1 or more"),
+    ("--train-size 769", "--train-size 769: data in MNIST's form"),
+    ("--mode both", "argument --mode: invalid choice: 'both'"),
+    ("--schedule step", "argument --schedule: invalid choice: 'step'"),
+    ("--learning-rat 1", "argument --learning-rat; did you mean --learning-rate?"),
+    ("--batchsize=8", "argument --batchsize=8; did you mean --batch-size?"),
+    ("-epochs 1", "unrecognized argument -epochs; did you mean --epochs?"),
+    ("--qqq", "unrecognized argument --qqq; --help lists the flags"),
+    ("--plot", "--plot: needs --workdir"),
+    ("--workdir FILE/runs", "--workdir FILE/runs: Not a directory"),
+    ("--workdir FILE", "--workdir FILE: File exists"),
+    ("--data mnist --data-dir FILE", "--data-dir: FILE"),
+    ("--resume", "--resume: needs --workdir"),
+    ("--save-every 0", "--save-every 0.0: expected more than 0, finite"),
+    ("--keep 0", "--keep 0: expected 1 or more"),
+    ("--process-id 0", "--coordinator, --num-processes and --process-id belong"),
+    ("--distributed --process-id 0", "--distributed: finds the processes itself"),
+    (
+        "--coordinator here --num-processes 2 --process-id 0",
+        "--coordinator here: expected HOST:PORT",
+    ),
+    (
+        "--coordinator here:1 --num-processes 2 --process-id 2",
+        "--process-id 2: expected 0 to 1",
+    ),
+    ("--connect-timeout 0", "--connect-timeout 0: expected 1 or more"),
+]
+
+
+@pytest.mark.parametrize("flags, message", BAD_FLAGS, ids=[f for f, _ in BAD_FLAGS])
+def test_bad_flag_gives_one_line_and_status_2(
+    tmp_path, capsys, small_folder, monkeypatch, flags, message
+):
+    monkeypatch.setattr(tm, "MIRRORS", ())
+    (tmp_path / "file").write_text("in the way")
+    flags, message = (
+        text.replace("FILE", str(tmp_path / "file")) for text in (flags, message)
+    )
+    args = ["--data-dir", small_folder, "--epochs", 1, *flags.split()]
+    status, out, err = run_script(capsys, *args)
+    assert status == 2
+    assert err.startswith("train_mnist.py: error: ") and err.count("\n") == 1
+    assert message in err
+    assert "epoch" not in out
+
+
+def test_flags_that_are_not_given_follow_the_network_and_the_optimizer():
+    def recipe(*flags):
+        args = tm.parse_arguments(list(flags))
+        return tm.Recipe(**{name: getattr(args, name) for name in tm.Recipe._fields})
+
+    assert recipe() == tm.RECIPES["cnn"]
+    assert recipe("--network", "batchnorm") == tm.RECIPES["batchnorm"]
+    assert recipe("--optimizer", "adam").learning_rate == 0.001
+    other = recipe("--network", "batchnorm", "--optimizer", "sgd", "--bootstrap")
+    assert (other.learning_rate, other.bootstrap, other.epochs) == (0.15, True, 2)
+    assert recipe("--learning-rate", "0", "--max-shift", "0")[4:8:3] == (0, 0)
+
+
+def test_help_shows_every_default(capsys):
+    with pytest.raises(SystemExit) as stop:
+        tm.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert stop.value.code == 0
+    for flag, value in [
+        ("--mode", "ensemble"),
+        ("--members", "one a device"),
+        ("--network", "cnn"),
+        ("--optimizer", "sgd; batchnorm: adam"),
+        ("--epochs", "5; batchnorm: 2"),
+        ("--batch-size", "64"),
+        ("--learning-rate", "sgd: 0.15; adam: 0.001"),
+        ("--momentum", "0.9"),
+        ("--schedule", "linear; batchnorm: constant"),
+        ("--max-shift", "2; batchnorm: 0"),
+        ("--seed", "0"),
+    ]:
+        place = text.index(f" {flag} ", text.index("models and devices:"))
+        following = text[place:]
+        assert f"(default: {value})" in following[: following.index(")") + 1]
+
+
+@pytest.mark.parametrize(
+    "flag, package", [("plot", "matplotlib"), ("show-batch", "rich")]
+)
+def test_missing_package_is_named(capsys, monkeypatch, tmp_path, flag, package):
+    monkeypatch.setattr(tm.importlib.util, "find_spec", lambda name: None)
+    status, _, err = run_script(capsys, f"--{flag}", "--workdir", tmp_path)
+    assert status == 2
+    assert f"--{flag} needs {package}: python -m pip install {package}" in err
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("no"), RuntimeError("RESOURCE_EXHAUSTED: no\n  at a line")]
+)
+def test_out_of_memory_is_one_line(capsys, monkeypatch, small_folder, error):
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr(tm, "load_data", fail)
+    status, _, err = run_script(capsys)
+    assert status == 1 and err.count("\n") == 1
+    assert err.startswith("train_mnist.py: error: out of memory; try fewer --members")
+
+
+# ---------------------------------------------------------------------------------
+# train_mnist.py: the run
+# ---------------------------------------------------------------------------------
+
+
+def test_first_line_says_what_is_about_to_run(capsys, small_folder):
+    args = ["--data-dir", small_folder, "--epochs", 0, "--devices", 2]
+    for flags, expected in [
+        (["--members", 5], ": an ensemble of 5 on 2 CPU devices (3 a device); network"),
+        (["--devices", 4, "--members", 2], " 2 on 4 CPU devices (2 replicas of each "),
+        (["--mode", "sync"], "test images: one model on 2 CPU devices (2 replicas); "),
+    ]:
+        flags += ["--bootstrap", "--seed", 7]
+        status, out, _ = run_script(capsys, *args, *flags)
+        notice, line, *_ = out.splitlines()
+        assert status == 0 and notice.startswith("notice: ")
+        assert line.startswith(f"data in MNIST's form from {small_folder}, 768 train")
+        assert expected in line
+        assert "learning_rate 0.15, momentum 0.9, schedule linear, max_shift 2" in line
+        assert f", bootstrap, seed 7; pjax_ensemble {pe.__version__}, jax" in line
+        assert "skip_nonfinite" not in line
+
+
+def test_show_batch_draws_the_devices(capsys, small_folder):
+    pytest.importorskip("rich")
+    args = ["--data-dir", small_folder, "--epochs", 0, "--show-batch"]
+    status, out, _ = run_script(capsys, *args, "--mode", "sync", "--devices", 4)
+    assert status == 0 and "a step's images [64, 784]" in out
+    assert all(f"CPU {i}" in out for i in range(4))
+
+
+@pytest.mark.parametrize("mode, members", [("ensemble", 3), ("sync", 1)])
+def test_script_learns_and_reports(tmp_path, capsys, small_folder, mode, members):
+    args = ["--mode", mode, "--devices", 2, "--data-dir", small_folder]
+    args += ["--members", members]
+    args += ["--epochs", 3, "--batch-size", 32, "--learning-rate", 0.03]
+    status, out, _ = run_script(capsys, *args, "--workdir", tmp_path / "a" / "b")
+    assert status == 0
+    lines = [line for line in out.splitlines() if line.startswith("epoch:")]
+    folder = tmp_path / "a" / "b"
+    metrics = list(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))
+    report = json.loads((folder / "report.json").read_text())
+    assert [m["epoch"] for m in metrics] == [1, 2, 3]
+    for line, m in zip(lines, metrics):
+        assert line == (
+            f"epoch: {m['epoch']:2d}, train_loss: {m['train_loss']:.4f}, "
+            f"train_accuracy: {100 * m['train_accuracy']:.2f}, "
+            f"test_loss: {m['test_loss']:.4f}, "
+            f"test_accuracy: {100 * m['test_accuracy']:.2f}"
+        )
+        assert len(m["member_test_accuracy"]) == members
+        assert m["train_seconds"] > 0 < m["test_seconds"]
+        rate = members * 768 / m["train_seconds"]
+        assert_allclose(m["member_images_per_second"], rate)
+    assert metrics[-1]["test_accuracy"] > 0.6 > 0.2 + metrics[0]["test_loss"] / 10
+    assert metrics[-1]["train_loss"] < metrics[0]["train_loss"]
+    assert report["dataset"].startswith("data in MNIST's form")
+    assert report["test_examples"] == 200 and report["members"] == members
+    assert len(report["member"]) == len(report["by_size"]) == members
+    assert report["ensemble"]["accuracy"] == metrics[-1]["test_accuracy"]
+    losses = [m["negative_log_likelihood"] for m in report["member"]]
+    assert_allclose(np.mean(losses), metrics[-1]["test_loss"])
+    assert report["config"]["batch_size"] == 32 and report["config"]["devices"] == 2
+    assert report["versions"]["jax"] == jax.__version__
+    table = out.split("\n\n")[1].splitlines()
+    names = [row.split()[0] for row in table[2:]]
+    expected = ["member"] * members + ["ensemble"]
+    assert names == (["model"] if mode == "sync" else expected)
+    assert f"{100 * report['ensemble']['accuracy']:.2f}%" in table[-1]
+    if mode == "ensemble":
+        table = out.split("\n\n")[2].splitlines()
+        assert [row[:7] for row in table[2:]] == [
+            f"first {i + 1}" for i in range(members)
+        ]
+        assert f"{100 * report['by_size'][1]['accuracy']:.2f}%" in table[3]
+
+
+def test_epochs_0_reports_the_initial_members(tmp_path, capsys, small_folder):
+    args = ["--epochs", 0, "--devices", 2, "--data-dir", small_folder]
+    status, out, _ = run_script(capsys, *args, "--workdir", tmp_path)
+    assert status == 0 and "epoch:" not in out and "member 1" in out
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["ensemble"]["negative_log_likelihood"] > 1.5
+
+
+def test_member_that_fails_is_named_and_left_out(
+    tmp_path, capsys, small_folder, monkeypatch
+):
+    make = tm.make_trainer
+
+    def spoil(*args, **kwargs):
+        trainer = make(*args, **kwargs)
+
+        def init(key):
+            gathered = trainer.gather(trainer.init(key))
+            gathered.params.dense2.bias[1] = np.nan
+            return trainer.scatter(gathered)
+
+        return trainer._replace(init=init)
+
+    monkeypatch.setattr(tm, "make_trainer", spoil)
+    args = ["--members", 3, "--devices", 2, "--epochs", 2, "--data-dir", small_folder]
+    status, out, _ = run_script(capsys, *args, "--workdir", tmp_path)
+    assert status == 0
+    notice = (
+        "member 1 is not finite after epoch 1, nor was its loss in the last 12 steps"
+    )
+    assert out.count("notice: member") == 1 and notice in out
+    assert out.index(notice) < out.index("epoch:  1,")
+    rows = {row[:8]: row for row in out.splitlines()}
+    assert "failed" in rows["member 1"] and "%" in rows["member 2"]
+    assert "%" in rows["first 2 "] and "first 3 " not in rows
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["failed"] == [1] and report["members"] == 3
+    assert report["member"][1] is None and len(report["by_size"]) == 2
+    assert report["ensemble"] == report["by_size"][1]
+
+
+def test_diverged_run_ends_with_status_3(tmp_path, capsys, small_folder):
+    args = ["--devices", 1, "--data-dir", small_folder, "--epochs", 1]
+    args += ["--learning-rate", 1e30, "--workdir", tmp_path]
+    status, _, err = run_script(capsys, *args)
+    assert status == 3 and "no model is finite after step 4 of epoch 1" in err
+    assert "the checkpoint of step 0 is good" in err
+    assert not (tmp_path / "report.json").exists()
+
+
+def test_script_without_a_workdir_writes_nothing(tmp_path, small_folder):
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    args = ["--data-dir", small_folder, "--epochs", "1", "--network", "tiny"]
+    run_python(
+        SCRIPT, *map(str, args), cwd=folder, PYTHONPATH=str(HERE), HOME=str(folder)
+    )
+    assert not list(folder.iterdir())

@@ -4,8 +4,8 @@
     python train_mnist.py --members 8         so many members, on whatever devices
     python train_mnist.py --mode sync         one model, gradients averaged
 
-The order of this file is the order of the data: recipe, data, training, report, the
-run's folder, signals and processes, the command line.
+The order of this file is the order of the data: recipe, data, training, report,
+picture, the run's folder, signals and processes, the command line, the run.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+if __name__ == "__main__":  # Ctrl-C before anything is at stake: no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import jax
 import jax.numpy as jnp
@@ -1485,6 +1488,11 @@ def check_processes(args: argparse.Namespace, check: Callable) -> None:
     check("--num-processes", args.num_processes >= 1, "1 or more")
     last = args.num_processes - 1
     check("--process-id", 0 <= args.process_id <= last, f"0 to {last}")
+
+
+# ---------------------------------------------------------------------------------
+# The run
+# ---------------------------------------------------------------------------------
 
 
 def prepare(args: argparse.Namespace) -> tuple[Dataset, pe.Layout]:
