@@ -1922,7 +1922,6 @@ def test_gather_names_the_leaf_and_device_of_a_replica_that_differs():
 
 
 def test_keras_guides_network_is_the_same_on_eight_devices_as_on_one():
-    optimizer = pe.adam(1e-3)
     rng = np.random.default_rng(0)
     images = rng.integers(256, size=(160, 28, 28, 1), dtype=np.uint8)
     data = images, rng.integers(10, size=160).astype(np.int32)
@@ -1937,7 +1936,7 @@ def test_keras_guides_network_is_the_same_on_eight_devices_as_on_one():
         trainer = pe.make_trainer(
             pe.batch_norm_cnn_init,
             loss_fn,
-            optimizer,
+            pe.sgd(0.01),  # Adam's first steps would blow rounding up
             members=1,
             devices=devices,
             stateful=True,
@@ -1946,10 +1945,6 @@ def test_keras_guides_network_is_the_same_on_eight_devices_as_on_one():
         order = np.random.default_rng(1).permutation(160 * 2).reshape(20, 16) % 160
         state, losses = trainer.epoch(state, data, order)
         params, _, stats, _ = trainer.gather(state)
-        # A bias before a normalization has no gradient but rounding.  Adam makes steps
-        # of 1e-3 of it, and the normalization takes them out again.
-        params.conv3.bias[:] = 0
-        stats[2].mean[:] = 0
         ends.append((params, stats, np.asarray(losses)))
         for x in jax.tree.leaves((state.params, state.model_state)):
             copies = [np.asarray(s.data).tobytes() for s in x.addressable_shards]
@@ -3605,6 +3600,8 @@ def test_help_shows_every_default(capsys):
         tm.main(["--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert stop.value.code == 0
+    _, *flags = re.split(r" (?=--[\w-]+ )", text[text.index("models and devices:") :])
+    assert len(flags) >= 25 and all("(default: " in flag for flag in flags), flags
     for flag, value in [
         ("--mode", "ensemble"),
         ("--members", "one a device"),

@@ -1276,7 +1276,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     where.add_argument(
         "--show-batch",
         action="store_true",
-        help="draw how the batch of a step lies on the devices (needs rich)",
+        help="draw how the batch of a step lies on the devices, with rich (default: "
+        "off)",
     )
     training = parser.add_argument_group("training")
     training.add_argument(
@@ -1386,7 +1387,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     output.add_argument(
         "--plot",
         action="store_true",
-        help="draw report.png in --workdir (needs matplotlib)",
+        help="draw report.png in --workdir, with matplotlib (default: off)",
     )
     output.add_argument(
         "--save-every",
@@ -1405,7 +1406,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     output.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the newest valid checkpoint in --workdir, on any devices",
+        help="go on from the newest valid checkpoint in --workdir, on any devices "
+        "(default: a new run)",
     )
     several = parser.add_argument_group(
         "several processes",
@@ -1414,19 +1416,26 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     several.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
-        help="a free port on the machine of process 0, where the processes meet",
+        help="a free port on the machine of process 0, where the processes meet "
+        "(default: one process, alone)",
     )
     several.add_argument(
-        "--num-processes", type=int, metavar="P", help="how many there are"
+        "--num-processes",
+        type=int,
+        metavar="P",
+        help="how many there are (default: 1)",
     )
     several.add_argument(
-        "--process-id", type=int, metavar="I", help="which one this is, from 0"
+        "--process-id",
+        type=int,
+        metavar="I",
+        help="which one this is, from 0 (default: 0)",
     )
     several.add_argument(
         "--distributed",
         action="store_true",
         help="in place of these three: let JAX find the processes, under Slurm or on "
-        "TPUs",
+        "TPUs (default: off)",
     )
     several.add_argument(
         "--connect-timeout",
