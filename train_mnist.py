@@ -865,6 +865,8 @@ def draw_report(
     """
     from matplotlib.figure import Figure
 
+    taken = {key for score in SCORES for key in (score.member, score.ensemble)}
+    metrics = [m for m in metrics if m.keys() >= taken]  # older versions had fewer
     probs = probs[np.isfinite(probs).all(axis=(1, 2))]
     many = len(probs) > 1
     figure = Figure(figsize=(9, 9.5), layout="constrained")
