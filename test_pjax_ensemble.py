@@ -144,6 +144,7 @@ def masked(text):
 def test_readme_code_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    assert sum(map(bool, blocks[3][1].splitlines())) == 12  # as it says
     names, compared = {}, []
     with jax.numpy_rank_promotion("allow"):
         for (kind, code), (next_kind, following) in itertools.pairwise(blocks):

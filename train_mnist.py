@@ -180,7 +180,7 @@ def read_content(path: Path, num_dims: int) -> bytes:
     """
     if path.exists() and not path.is_file():
         raise DataError(f"{path}: not a file")
-    opener = gzip.open if path.suffix == ".gz" else open
+    opener = gzip.open if ".gz" in path.suffixes else open
     header_bytes = 4 + 4 * num_dims
     try:
         with opener(path, "rb") as file:
@@ -272,25 +272,20 @@ def download(folder: Path, file: IdxFile) -> None:
     for mirror in MIRRORS:
         url = f"{mirror}{file.name}.gz"
         print(f"downloading {url}", flush=True)
-        temporary = None
+        temporary = "content"
         try:
             packed = fetch(url, max_bytes=2 * file.num_bytes)
             folder.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(suffix=".gz", dir=folder)
-            with open(handle, "wb") as stream:
+            with pe.replace_file(folder / f"{file.name}.gz") as stream:
+                temporary = stream.name
                 stream.write(packed)
                 stream.flush()
-                os.fsync(stream.fileno())
-            content = read_content(Path(temporary), file.num_dims)
-            if hashlib.sha256(content).hexdigest() != file.sha256:
-                raise DataError("content is not MNIST's (its SHA-256 differs)")
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, folder / f"{file.name}.gz")
+                content = read_content(Path(temporary), file.num_dims)
+                if hashlib.sha256(content).hexdigest() != file.sha256:
+                    raise DataError("content is not MNIST's (its SHA-256 differs)")
             return
         except (OSError, http.client.HTTPException, ValueError, DataError) as error:
-            failures.append(f"{url}: {str(error).replace(str(temporary), 'content')}")
-            if temporary is not None and os.path.exists(temporary):
-                os.unlink(temporary)
+            failures.append(f"{url}: {str(error).replace(temporary, 'content')}")
     raise DownloadError(
         f"{folder / file.name} is missing, and no mirror gives it: "
         + "; ".join(failures)
