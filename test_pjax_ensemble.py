@@ -3397,9 +3397,9 @@ def test_damaged_metrics_lose_no_more_than_their_lines(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == '{"epoch": 1}\n'
 
 
-def start_script(*args):
+def start_script(*args, **env):
     # As many threads as here, where there are 8 devices: a product's bits depend on it.
-    return start_python(SCRIPT, *args, NPROC=str(D))
+    return start_python(SCRIPT, *args, NPROC=str(D), **env)
 
 
 def wait_for(found, seconds=100):
@@ -3449,8 +3449,17 @@ def process_flags(folder, port, count=2):
 
 def test_processes_of_a_run_end_as_one(tmp_path, small_folder, whole_run):
     args = [*RUN, "--devices", 1, "--data-dir", small_folder]
-    flags = process_flags(tmp_path, free_port())
-    runs = [start_script(*args, *flags, i) for i in range(2)]
+    args += ["--workdir", tmp_path, "--distributed"]
+    slurm = {  # what Slurm would set; JAX makes a port of the job's number
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_NTASKS": "2",
+    }
+    runs = [
+        start_script(*args, **slurm, SLURM_PROCID=str(i), SLURM_LOCALID=str(i))
+        for i in range(2)
+    ]
     outs = [run.communicate(timeout=100) for run in runs]
     assert [run.returncode for run in runs] == [0, 0], outs
     assert "of 2 processes" in outs[0][0] and "epoch" not in outs[1][0]
