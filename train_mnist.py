@@ -794,10 +794,10 @@ def draw_epochs(axes, score: Score, metrics: Sequence[dict], many: bool) -> None
 
     if many:
         draw("members", score.member, MEMBER)
-    draw("on training images", score.train, DASHED)
+    draw("on training images", score.train, {**DASHED, "marker": "x"})
     draw("ensemble" if many else "model", score.ensemble, ENSEMBLE)
     axes.set(xlabel="epoch", ylabel=score.label)
-    axes.locator_params(axis="x", integer=True)
+    axes.locator_params(axis="x", integer=True, min_n_ticks=1)
 
 
 def draw_sizes(axes, score: Score, report: dict) -> None:
@@ -808,7 +808,7 @@ def draw_sizes(axes, score: Score, report: dict) -> None:
     axes.axhline(np.mean(members), label="a member, mean", **DASHED)
     axes.plot(range(1, len(by_size) + 1), by_size, **ENSEMBLE)
     axes.set(xlabel="members in the ensemble", ylabel=score.label)
-    axes.locator_params(axis="x", integer=True)
+    axes.locator_params(axis="x", integer=True, min_n_ticks=1)
 
 
 def draw_reliability(diagram, histogram, probs: np.ndarray, labels) -> None:
