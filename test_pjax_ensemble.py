@@ -3016,10 +3016,16 @@ def test_picture_of_one_model(tmp_path, drawn):
     probs, labels = random_probs(0, 1, 30, 10), np.arange(30) % 10
     data = tm.generate_digits(0, 0, 30)._replace(test_labels=labels)
     report = tm.report_finite(probs, labels)
-    tm.draw_report(tmp_path / "report.png", [], report, probs, data)
+    keys = {key for score in tm.SCORES for key in score[3:]}
+    metrics = [dict.fromkeys(keys, 0.5) | {"epoch": 1}]
+    tm.draw_report(tmp_path / "report.png", metrics, report, probs, data)
     curves, images = drawn[0].subfigs
     assert len(curves.axes) == 4 and "model" in lines_of(curves.axes[1])
     assert images.axes[0].get_xlabel() in "0123456789"
+    over_epochs = curves.axes[0]
+    low, high = over_epochs.get_xlim()
+    assert [x for x in over_epochs.get_xticks() if low <= x <= high] == [1]
+    assert all(line.get_marker() in "xs" for line in over_epochs.lines)  # a point shows
 
 
 # ---------------------------------------------------------------------------------

@@ -813,7 +813,6 @@ def draw_sizes(axes, score: Score, report: dict) -> None:
 
 def draw_reliability(diagram, histogram, probs: np.ndarray, labels) -> None:
     """Draw accuracy over confidence, bin by bin, and how many examples each has."""
-    ends = np.linspace(0, 100, 16)
     many = len(probs) > 1
     whole = "ensemble" if many else "model", ENSEMBLE, probs.mean(axis=0), labels
     drawn = [whole]
@@ -830,7 +829,9 @@ def draw_reliability(diagram, histogram, probs: np.ndarray, labels) -> None:
             low, high = 100 * (center - error), 100 * (center + error)
             diagram.vlines(x, low, high, color=style["color"], linewidth=1)
         diagram.plot(x, 100 * a, label=name, **style)
-        histogram.stairs(100 * counts / len(y), ends, color=style["color"], linewidth=2)
+        edges = np.linspace(0, 100, len(counts) + 1)
+        shares = 100 * counts / len(y)
+        histogram.stairs(shares, edges, color=style["color"], linewidth=2)
     diagram.plot([0, 100], [0, 100], label="calibrated", **DASHED)
     diagram.set(xlabel="confidence, %", ylabel="accuracy, %")
     histogram.set(xlabel="confidence, %", ylabel="test images, %", yscale="log")

@@ -31,7 +31,7 @@ def train(*flags) -> float:
     """Run the script; return the seconds it took."""
     started = time.perf_counter()
     command = [sys.executable, SCRIPT, "--data", "mnist", *flags]
-    subprocess.run([*map(str, command)], stdout=subprocess.DEVNULL, check=True)
+    subprocess.run(list(map(str, command)), stdout=subprocess.DEVNULL, check=True)
     return time.perf_counter() - started
 
 
