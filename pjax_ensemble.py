@@ -65,71 +65,33 @@ from jax import lax
 
 __version__ = "0.1.0"
 
+# fmt: off
 __all__ = [
     # Layers
-    "Conv",
-    "conv_init",
-    "conv",
-    "Dense",
-    "dense_init",
-    "dense",
-    "avg_pool",
-    "max_pool",
-    "replica_mean",
-    "BatchNorm",
-    "BatchStats",
-    "batch_norm_init",
-    "batch_norm",
+    "Conv", "conv_init", "conv", "Dense", "dense_init", "dense", "avg_pool", "max_pool",
+    "replica_mean", "BatchNorm", "BatchStats", "batch_norm_init", "batch_norm",
     "dropout",
     # Networks
-    "CNN",
-    "cnn_init",
-    "cnn",
-    "BatchNormCNN",
-    "batch_norm_cnn_init",
-    "batch_norm_cnn",
+    "CNN", "cnn_init", "cnn", "BatchNormCNN", "batch_norm_cnn_init", "batch_norm_cnn",
     # Losses and metrics
-    "softmax_cross_entropy",
-    "accuracy",
-    "predictive_entropy",
-    "mutual_information",
-    "reliability",
-    "ensemble_report",
-    "auroc",
+    "softmax_cross_entropy", "accuracy", "predictive_entropy", "mutual_information",
+    "reliability", "ensemble_report", "auroc",
     # Optimizers
-    "Optimizer",
-    "apply_updates",
-    "SGDState",
-    "sgd",
-    "AdamState",
-    "adam",
-    "linear_schedule",
-    "cosine_schedule",
+    "Optimizer", "apply_updates", "SGDState", "sgd", "AdamState", "adam",
+    "linear_schedule", "cosine_schedule",
     # Devices
-    "use_cpu_devices",
-    "split",
-    "merge",
-    "replicate",
-    "unreplicate",
+    "use_cpu_devices", "split", "merge", "replicate", "unreplicate",
     # Updates
-    "TrainState",
-    "train_state",
-    "every_process",
-    "make_sync_update",
+    "TrainState", "train_state", "every_process", "make_sync_update",
     "make_ensemble_update",
     # Trainer
-    "Layout",
-    "layout",
-    "Trainer",
-    "make_trainer",
-    "prefetch",
+    "Layout", "layout", "Trainer", "make_trainer", "prefetch",
     # Checkpoints
-    "replace_file",
-    "save",
-    "load",
+    "replace_file", "save", "load",
     # Demo
     "main",
 ]
+# fmt: on
 
 Array = jax.Array
 PyTree = Any
@@ -931,6 +893,20 @@ def _num_devices(num_devices: int | None) -> int:
     return _count("num_devices", num_devices)
 
 
+def _split_axis(x, axis, d):
+    """Reshape [..., N, ...] to [..., d, N / d, ...], or raise ValueError."""
+    if np.ndim(x) < 1:
+        raise ValueError("a leaf without axes cannot be split; replicate it instead")
+    x = x if hasattr(x, "reshape") else np.asarray(x)
+    n = x.shape[axis]
+    if n % d:
+        raise ValueError(
+            f"a batch of {n} does not split over {d} devices; use a multiple of "
+            f"{d}, for example {n - n % d or d}"
+        )
+    return x.reshape(*x.shape[:axis], d, n // d, *x.shape[axis + 1 :])
+
+
 def split(tree: PyTree, num_devices: int | None = None) -> PyTree:
     """Reshape every leaf [N, ...] to [D, N / D, ...]; D defaults to the local devices.
 
@@ -938,22 +914,7 @@ def split(tree: PyTree, num_devices: int | None = None) -> PyTree:
     Raises ValueError when D does not divide N, and for leaves without an axis.
     """
     d = _num_devices(num_devices)
-
-    def reshape(x):
-        if np.ndim(x) < 1:
-            raise ValueError(
-                "a leaf without axes cannot be split; replicate it instead"
-            )
-        x = x if hasattr(x, "reshape") else np.asarray(x)
-        n = x.shape[0]
-        if n % d:
-            raise ValueError(
-                f"a batch of {n} does not split over {d} devices; use a multiple of "
-                f"{d}, for example {n - n % d or d}"
-            )
-        return x.reshape(d, n // d, *x.shape[1:])
-
-    return jax.tree.map(reshape, tree)
+    return jax.tree.map(lambda x: _split_axis(x, 0, d), tree)
 
 
 def merge(tree: PyTree) -> PyTree:
@@ -1049,15 +1010,12 @@ def _full_loss(loss_fn: Callable, has_aux: bool, stateful: bool) -> Callable:
     """
 
     def loss(params, model_state, key, *batch):
-        if stateful and has_aux:
-            return loss_fn(params, model_state, key, *batch)
-        if stateful:
-            value, model_state = loss_fn(params, model_state, key, *batch)
-            return value, (model_state, ())
-        if has_aux:
-            value, aux = loss_fn(params, *batch)
+        if not stateful:
+            found = loss_fn(params, *batch)
+            value, aux = found if has_aux else (found, ())
             return value, (model_state, aux)
-        return loss_fn(params, *batch), (model_state, ())
+        value, rest = loss_fn(params, model_state, key, *batch)
+        return value, (rest if has_aux else (rest, ()))
 
     return loss
 
@@ -1094,25 +1052,17 @@ def _replicas_meet(average: Callable) -> Iterator[None]:
         _replica_mean.reset(token)
 
 
-def _make_step(
-    loss_fn: Callable,
-    optimizer: Optimizer,
-    has_aux: bool,
-    stateful: bool,
-    microbatch: int | str | None,
-    skip_nonfinite: bool,
-    axis: str | None,
-    groups: Sequence[Sequence[int]] | None = None,
-) -> Callable:
+def _make_step(loss_fn, optimizer, options, axis, groups=None):
     """Make the training step: (state, *batch) -> (state, metrics).
 
-    `axis` names the mapped axis over which the model's replicas stand, each with its
-    part of the batch: all of it, or each of the `groups` that divide it.  None is a
-    model that stands alone.
+    `options` are has_aux, stateful, microbatch and skip_nonfinite.  `axis` names the
+    mapped axis over which the model's replicas stand, each with its part of the batch:
+    all of it, or each of the `groups` that divide it.  None is a model that stands
+    alone.
     """
-    loss_and_grads = jax.value_and_grad(
-        _full_loss(loss_fn, has_aux, stateful), has_aux=True
-    )
+    has_aux, stateful, microbatch, skip_nonfinite = options
+    loss_fn = _full_loss(loss_fn, has_aux, stateful)
+    loss_and_grads = jax.value_and_grad(loss_fn, has_aux=True)
     if microbatch == "auto" and has_aux:
         microbatch = None  # aux may not be a mean
     elif microbatch not in (None, "auto"):
@@ -1140,29 +1090,27 @@ def _make_step(
             if groups:
                 replica %= len(groups[0])
 
-        def part_loss_and_grads(i, part):
+        def add(total, numbered_part):
             # Each part of the batch, here or on another replica, draws its own numbers.
+            i, part = numbered_part
             part_key = None
             if stateful:
                 part_key = jax.random.fold_in(loss_key, replica * num_parts + i)
-            return loss_and_grads(params, model_state, part_key, *part)
+            found, grads = loss_and_grads(params, model_state, part_key, *part)
+            return jax.tree.map(jnp.add, total, grads), found
 
+        def mean(x):  # of one part, whatever its type
+            return x.mean(axis=0) if num_parts > 1 else x[0]
+
+        def cut(x):
+            return split(x, num_parts) if num_parts > 1 else x[None]
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        parts = jnp.arange(num_parts), jax.tree.map(cut, batch)
         with _replicas_meet(average):
-            if num_parts == 1:
-                (loss, (new_model_state, aux)), grads = part_loss_and_grads(0, batch)
-            else:
-                new_model_state = model_state  # has no leaves
-
-                def add(total, numbered_part):
-                    (loss, (_, aux)), grads = part_loss_and_grads(*numbered_part)
-                    return jax.tree.map(jnp.add, total, grads), (loss, aux)
-
-                zeros = jax.tree.map(jnp.zeros_like, params)
-                parts = jnp.arange(num_parts), split(batch, num_parts)
-                total, metrics = lax.scan(add, zeros, parts)
-                grads = jax.tree.map(lambda g: g / num_parts, total)
-                loss, aux = jax.tree.map(lambda x: x.mean(axis=0), metrics)
-
+            total, found = lax.scan(add, zeros, parts)
+        loss, (new_model_state, aux) = jax.tree.map(mean, found)
+        grads = jax.tree.map(lambda g: g / num_parts, total)
         grads, loss, aux = average((grads, loss, aux))
         new_model_state = jax.tree.map(
             # Counts and keys have no mean; replicas advance them alike.
@@ -1182,6 +1130,20 @@ def _make_step(
     return step
 
 
+_ANY = "one or more arrays, all of one length"
+
+
+def _first_axes(what, tree, *lengths, expected=_ANY):
+    """Return the length of all leaves' first axis; or check the lengths of several."""
+    found = {np.shape(x)[: len(lengths) or 1] for x in jax.tree.leaves(tree)}
+    if len(found) != 1 or () in found or lengths not in [(), *found]:
+        raise ValueError(
+            f"the first axes of the {what} have lengths {sorted(found)}; expected "
+            f"{expected}"
+        )
+    return found.pop()[0]
+
+
 def _check_keys(key_data: Array, num_replicas: int) -> None:
     """Raise ValueError unless keys [K R] are distinct members' of R equal replicas."""
     rows = [row.tobytes() for row in np.asarray(key_data)]
@@ -1192,13 +1154,12 @@ def _check_keys(key_data: Array, num_replicas: int) -> None:
                 f"replicas {first} and {i} have different keys, so they would drift "
                 "apart; make them with replicate(train_state(...))"
             )
-    members = rows[::num_replicas]
-    if len(set(members)) < len(members):
-        later = next(i for i, row in enumerate(members) if row in members[:i])
-        raise ValueError(
-            f"members {members.index(members[later])} and {later} have equal keys, so "
-            f"they would draw alike; use jax.random.split(key, {len(members)})"
-        )
+        other, member = rows.index(row) // num_replicas, i // num_replicas
+        if other != member:
+            raise ValueError(
+                f"members {other} and {member} have equal keys, so they would draw "
+                f"alike; use jax.random.split(key, {len(rows) // num_replicas})"
+            )
 
 
 _in_flight = None  # a result of the last program whose devices wait for each other
@@ -1247,7 +1208,7 @@ def every_process(x: Any) -> np.ndarray:
     return _every_device(np.broadcast_to(x, (devices, *x.shape)))[::devices]
 
 
-def _pmap_update(step: Callable, axis: str, replicas: bool) -> Callable:
+def _pmap_update(step, axis, replicas):
     """Map the step over the devices; check and place the states that come from afar."""
     pmapped = jax.pmap(step, axis_name=axis, donate_argnums=0)
     returned = lambda: None  # noqa: E731  a weak reference, so that no state is kept
@@ -1257,16 +1218,13 @@ def _pmap_update(step: Callable, axis: str, replicas: bool) -> Callable:
 
     def update(state, *batch):
         nonlocal returned
-        axes = {np.shape(x)[:1] for x in jax.tree.leaves(state)}
-        rows = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
-        if len(axes) != 1 or () in axes or rows - axes:
-            raise ValueError(
-                f"leading axes are {sorted(axes)} in the state and {sorted(rows)} in "
-                "the batch; all must be the number of devices: see replicate for the "
-                "state, split or replicate for the batch"
-            )
+        num_devices = _first_axes(
+            "state and the batch",
+            (state, batch),
+            expected="the number of devices in all of them: replicate the state, split "
+            "or replicate the batch",
+        )
         if returned() is not mark(state):
-            ((num_devices,),) = axes
             if state.key is not None:
                 keys = _every_device(jax.random.key_data(state.key))
                 _check_keys(keys, len(keys) if replicas else 1)
@@ -1317,7 +1275,7 @@ def make_sync_update(
     for micro-batches that do not divide the batch or meet a model state.
     """
     options = has_aux, stateful, microbatch, skip_nonfinite
-    step = _make_step(loss_fn, optimizer, *options, "devices")
+    step = _make_step(loss_fn, optimizer, options, "devices")
     return _pmap_update(step, "devices", replicas=True)
 
 
@@ -1344,7 +1302,7 @@ def make_ensemble_update(
     for micro-batches that do not divide the batch or meet a model state.
     """
     options = has_aux, stateful, microbatch, skip_nonfinite
-    step = _make_step(loss_fn, optimizer, *options, None)
+    step = _make_step(loss_fn, optimizer, options, None)
     return _pmap_update(step, "members", replicas=False)
 
 
@@ -1374,27 +1332,11 @@ def layout(members: int, num_devices: int, num_processes: int = 1) -> Layout:
     Raises ValueError unless all are ints >= 1.
     """
     members, num_devices = _count("members", members), _count("devices", num_devices)
+    replicas, shared = max(num_devices // members, 1), -(-members // num_devices)
     if _count("num_processes", num_processes) > 1:
-        fitting = range(1, max(num_devices // members, 1) + 1)
-        replicas = max(r for r in fitting if num_devices % r == 0)
-        return Layout(members, num_devices, -(-members // num_devices), replicas)
-    if members < num_devices:
-        replicas = num_devices // members
-        return Layout(members, members * replicas, 1, replicas)
-    shared = -(-members // num_devices)
-    return Layout(members, -(-members // shared), shared, 1)
-
-
-def _slots(spread: Layout) -> tuple[np.ndarray, np.ndarray]:
-    """Return the member in each slot [D, M], and the replica on each device [D].
-
-    Of several processes, those on the devices of this one.  Slots that are left over,
-    on the last devices, repeat the last member.
-    """
-    members, devices, shared, replicas = spread
-    device = np.arange(devices).reshape(jax.process_count(), -1)[jax.process_index()]
-    member = device[:, None] // replicas * shared + np.arange(shared)
-    return np.minimum(member, members - 1), device % replicas
+        fitting = (r for r in range(1, replicas + 1) if num_devices % r == 0)
+        return Layout(members, num_devices, shared, max(fitting))
+    return Layout(members, -(-members // shared) * replicas, shared, replicas)
 
 
 def _axis(spread: Layout) -> str:
@@ -1408,41 +1350,124 @@ def _axis(spread: Layout) -> str:
     return "devices" if spread.members == 1 else f"replicas by {spread.replicas}"
 
 
+def _groups(spread: Layout) -> np.ndarray:
+    """Return the devices of each member's replicas, [D / R, R]."""
+    return np.arange(spread.devices).reshape(-1, spread.replicas)
+
+
+def _slots(spread: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the member in each slot [D, M], its weight in a mean, and the replica [D].
+
+    Of several processes, those on the devices of this one.  A weight is 1 / K.  Slots
+    that are left over, on the last devices, repeat the last member, with weight 0.
+    """
+    members, devices, shared, replicas = spread
+    device = np.arange(devices).reshape(jax.process_count(), -1)[jax.process_index()]
+    slot = device[:, None] // replicas * shared + np.arange(shared)
+    weight = np.where(slot < members, np.float32(1 / members), np.float32(0))
+    return np.minimum(slot, members - 1), weight, device % replicas
+
+
 def _spread_sharding(spread: Layout) -> Any:
     """Lay a leading axis over the devices in use, of this process."""
     return _device_sharding(spread.devices // jax.process_count(), _axis(spread))
 
 
-def _num_rows(name: str, tree: PyTree) -> int:
-    """Return the length that the first axes of all leaves have."""
-    sizes = {np.shape(x)[:1] for x in jax.tree.leaves(tree)}
-    if len(sizes) != 1 or () in sizes:
-        raise ValueError(
-            f"the first axes of the {name} have lengths {sorted(sizes)}; expected one "
-            "or more arrays, all of one length"
-        )
-    return sizes.pop()[0]
+def _check_state(state: TrainState, spread: Layout) -> None:
+    axes = spread.devices // jax.process_count(), spread.members_per_device
+    expected = f"this trainer's {axes}: make it with init, or with gather and scatter"
+    _first_axes("state", state, *axes, expected=expected)
 
 
-def _check_batch_size(size: int, spread: Layout) -> None:
-    replicas = spread.replicas
-    if size % replicas:
-        raise ValueError(
-            f"a batch of {size} does not divide over the {replicas} replicas of a "
-            f"member; use a multiple of {replicas}, for example "
-            f"{size - size % replicas or replicas}"
-        )
+def _over_members(f, spread, *, consume=False, meet=False, total=lambda found: found):
+    """Map f(state, own, part, whole), of one member on one device, over all members.
+
+    The result takes what a member is, `state`, and what else is its own, `own`, with
+    leaves [D, M, ...]; what a device has, `part`, [D, ...]; and what is the same
+    everywhere, `whole`.  Each is a tree, or None.  What f returns comes back with
+    leaves [D, M, ...]; or `total` of a device's [M, ...] does, [D, ...].  `consume`
+    lets the buffers of state be reused, and `meet` says that f or total waits for other
+    devices.
+    """
+
+    def on_device(state, own, part, whole):
+        return total(lax.map(lambda mine: f(*mine, part, whole), (state, own)))
+
+    program = jax.pmap(
+        on_device,
+        axis_name=_axis(spread),
+        in_axes=(0, 0, 0, None),
+        donate_argnums=(0,) if consume else (),
+    )
+
+    def run(state, own, part, whole):
+        if state is not None:
+            _check_state(state, spread)
+        return _run(program, meet, state, own, part, whole)
+
+    return run
+
+
+def _is_key(leaf: Any) -> bool:
+    """Whether a leaf is a typed random key, of `jax.random.key`."""
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _on_data(function: Callable, leaf: Array) -> Array:
+    """Apply a function of an array; to a typed random key, as to the numbers in it."""
+    if not _is_key(leaf):
+        return function(leaf)
+    data = function(jax.random.key_data(leaf))
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+
+
+def _lay(tree: PyTree, spread: Layout) -> PyTree:
+    """Lay members [K, ...] into their slots, [D, M, ...]."""
+    member, sharding = _slots(spread)[0], _spread_sharding(spread)
+
+    def lay(x):
+        return jax.device_put(np.asarray(x)[member], sharding)
+
+    return jax.tree.map(functools.partial(_on_data, lay), tree)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _join(copies, shape, members):
+    """Join members that stand together, each copy [M, ...]: [K, ...]."""
+    return jnp.concatenate([x.reshape(shape) for x in copies])[:members]
+
+
+def _take(tree: PyTree, spread: Layout) -> PyTree:
+    """Take members [K, ...] out of [D, M, ...], of each its first replica.
+
+    They come from where they are to one device, or to the host from several processes.
+    """
+
+    def take(x):
+        if jax.process_count() > 1 and isinstance(x, jax.Array):
+            x = _every_device(x)
+        if isinstance(x, np.ndarray):
+            return np.concatenate(x[:: spread.replicas])[: spread.members]
+        copies = [shard.data for shard in x.addressable_shards[:: spread.replicas]]
+        copies = jax.device_put(copies, jax.local_devices()[0])
+        return _join(copies, x.shape[1:], spread.members)
+
+    return jax.tree.map(take, tree)
 
 
 def _lay_batch(batch: PyTree, spread: Layout) -> PyTree:
-    """Lay a batch [B, ...] over the devices: [D, B / R, ...]."""
-    _check_batch_size(_num_rows("batch", batch), spread)
-    _, replica = _slots(spread)
+    """Give each device its replica's rows of a batch [B, ...]: [D, B / R, ...]."""
+    _first_axes("batch", batch)
+    *_, replica = _slots(spread)
     return jax.tree.map(lambda x: x[replica], split(batch, spread.replicas))
 
 
 def _lay_order(order: Any, num_rows: int, spread: Layout) -> np.ndarray:
-    """Lay [steps, B] or [K, steps, B] over the devices: int32 [D, M, steps, B / R]."""
+    """Give each device its replica's part of [steps, B], or of [K, steps, B].
+
+    Returns int32 [D, M, steps, B / R].
+    """
     order = np.asarray(order)
     if not np.issubdtype(order.dtype, np.integer):
         raise ValueError(f"order is {order.dtype}; expected integers, rows of the data")
@@ -1459,48 +1484,9 @@ def _lay_order(order: Any, num_rows: int, spread: Layout) -> np.ndarray:
             f"order holds rows {order.min()} to {order.max()}; the data have rows 0 to "
             f"{num_rows - 1}"
         )
-    _check_batch_size(order.shape[2], spread)
-    order = order.astype(np.int32).reshape(*order.shape[:2], spread.replicas, -1)
-    member, replica = _slots(spread)
+    member, _, replica = _slots(spread)
+    order = _split_axis(order.astype(np.int32), 2, spread.replicas)
     return order[member, :, replica[:, None]]
-
-
-def _check_state(state: TrainState, spread: Layout) -> None:
-    axes = {np.shape(x)[:2] for x in jax.tree.leaves(state)}
-    expected = (spread.devices // jax.process_count(), spread.members_per_device)
-    if axes != {expected}:
-        raise ValueError(
-            f"the first axes of the state have lengths {sorted(axes)}; this trainer's "
-            f"have {expected}: make it with init, or with gather and scatter"
-        )
-
-
-def _by_member(copies: Sequence, rest: Sequence[int], spread: Layout) -> Any:
-    """Join what the first device of each group holds, each [M, ...]: [K, ...]."""
-    xp = np if isinstance(copies[0], np.ndarray) else jnp
-    copies = [copy.reshape(spread.members_per_device, *rest) for copy in copies]
-    return xp.concatenate(copies)[: spread.members]
-
-
-def _first_copies(x: Array, spread: Layout) -> list:
-    """Return what the first device of each group holds, where it is if that can be."""
-    if jax.process_count() > 1:
-        return list(_every_device(x)[:: spread.replicas])
-    return [shard.data for shard in x.addressable_shards[:: spread.replicas]]
-
-
-def _is_key(leaf: Any) -> bool:
-    """Whether a leaf is a typed random key, of `jax.random.key`."""
-    dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
-def _on_data(function: Callable, *leaves: Array) -> Array:
-    """Apply a function of arrays; to typed random keys, as to the numbers in them."""
-    if not _is_key(leaves[0]):
-        return function(*leaves)
-    data = function(*map(jax.random.key_data, leaves))
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaves[0]))
 
 
 def _gather(state: TrainState, spread: Layout) -> TrainState:
@@ -1511,15 +1497,15 @@ def _gather(state: TrainState, spread: Layout) -> TrainState:
 
     def gather(path, x):
         copies = _every_device(x)  # [D, M, ...]
-        for i, copy in enumerate(copies):
-            first = i - i % spread.replicas
-            if i > first and copy.tobytes() != copies[first].tobytes():
-                raise RuntimeError(
-                    f"replicas differ: {jax.tree_util.keystr(path)} on device "
-                    f"{jax.devices()[i]} is not what it is on {jax.devices()[first]}; "
-                    "go on from a checkpoint"
-                )
-        return _by_member(copies[:: spread.replicas], copies.shape[2:], spread)
+        for first, *others in _groups(spread):
+            for i in others:
+                if copies[i].tobytes() != copies[first].tobytes():
+                    raise RuntimeError(
+                        f"replicas differ: {jax.tree_util.keystr(path)} on device "
+                        f"{jax.devices()[i]} is not what it is on "
+                        f"{jax.devices()[first]}; go on from a checkpoint"
+                    )
+        return _take(copies, spread)
 
     def gather_leaf(path, x):
         return _on_data(functools.partial(gather, path), x)
@@ -1530,49 +1516,33 @@ def _gather(state: TrainState, spread: Layout) -> TrainState:
 
 def _scatter(gathered: TrainState, spread: Layout) -> TrainState:
     """Put members [K, ...] into their slots [D, M, ...]."""
-    members = _num_rows("members' state", gathered)
-    if members != spread.members:
-        raise ValueError(
-            f"the state is that of {members} members; the trainer has {spread.members}"
-        )
+    expected = f"the trainer's {spread.members} members"
+    _first_axes("members' state", gathered, spread.members, expected=expected)
     if gathered.key is not None:
         _check_keys(jax.random.key_data(gathered.key), 1)
-    member, _ = _slots(spread)
-    sharding = _spread_sharding(spread)
-
-    def scatter(x):
-        return jax.device_put(np.asarray(x)[member], sharding)
-
-    return jax.tree.map(functools.partial(_on_data, scatter), gathered)
+    return _lay(gathered, spread)
 
 
 def _check_seed(key: Any) -> None:
     """Raise ValueError unless key is one key, whose children draw apart under vmap."""
     try:
-        one = jax.random.key_data(key).ndim == 1
-        keys = jax.random.split(key)
-        alone, mapped = jax.random.bits(keys[1]), jax.vmap(jax.random.bits)(keys)[1]
+        keys, one = jax.random.split(key), jax.random.key_data(key).ndim == 1
+        fine = one and jax.vmap(jax.random.bits)(keys)[1] == jax.random.bits(keys[1])
     except (TypeError, ValueError):
-        one = False
-    if not one:
+        fine = False
+    if not fine:
         raise ValueError(
-            f"key is {type(key).__name__} of shape {np.shape(key)}; expected one "
-            "random key, such as jax.random.key(0): every member's is made from it"
-        )
-    if alone != mapped:
-        raise ValueError(
-            f"keys of '{jax.random.key_impl(key)}' draw other numbers under vmap, "
-            "those of the first key; use jax.random.key(seed, impl='threefry2x32')"
+            f"key is {getattr(key, 'dtype', type(key).__name__)} of shape "
+            f"{np.shape(key)}; expected one random key, from which every member's is "
+            "made, of a kind that draws alike under vmap (rbg does not), such as "
+            "jax.random.key(0, impl='threefry2x32')"
         )
 
 
-def _make_init(
-    init_fn: Callable, optimizer: Optimizer, stateful: bool, spread: Layout
-) -> Callable:
+def _make_init(init_fn, optimizer, stateful, spread):
     """Make the `init` of a Trainer."""
 
-    @jax.jit
-    def init_member(key, i):
+    def init_member(_, i, __, key):
         init_key, key = jax.random.split(jax.random.fold_in(key, i))
         made = init_fn(init_key)
         if stateful and (type(made) is not tuple or len(made) != 2):
@@ -1590,14 +1560,11 @@ def _make_init(
         params, model_state = made if stateful else (made, ())
         return train_state(params, optimizer, model_state=model_state, key=key)
 
+    program = _over_members(init_member, spread)
+
     def init(key):
         _check_seed(key)
-        members = [init_member(key, i) for i in range(spread.members)]
-
-        def stack(*leaves):
-            return _on_data(lambda *arrays: np.stack(arrays), *leaves)
-
-        return _scatter(jax.tree.map(stack, *members), spread)
+        return program(None, _slots(spread)[0], None, key)
 
     return init
 
@@ -1605,62 +1572,49 @@ def _make_init(
 _STEPS = 256  # orders are padded to a multiple, so that most share one program
 
 
-def _make_training(step: Callable, spread: Layout) -> tuple:
-    """Make `update` and `epoch` of a Trainer: the step, mapped over members and D."""
+def _make_training(step, spread):
+    """Make `update` and `epoch` of a Trainer: the step, mapped over members."""
 
-    def update_members(state, *batch):  # on a device: state [M, ...], batch [b, ...]
-        return lax.map(lambda member: step(member, *batch), state)
+    def train_member(state, order, _, whole):  # order [steps, b]
+        num_steps, data = whole
 
-    def train_members(state, order, num_steps, data):
-        def train(member_and_order):  # order [steps, b], data [N, ...]
-            member, order = member_and_order
+        def train_on(state, i):
+            return step(state, *jax.tree.map(lambda x: x[order[i]], data))
 
-            def train_on(member, i):
-                return step(member, *jax.tree.map(lambda x: x[order[i]], data))
+        def advance(i, carry):
+            state, metrics = carry
+            state, now = train_on(state, i)
+            return state, jax.tree.map(lambda x, y: x.at[i].set(y), metrics, now)
 
-            def advance(i, carry):
-                member, metrics = carry
-                member, now = train_on(member, i)
-                keep = jax.tree.map(lambda x, y: x.at[i].set(y), metrics, now)
-                return member, keep
+        _, shapes = jax.eval_shape(train_on, state, 0)
+        metrics = jax.tree.map(
+            lambda x: jnp.zeros((len(order), *x.shape), x.dtype), shapes
+        )
+        return lax.fori_loop(0, num_steps, advance, (state, metrics))
 
-            _, shapes = jax.eval_shape(train_on, member, 0)
-            metrics = jax.tree.map(
-                lambda x: jnp.zeros((len(order), *x.shape), x.dtype), shapes
-            )
-            return lax.fori_loop(0, num_steps, advance, (member, metrics))
+    def over_members(f):
+        return _over_members(f, spread, consume=True, meet=spread.replicas > 1)
 
-        return lax.map(train, (state, order))
-
-    pmap = functools.partial(jax.pmap, axis_name=_axis(spread), donate_argnums=0)
-    update_program = pmap(update_members)
-    epoch_program = pmap(train_members, in_axes=(0, 0, None, None))
-    by_member = jax.jit(_by_member, static_argnums=(1, 2))
-
-    def run(program, state, *args):
-        state, metrics = _run(program, spread.replicas > 1, state, *args)
-
-        def collect(x):
-            copies = jax.device_put(_first_copies(x, spread), jax.local_devices()[0])
-            return by_member(copies, x.shape[2:], spread)
-
-        return state, jax.tree.map(collect, metrics)
+    update_program = over_members(lambda state, _, batch, __: step(state, *batch))
+    epoch_program = over_members(train_member)
 
     def update(state, *batch):
-        _check_state(state, spread)
-        return run(update_program, state, *_lay_batch(batch, spread))
+        batch = _lay_batch(batch, spread)
+        state, metrics = update_program(state, None, batch, None)
+        return state, _take(metrics, spread)
 
     def epoch(state, data, order):
         if not isinstance(data, (tuple, list)):
             raise ValueError(
                 f"data is {type(data).__name__}; expected a tuple of what loss_fn takes"
             )
-        _check_state(state, spread)
-        order = _lay_order(order, _num_rows("data", data), spread)
+        num_rows = _first_axes("data", data)
+        order = _lay_order(order, num_rows, spread)
         num_steps = order.shape[2]
         order = np.pad(order, [(0, 0), (0, 0), (0, -num_steps % _STEPS), (0, 0)])
-        data = _place(tuple(data), spread)
-        state, metrics = run(epoch_program, state, order, np.int32(num_steps), data)
+        whole = np.int32(num_steps), _place(tuple(data), spread)
+        state, metrics = epoch_program(state, order, None, whole)
+        metrics = _take(metrics, spread)
         return state, jax.tree.map(lambda x: x[:, :num_steps], metrics)
 
     return update, epoch
@@ -1673,59 +1627,48 @@ def _place(data: PyTree, spread: Layout) -> PyTree:
     return jax.device_put(data, everywhere)
 
 
-def _make_predicting(
-    apply_fn: Callable | None, stateful: bool, chunk: int, spread: Layout
-) -> tuple:
+def _make_predicting(apply_fn, stateful, chunk, spread):
     """Make `predict` and `predict_members` of a Trainer."""
-    members, devices, shared, replicas = spread
-    axis = _axis(spread)
-    across = np.arange(devices).reshape(-1, replicas).T.tolist()  # same replica
+    across = _groups(spread).T.tolist()  # the devices with the same rows
+    rows = chunk * spread.replicas
 
-    def member_probs(params, model_state, inputs):  # on a device -> [M, b, C]
-        def probs(member):
-            args = member if stateful else member[:1]
-            return jax.nn.softmax(apply_fn(*args, inputs))
+    def member_probs(model, weight, inputs, _):
+        probs = jax.nn.softmax(apply_fn(*model, inputs))
+        return probs * weight.astype(probs.dtype)
 
-        return lax.map(probs, (params, model_state))
+    def mean(probs):  # [M, b, C] -> [1, b, C]
+        total = probs.sum(axis=0, keepdims=True)
+        return lax.psum(total, _axis(spread), axis_index_groups=across)
 
-    def mean_probs(*args):  # on a device -> [b, C]
-        probs = member_probs(*args)
-        slot = lax.axis_index(axis) // replicas * shared + jnp.arange(shared)
-        counted = jnp.where((slot < members)[:, None, None], probs, 0)
-        # Of the sum over D / R devices, pmean takes the mean; K is what counts.
-        mean = lax.pmean(counted.sum(axis=0), axis, axis_index_groups=across)
-        return mean * (devices / replicas / members)
+    members_program = _over_members(member_probs, spread)
+    mean_program = _over_members(member_probs, spread, meet=True, total=mean)
 
-    def chunked(program, meet, state, inputs):
-        """Yield each chunk's probabilities [D, ..., b, C] and how many are of it."""
+    def in_chunks(program, weight, state, inputs):
+        """Predict with a program for [D, k, b, C]; return [D / R * k, N, C]."""
         if apply_fn is None:
             raise ValueError("predicting takes an apply_fn; give make_trainer one")
-        _check_state(state, spread)
-        num_rows, rows = _num_rows("inputs", inputs), chunk * replicas
+        num_rows = _first_axes("inputs", inputs)
         if num_rows == 0:
             raise ValueError(f"inputs of shape {np.shape(inputs)} hold no example")
+        model = (state.params, state.model_state) if stateful else (state.params,)
+        chunks = []
         for start in range(0, num_rows, rows):
             part = np.asarray(inputs[start : start + rows])
             count = len(part)
             part = np.pad(part, [(0, rows - count), *[(0, 0)] * (part.ndim - 1)])
-            part = _lay_batch(part, spread)
-            probs = _run(program, meet, state.params, state.model_state, part)
-            yield _every_device(probs), count
-
-    members_program = jax.pmap(member_probs, axis_name=axis)
-    mean_program = jax.pmap(mean_probs, axis_name=axis)
+            probs = program(model, weight, _lay_batch(part, spread), None)
+            probs = _every_device(probs)  # replicas hold a chunk one after another
+            probs = probs.reshape(-1, spread.replicas, *probs.shape[1:]).swapaxes(1, 2)
+            chunks.append(probs.reshape(-1, rows, *probs.shape[4:])[:, :count])
+        return np.concatenate(chunks, axis=1)
 
     def predict(state, inputs):
-        chunks = chunked(mean_program, True, state, inputs)
-        return np.concatenate([merge(probs[:replicas])[:n] for probs, n in chunks])
+        _, weight, _ = _slots(spread)
+        return in_chunks(mean_program, weight, state, inputs)[0]
 
     def predict_members(state, inputs):
-        def by_member(probs):  # [D, M, b, C] -> [K, R b, C]
-            groups = probs.reshape(-1, replicas, *probs.shape[1:]).swapaxes(1, 2)
-            return groups.reshape(-1, replicas * chunk, probs.shape[-1])[:members]
-
-        chunks = chunked(members_program, False, state, inputs)
-        return np.concatenate([by_member(probs)[:, :n] for probs, n in chunks], axis=1)
+        weight = np.ones_like(_slots(spread)[1])
+        return in_chunks(members_program, weight, state, inputs)[: spread.members]
 
     return predict, predict_members
 
@@ -1809,11 +1752,10 @@ def make_trainer(
     not one or that draws otherwise under vmap, and an init_fn that returns other leaves
     than arrays.
     """
-    processes = jax.process_count()
-    available = jax.device_count() if processes > 1 else jax.local_device_count()
+    processes, available = jax.process_count(), jax.device_count()
     wanted = available if devices is None else devices
-    all_alike = available == processes * jax.local_device_count()
-    if processes > 1 and not (wanted == available and all_alike):
+    alike = wanted == available == processes * jax.local_device_count()
+    if processes > 1 and not alike:
         raise ValueError(
             f"devices is {wanted}; {processes} processes use all of their {available}, "
             "and each as many"
@@ -1821,10 +1763,9 @@ def make_trainer(
     spread = layout(members, wanted, processes)
     _device_sharding(wanted // processes)  # raises where there are fewer
     _count("chunk", chunk)
-    groups = np.arange(spread.devices).reshape(-1, spread.replicas).tolist()
     axis = _axis(spread) if spread.replicas > 1 else None
     options = has_aux, stateful, microbatch, skip_nonfinite
-    step = _make_step(loss_fn, optimizer, *options, axis, groups)
+    step = _make_step(loss_fn, optimizer, options, axis, _groups(spread).tolist())
     update, epoch = _make_training(step, spread)
     predict, predict_members = _make_predicting(apply_fn, stateful, chunk, spread)
     return Trainer(

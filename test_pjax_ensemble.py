@@ -58,6 +58,7 @@ import faults
 D = 8
 jax.devices()  # now, before a test could ask for another number
 HERE = Path(__file__).parent
+SGD = pe.sgd(0.1, momentum=0.9)
 MNIST_DIR = os.environ.get("MNIST_DIR")
 
 
@@ -1037,7 +1038,7 @@ def test_unreplicate_leaves_the_other_copies_alone():
 
 
 # ---------------------------------------------------------------------------------
-# Updates
+# Updates, and what a trainer's update has in common with them
 # ---------------------------------------------------------------------------------
 
 
@@ -1060,12 +1061,22 @@ def net_loss(params, images, labels):
     return pe.softmax_cross_entropy(net(params, images), labels).mean()
 
 
-def net_batch(seed, batch=16):
-    labels = np.random.default_rng(seed).integers(4, size=batch).astype(np.int32)
-    return randn(seed, batch, 8, 8, 1), labels
+def noisy_net_loss(params, model_state, key, images, labels):
+    noise = jax.random.normal(key, images.shape)
+    return net_loss(params, images + noise, labels), model_state
 
 
-def members_state(optimizer, keys, init=net_init, **kwargs):
+def net_batches(count, batch=16):
+    labels = np.random.default_rng(0).integers(4, size=batch).astype(np.int32)
+    return [(randn(step, batch, 8, 8, 1), labels) for step in range(count)]
+
+
+def close(a, b):
+    jax.tree.map(lambda x, y: assert_allclose(x, y, rtol=1e-4, atol=1e-6), a, b)
+
+
+def members_state(keys, init=net_init, optimizer=SGD, **kwargs):
+    """Stack the states of members, leaves [K, ...]."""
     states = [pe.train_state(init(key), optimizer, key=key, **kwargs) for key in keys]
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
 
@@ -1075,122 +1086,185 @@ def keys_of(seed, count, style="new"):
     return jax.random.split(make(seed), count)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, D])
-def test_sync_update_equals_full_batch_step(num_devices):
-    optimizer = pe.sgd(0.1, momentum=0.9, nesterov=True)
-    params = net_init(jax.random.key(0))
-    state = pe.replicate(pe.train_state(params, optimizer), num_devices)
-    update = pe.make_sync_update(net_loss, optimizer)
-    reference = optax.sgd(0.1, momentum=0.9, nesterov=True)
-    opt_state, loss_and_grads = reference.init(params), jax.value_and_grad(net_loss)
-    loss_and_grads = jax.jit(loss_and_grads)
-    for step in range(5):
-        batch = net_batch(step)
-        state, loss = update(state, *pe.split(batch, num_devices))
-        expected, grads = loss_and_grads(params, *batch)
-        updates, opt_state = reference.update(grads, opt_state)
-        params = optax.apply_updates(params, updates)
-        assert loss.shape == (num_devices,)
-        assert_allclose(loss, np.full(num_devices, expected), rtol=1e-5)
-    jax.tree.map(
-        lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-6),
-        pe.unreplicate(state.params),
-        params,
-    )
+class Way(NamedTuple):
+    """A way to train `members` models on `devices`: every law below holds for all."""
+
+    kind: str
+    members: int
+    devices: int
 
 
-def test_sync_replicas_stay_bit_identical():
-    optimizer = pe.sgd(0.1)
-    state = pe.replicate(
-        pe.train_state(net_init(jax.random.key(0)), optimizer, key=jax.random.key(1))
-    )
+SYNC, ENSEMBLE = Way("sync", 1, D), Way("ensemble", D, D)
+WAYS = [SYNC, ENSEMBLE, Way("trainer", 1, 4), Way("trainer", 3, 2)]
+every_way = pytest.mark.parametrize(
+    "way", WAYS, ids=lambda way: "{} {} {}".format(*way)
+)
 
-    def loss_fn(params, model_state, key, images, labels):
-        images = images + jax.random.normal(key, images.shape)
-        return net_loss(params, images, labels), model_state
 
-    update = pe.make_sync_update(loss_fn, optimizer, stateful=True)
-    for step in range(5):
-        state, loss = update(state, *pe.split(net_batch(step)))
+def start(way, loss_fn, first, optimizer=SGD, **options):
+    """Return the state of members [K, ...], and its update on batches [B, ...]."""
+    if way.kind == "trainer":
+        options |= dict(members=way.members, devices=way.devices)
+        trainer = pe.make_trainer(net_init, loss_fn, optimizer, **options)
+        return trainer.scatter(first), trainer.update
+    if way.kind == "sync":
+        state = pe.replicate(jax.tree.map(lambda x: x[0], first), way.devices)
+        make, lay = pe.make_sync_update, pe.split
+    else:
+        state, make, lay = first, pe.make_ensemble_update, pe.replicate
+    update = make(loss_fn, optimizer, **options)
+    return state, lambda state, *batch: update(state, *lay(batch, way.devices))
+
+
+def train(way, loss_fn, first, batches, optimizer=SGD, **options):
+    """Train members [K, ...] on each batch [B, ...]; return them, and metrics [K]."""
+    state, update = start(way, loss_fn, first, optimizer, **options)
+    metrics = []
+    for step, batch in enumerate(batches):
+        before = jax.tree.leaves(state)
+        state, now = update(state, *batch)
+        assert step == 0 or all(x.is_deleted() for x in before)
+        metrics.append(now)
+    spread = pe.layout(way.members, way.devices)
     state = state._replace(key=jax.random.key_data(state.key))
-    for i in range(1, D):
-        assert leaves_equal(member((state, loss), 0), member((state, loss), i))
+    ends = [jax.device_get(state), jax.device_get(metrics)]
+    if way.kind == "trainer":
+        ends[0] = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), ends[0])
+    for x in jax.tree.leaves(ends[0] if way.kind == "trainer" else ends):
+        for i in range(len(x)):  # replicas are bit-identical
+            assert x[i].tobytes() == x[i - i % spread.replicas].tobytes()
+    states = jax.tree.map(lambda x: x[:: spread.replicas][: way.members], ends[0])
+    return states, jax.tree.map(lambda x: x[: way.members], ends[1])
 
 
-def test_members_equal_those_trained_alone_bit_for_bit():
-    optimizer, keys = pe.sgd(0.1), keys_of(0, D)
-    update = pe.make_ensemble_update(net_loss, optimizer)
-    state = members_state(optimizer, keys)
-    batches = [[net_batch(100 * i + step) for i in range(D)] for step in range(4)]
+@every_way
+@pytest.mark.parametrize(
+    "ours, theirs",
+    [
+        (
+            pe.sgd(0.1, momentum=0.9, nesterov=True),
+            optax.sgd(0.1, momentum=0.9, nesterov=True),
+        ),
+        (optax.adam(0.01), optax.adam(0.01)),
+    ],
+    ids=["ours", "of Optax"],
+)
+def test_step_equals_one_on_the_whole_batch(way, ours, theirs):
+    first, batches = (
+        members_state(keys_of(0, way.members), optimizer=ours),
+        net_batches(4),
+    )
+    loss_and_grads = jax.jit(jax.value_and_grad(net_loss))
+    ends, losses = train(way, net_loss, first, batches, ours)
+    for i in {0, way.members - 1}:
+        params = member(first.params, i)
+        opt_state = theirs.init(params)
+        for batch, loss in zip(batches, losses):
+            expected, grads = loss_and_grads(params, *batch)
+            updates, opt_state = theirs.update(grads, opt_state, params)
+            params = optax.apply_updates(params, updates)
+            assert_allclose(loss[i], expected, rtol=1e-5)
+        close(member(ends.params, i), params)
+
+
+@every_way
+@pytest.mark.parametrize("options", [{}, dict(microbatch=4)], ids=str)
+def test_step_traces_its_loss_once_and_reuses_its_state(way, options):
+    traces, counts = [], []
+
+    def counted(*args):
+        traces.append(1)
+        return net_loss(*args)
+
+    def batches():
+        for batch in net_batches(4):
+            counts.append(len(traces))
+            yield batch
+
+    train(way, counted, members_state(keys_of(0, way.members)), batches(), **options)
+    assert counts[0] == 0 < counts[1] == counts[2] == counts[3]
+
+
+@pytest.mark.parametrize("what", ["key", "nan"])
+@pytest.mark.parametrize("way", WAYS[1::2], ids=str)
+def test_members_never_touch_each_other(way, what):
+    first = members_state(keys_of(0, way.members), model_state=jnp.zeros(()))
+    changed = first
+    if what == "key":
+        changed = first._replace(key=first.key.at[2].set(jax.random.key(99)))
+    else:
+        dense = first.params.dense._replace(
+            bias=first.params.dense.bias.at[2].set(np.nan)
+        )
+        changed = first._replace(params=first.params._replace(dense=dense))
+    copy = functools.partial(jax.tree.map, lambda x: x.copy())
+    ends = [
+        train(way, noisy_net_loss, copy(state), net_batches(3), stateful=True)
+        for state in (first, changed)
+    ]
+    for i in range(way.members):
+        (one, losses), (other, others) = ends
+        assert leaves_equal(member(one, i), member(other, i)) == (i != 2)
+        assert leaves_equal([x[i] for x in losses], [x[i] for x in others]) == (i != 2)
+    assert np.isnan(others[-1][2]) == (what == "nan")
+
+
+def test_members_equal_those_trained_alone_on_their_own_batches():
+    keys = keys_of(0, D)
+    update = pe.make_ensemble_update(net_loss, SGD)
+    state = members_state(keys)
+    labels = net_batches(1)[0][1]
+    batches = [
+        (randn(step, D, 16, 8, 8, 1), np.stack([labels] * D)) for step in range(3)
+    ]
     losses = []
-    for step in batches:
-        batch = [np.stack(leaves) for leaves in zip(*step)]
+    for batch in batches:
         state, loss = update(state, *batch)
         losses.append(loss)
     for i in (0, 3, 7):
-        alone = members_state(optimizer, keys[i : i + 1])
-        for step, together in zip(batches, losses):
-            alone, loss = update(alone, *(leaf[None] for leaf in step[i]))
+        alone = members_state(keys[i : i + 1])
+        for batch, together in zip(batches, losses):
+            alone, loss = update(alone, *(x[i : i + 1] for x in batch))
             assert leaves_equal(loss[0], together[i])
-        assert leaves_equal(member(alone.params, 0), member(state.params, i))
-        assert leaves_equal(member(alone.opt_state, 0), member(state.opt_state, i))
+        assert leaves_equal(member(alone[:2], 0), member(state[:2], i))
 
 
-@pytest.mark.parametrize("what", ["key", "data", "nan"])
-def test_members_never_touch_each_other(what):
-    optimizer = pe.sgd(0.1)
+@every_way
+@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize("stateful", [False, True])
+def test_update_takes_every_form_of_loss(way, stateful, has_aux):
+    def loss_fn(params, *rest):
+        loss = jnp.sum(params * rest[-1].mean())
+        aux = {"loss": loss, "pair": jnp.ones(2)}
+        if stateful:
+            return loss, (rest[0] + 1, aux) if has_aux else rest[0] + 1
+        return (loss, aux) if has_aux else loss
 
-    def loss_fn(params, model_state, key, images, labels):
-        noise = jax.random.normal(key, images.shape)
-        return net_loss(params, images + noise, labels), model_state
-
-    update = pe.make_ensemble_update(loss_fn, optimizer, stateful=True)
-
-    def run(change):
-        keys, batches = keys_of(0, D), [pe.replicate(net_batch(i)) for i in range(3)]
-        if change == "key":
-            keys = keys.at[2].set(jax.random.key(99))
-        if change in ("data", "nan"):
-            value = np.nan if change == "nan" else 0.5
-            batches = [(x.at[2].set(value), y) for x, y in batches]
-        state = members_state(optimizer, keys)
-        for batch in batches:
-            state, loss = update(state, *batch)
-        return state._replace(key=jax.random.key_data(state.key)), loss
-
-    plain, changed = run(None), run(what)
-    for i in range(D):
-        assert leaves_equal(member(plain, i), member(changed, i)) == (i != 2)
-    assert np.isnan(changed[1][2]) == (what == "nan")
-
-
-@pytest.mark.parametrize("style", ["new", "old"])
-def test_members_of_equal_keys_are_refused(style):
-    optimizer = pe.sgd(0.1)
-    keys = keys_of(0, D, style)
-    update = pe.make_ensemble_update(net_loss, optimizer)
-    state, _ = update(members_state(optimizer, keys), *pe.replicate(net_batch(0)))
-    update(state, *pe.replicate(net_batch(0)))
-    equal = members_state(optimizer, keys.at[5].set(keys[1]))
-    with pytest.raises(ValueError, match="members 1 and 5 have equal keys.*split"):
-        update(equal, *pe.replicate(net_batch(0)))
-    assert not jax.tree.leaves(equal.params)[0].is_deleted()
-
-
-def test_replicas_of_different_keys_are_refused():
-    optimizer = pe.sgd(0.1)
-    update = pe.make_sync_update(net_loss, optimizer)
-    with pytest.raises(ValueError, match="replicas 0 and 1 have different keys"):
-        update(members_state(optimizer, keys_of(0, D)), *pe.split(net_batch(0)))
+    first = members_state(
+        keys_of(0, way.members),
+        init=lambda key: jnp.ones(3),
+        optimizer=pe.sgd(0.5, momentum=0.0),
+        model_state=jnp.zeros(()),
+    )
+    before = np.asarray(jax.random.key_data(first.key))
+    options = dict(has_aux=has_aux, stateful=stateful)
+    batch, optimizer = [np.ones((D, 4), np.float32)], pe.sgd(0.5, momentum=0.0)
+    end, (metrics,) = train(way, loss_fn, first, [batch], optimizer, **options)
+    loss, aux = metrics if has_aux else (metrics, None)
+    assert_allclose(loss, np.full(way.members, 3))
+    if has_aux:
+        assert_array_equal(aux["loss"], loss)
+        assert aux["pair"].shape == (way.members, 2)
+    assert_allclose(end.params, np.full((way.members, 3), 0.5))
+    assert_array_equal(end.model_state, np.full(way.members, float(stateful)))
+    assert (end.key != before).any(axis=1).all() == stateful
 
 
 def test_sync_averages_loss_aux_and_model_state_over_replicas():
     def loss_fn(params, model_state, key, x):
         new = {"mean": x.mean(), "steps": model_state["steps"] + 1, "constant": 0.5}
-        return params * x.mean(), (
-            new,
-            {"largest": x.max(), "draw": jax.random.bits(key)},
-        )
+        draw = jax.random.bits(key)
+        return params * x.mean(), (new, {"largest": x.max(), "draw": draw})
 
     optimizer = pe.sgd(1.0, momentum=0.0)
     model_state = {"mean": 0.0, "steps": jnp.int32(2**30), "constant": 0.5}
@@ -1208,55 +1282,22 @@ def test_sync_averages_loss_aux_and_model_state_over_replicas():
     assert state.model_state["steps"].dtype == np.int32
 
 
-@pytest.mark.parametrize("has_aux", [False, True])
-@pytest.mark.parametrize("stateful", [False, True])
-@pytest.mark.parametrize("make", [pe.make_sync_update, pe.make_ensemble_update])
-def test_update_takes_every_form_of_loss(make, stateful, has_aux):
-    def loss_fn(params, *rest):
-        loss = jnp.sum(params * rest[-1].mean())
-        extra = (rest[0] + 1, "aux") if has_aux else rest[0] + 1
-        if stateful:
-            return loss, (rest[0] + 1, {"loss": loss}) if has_aux else rest[0] + 1
-        del extra
-        return (loss, {"loss": loss}) if has_aux else loss
-
-    optimizer = pe.sgd(0.5, momentum=0.0)
-    sync = make is pe.make_sync_update
-    keys = [jax.random.key(0 if sync else i) for i in range(D)]
-    state = members_state(
-        optimizer, keys, init=lambda key: jnp.ones(3), model_state=jnp.zeros(())
-    )
-    before = np.asarray(jax.random.key_data(state.key))
-    update = make(loss_fn, optimizer, has_aux=has_aux, stateful=stateful)
-    state, metrics = update(state, np.ones((D, 4), np.float32))
-    loss, aux = metrics if has_aux else (metrics, None)
-    assert_allclose(loss, np.full(D, 3))
-    if has_aux:
-        assert_array_equal(aux["loss"], loss)
-    assert_allclose(state.params, np.full((D, 3), 0.5))
-    assert_array_equal(state.model_state, np.full(D, float(stateful)))
-    after = np.asarray(jax.random.key_data(state.key))
-    assert (after != before).any(axis=1).all() == stateful
-
-
 def test_replicas_and_steps_draw_different_numbers():
     def loss_fn(params, model_state, key, x):
-        draw = (
-            jnp.zeros(D).at[jax.lax.axis_index("devices")].set(jax.random.uniform(key))
-        )
-        return params * x.mean(), (model_state, draw)
+        mine = jax.lax.axis_index("devices")
+        draws = jnp.zeros(D).at[mine].set(jax.random.uniform(key))
+        return params * x.mean(), (model_state, draws)
 
-    optimizer = pe.sgd(0.1)
-    state = pe.train_state(jnp.float32(1), optimizer, key=jax.random.key(0))
-    update = pe.make_sync_update(loss_fn, optimizer, has_aux=True, stateful=True)
+    state = pe.train_state(jnp.float32(1), SGD, key=jax.random.key(0))
+    update = pe.make_sync_update(loss_fn, SGD, has_aux=True, stateful=True)
     state, (_, first) = update(pe.replicate(state), np.ones((D, 1)))
     state, (_, second) = update(state, np.ones((D, 1)))
     draws = np.concatenate([np.asarray(first)[0], np.asarray(second)[0]])
     assert len(set(draws.tolist())) == 2 * D
 
 
-@pytest.mark.parametrize("make", [pe.make_sync_update, pe.make_ensemble_update])
-def test_microbatches_make_the_step_of_the_whole_batch(make):
+@every_way
+def test_microbatches_make_the_step_of_the_whole_batch(way):
     sizes = []
 
     def loss_fn(params, images, labels):
@@ -1264,102 +1305,63 @@ def test_microbatches_make_the_step_of_the_whole_batch(make):
         loss = net_loss(params, images, labels)
         return loss, pe.accuracy(net(params, images), labels)
 
-    optimizer, sync = pe.sgd(0.1), make is pe.make_sync_update
-    results = []
-    for microbatch in (None, 4, 16, 64):
+    rows, results = 128 // pe.layout(way.members, way.devices).replicas, []
+    for microbatch in (None, 4, 16, 256):
         sizes.clear()
-        update = make(loss_fn, optimizer, has_aux=True, microbatch=microbatch)
-        keys = [keys_of(0, D)[0]] * D if sync else keys_of(0, D)
-        state = members_state(optimizer, keys)
-        for step in range(3):
-            batch = net_batch(step, 16 * D)
-            state, metrics = update(state, *pe.split(batch))
-        assert set(sizes) == {min(microbatch or 16, 16)}
-        results.append((state.params, state.opt_state, metrics))
+        first, options = members_state(keys_of(0, way.members)), dict(has_aux=True)
+        options["microbatch"] = microbatch
+        results.append(train(way, loss_fn, first, net_batches(3, 128), **options))
+        assert set(sizes) == {min(microbatch or rows, rows)}
     for other in results[1:]:
-        close = lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-6)  # noqa: E731
-        jax.tree.map(close, results[0], other)
+        close(results[0], other)
 
 
-def test_parts_draw_alike_wherever_they_stand():
+@pytest.mark.parametrize("kind, members", [("sync", 1), ("trainer", 2)])
+def test_parts_draw_alike_wherever_they_stand(kind, members):
+    ends = []
+    for replicas in (1, 2, 4):  # 4, 2 and 1 parts of 4 on a device
+        way = Way(kind, members, members * replicas)
+        first, options = members_state(keys_of(0, members)), dict(microbatch=4)
+        loss_fn = noisy_net_loss
+        ends.append(
+            train(way, loss_fn, first, net_batches(3), stateful=True, **options)
+        )
+    close(ends[1], ends[0])
+    close(ends[2], ends[0])
+
+
+@every_way
+def test_a_step_that_is_not_finite_can_be_skipped(way):
     def loss_fn(params, model_state, key, images, labels):
-        images = images + jax.random.normal(key, images.shape)
-        return net_loss(params, images, labels), model_state
+        # With a white image, a finite loss with a gradient that is not.
+        bad = (images == 255).all(axis=(1, 2, 3)).any() & (params.dense.bias[0] == 0)
+        root = jnp.sqrt(jnp.where(bad, 0.0, 1.0) * jnp.sum(params.dense.bias**2 + 1))
+        loss = net_loss(params, images, labels)
+        return loss + root - jax.lax.stop_gradient(root), model_state + 1
 
-    optimizer = pe.sgd(0.1)
-    fresh = pe.train_state(
-        net_init(jax.random.key(0)), optimizer, key=jax.random.key(1)
-    )
-    results = []
-    for num_devices in (1, 2, 4):
-        update = pe.make_sync_update(loss_fn, optimizer, stateful=True, microbatch=4)
-        state = pe.replicate(fresh, num_devices)
-        for step in range(3):
-            state, _ = update(state, *pe.split(net_batch(step), num_devices))
-        results.append(pe.unreplicate(state.params))
-    for other in results[1:]:
-        close = lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-6)  # noqa: E731
-        jax.tree.map(close, results[0], other)
-
-
-def test_microbatch_is_refused_where_it_would_not_be_the_same_step():
-    optimizer, loss = pe.sgd(0.1), lambda p, x: jnp.mean(p * x)
-    state = pe.replicate(pe.train_state(jnp.float32(1), optimizer))
-    update = pe.make_sync_update(loss, optimizer, microbatch=4)
-    with pytest.raises(
-        ValueError, match="batch of 6 does not divide .* of 4; use a di"
-    ):
-        update(state, np.ones((D, 6), np.float32))
-    state = state._replace(model_state=pe.replicate(jnp.zeros(3)))
-    with pytest.raises(
-        ValueError, match="model state.* of a batch of 8; use microbatch"
-    ):
-        update(state, np.ones((D, 8), np.float32))
-    with pytest.raises(ValueError, match="microbatch is 0; expected an int >= 1"):
-        pe.make_sync_update(loss, optimizer, microbatch=0)
-
-
-def test_stateful_update_without_a_key_is_refused():
-    optimizer = pe.sgd(0.1)
-    update = pe.make_sync_update(lambda p, s, k: (p, s), optimizer, stateful=True)
-    with pytest.raises(ValueError, match=r"train_state\(..., key=key\)"):
-        update(pe.replicate(pe.train_state(jnp.float32(1), optimizer)))
-
-
-def test_update_refuses_other_leading_axes():
-    optimizer = pe.sgd(0.1)
-    state = pe.train_state(net_init(jax.random.key(0)), optimizer)
-    update = pe.make_sync_update(net_loss, optimizer)
-    with pytest.raises(ValueError, match=r"leading axes are \[\(8,\)\].*\[\(16,\)\]"):
-        update(pe.replicate(state), *net_batch(0))
-    with pytest.raises(ValueError, match="leading axes are"):
-        update(state, *pe.split(net_batch(0)))
-
-
-@pytest.mark.parametrize("make", [pe.make_sync_update, pe.make_ensemble_update])
-def test_second_update_neither_recompiles_nor_copies_the_state(make):
-    traces = []
-
-    def loss_fn(params, x):
-        traces.append(1)
-        return jnp.sum(params["w"] ** 2) * x.mean()
-
-    optimizer = pe.sgd(0.1)
-    params = {"w": jnp.ones(5)}
-    sync = make is pe.make_sync_update
-    if sync:
-        state = pe.replicate(pe.train_state(params, optimizer, key=jax.random.key(0)))
-    else:
-        state = members_state(optimizer, keys_of(0, D), init=lambda key: params)
-    update = make(loss_fn, optimizer)
-    state, _ = update(state, np.ones((D, 2)))
-    count = len(traces)
-    consumed = state
-    for _ in range(3):
-        state, _ = update(state, np.ones((D, 2)))
-    assert len(traces) == count
-    assert consumed.params["w"].is_deleted()
-    assert_array_equal(params["w"], np.ones(5))
+    batches = net_batches(2)
+    batches[0][0][5] = 255  # on one replica
+    first = members_state(keys_of(0, way.members), model_state=jnp.int32(0))
+    bias = (
+        first.params.dense.bias.at[0, 0].set(0).at[1:, 0].set(1)
+    )  # the rest have none
+    params = first.params._replace(dense=first.params.dense._replace(bias=bias))
+    first = jax.device_get(first._replace(params=params, key=None))
+    keys = keys_of(0, way.members)
+    run = functools.partial(train, way, loss_fn, stateful=True)
+    plain, _ = run(first._replace(key=keys), batches)
+    assert np.isnan(plain.params.dense.bias[0]).any()
+    once, (loss,) = run(first._replace(key=keys), batches[:1], skip_nonfinite=True)
+    assert np.isnan(loss).tolist() == [i == 0 for i in range(way.members)]
+    assert leaves_equal(member(once[:3], 0), member(first[:3], 0))
+    assert (once.key[0] != jax.random.key_data(keys)[0]).any()
+    for i in range(1, way.members):
+        assert leaves_equal(
+            member(once, i), member(run(first._replace(key=keys), batches[:1])[0], i)
+        )
+    twice, (_, loss) = run(first._replace(key=keys), batches, skip_nonfinite=True)
+    assert np.isfinite(loss).all()
+    assert not leaves_equal(member(twice.params, 0), member(first.params, 0))
 
 
 def test_steps_of_replicas_never_pile_up():
@@ -1377,28 +1379,87 @@ def test_steps_of_replicas_never_pile_up():
 
 
 def test_host_parameters_survive_a_donated_update():
-    optimizer, params = pe.sgd(0.1), {"w": np.ones((64, 64), np.float32)}
-    state = pe.replicate(pe.train_state(params, optimizer))
-    update = pe.make_sync_update(lambda p: jnp.sum(p["w"]), optimizer)
+    params = {"w": np.ones((64, 64), np.float32)}
+    state = pe.replicate(pe.train_state(params, SGD))
+    update = pe.make_sync_update(lambda p: jnp.sum(p["w"]), SGD)
     for _ in range(3):
         state, _ = update(state)
     assert_array_equal(params["w"], np.ones((64, 64)))
     assert np.asarray(state.params["w"]).max() < 1
 
 
-@pytest.mark.parametrize("make", [pe.make_sync_update, pe.make_ensemble_update])
-def test_an_optax_optimizer_drops_in(make):
-    optimizer = optax.adam(0.01)
-    params = {"w": jnp.asarray(randn(0, 4))}
-    state = pe.replicate(pe.train_state(params, optimizer))
-    update = make(lambda p, x: jnp.mean((p["w"] - x) ** 2), optimizer)
-    opt_state = optimizer.init(params)
-    for _ in range(5):
-        state, _ = update(state, np.zeros((D, 4), np.float32))
-        grads = jax.tree.map(lambda w: 2 * w / 4, params)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-    assert_allclose(pe.unreplicate(state.params)["w"], params["w"], rtol=1e-5)
+def product(params, x):
+    return jnp.mean(params * x)
+
+
+def one_model(**kwargs):
+    return pe.replicate(pe.train_state(jnp.float32(1), SGD, **kwargs))
+
+
+def equal_keys(style):
+    keys = keys_of(0, D, style)
+    return members_state(keys.at[5].set(keys[1]), lambda key: jnp.float32(1))
+
+
+sync, ensemble = pe.make_sync_update, pe.make_ensemble_update
+REFUSED_UPDATES = {
+    "equal keys": (
+        lambda: ensemble(product, SGD)(equal_keys("new"), np.ones((D, 2))),
+        "members 1 and 5 have equal keys.*split",
+    ),
+    "equal keys of the old style": (
+        lambda: ensemble(product, SGD)(equal_keys("old"), np.ones((D, 2))),
+        "members 1 and 5 have equal keys.*split",
+    ),
+    "replicas of different keys": (
+        lambda: sync(product, SGD)(
+            members_state(keys_of(0, D), lambda key: jnp.float32(1)), np.ones((D, 2))
+        ),
+        "replicas 0 and 1 have different keys",
+    ),
+    "micro-batches that do not divide": (
+        lambda: sync(product, SGD, microbatch=4)(one_model(), np.ones((D, 6))),
+        "batch of 6 does not divide .* of 4; use a divisor",
+    ),
+    "micro-batches with a model state": (
+        lambda: sync(product, SGD, microbatch=4)(
+            one_model(model_state=jnp.zeros(3)), np.ones((D, 8))
+        ),
+        "model state.* of a batch of 8; use microbatch",
+    ),
+    "micro-batches of none": (
+        lambda: sync(product, SGD, microbatch=0),
+        "microbatch is 0; expected an int >= 1",
+    ),
+    "no key": (
+        lambda: sync(lambda p, s, k: (p, s), SGD, stateful=True)(one_model()),
+        r"train_state\(..., key=key\)",
+    ),
+    "a batch that is not split": (
+        lambda: sync(product, SGD)(one_model(), np.ones(16)),
+        r"first axes .* \[\(8,\), \(16,\)\]; expected the number of devices",
+    ),
+    "a state that is not replicated": (
+        lambda: sync(product, SGD)(
+            pe.train_state(jnp.float32(1), SGD), np.ones((D, 2))
+        ),
+        r"first axes .* \[\(\), \(8,\)\]; expected the number of devices",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_UPDATES)
+def test_update_refuses(name):
+    call, message = REFUSED_UPDATES[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_state_that_is_refused_is_not_consumed():
+    state = equal_keys("new")
+    with pytest.raises(ValueError, match="equal keys"):
+        ensemble(product, SGD)(state, np.ones((D, 2)))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
 
 
 def norm_init(key):
@@ -1424,21 +1485,12 @@ def norm_batch(step):
 
 
 def test_sync_normalizes_by_the_statistics_of_the_global_batch():
-    ends = []
-    for num_devices in (1, D):
-        params, stats = norm_init(jax.random.key(0))
-        optimizer = pe.sgd(0.1)
-        state = pe.train_state(
-            params, optimizer, model_state=stats, key=jax.random.key(1)
-        )
-        state = pe.replicate(state, num_devices)
-        update = pe.make_sync_update(norm_loss(norm_forward), optimizer, stateful=True)
-        for step in range(5):
-            state, _ = update(state, *pe.split(norm_batch(step), num_devices))
-        for i in range(1, num_devices):
-            kept = state.params, state.model_state
-            assert leaves_equal(member(kept, 0), member(kept, i))
-        ends.append(pe.unreplicate((state.params, state.model_state)))
+    ends, key = [], jax.random.key(0)
+    batches = [norm_batch(step) for step in range(5)]
+    for devices in (1, D):
+        way, stats = Way("sync", 1, devices), norm_init(key)[1]
+        first = members_state([key], lambda key: norm_init(key)[0], model_state=stats)
+        ends.append(train(way, norm_loss(norm_forward), first, batches, stateful=True))
     jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-5), *ends)
 
 
@@ -1452,10 +1504,8 @@ def test_what_jax_has_traced_is_not_taken_for_other_replicas():
     forward = jax.jit(norm_forward)  # one function, kept by JAX between the trainers
 
     def losses(members, loss):
-        optimizer = pe.sgd(0.1)
-        trainer = pe.make_trainer(
-            norm_init, norm_loss(loss), optimizer, members=members, stateful=True
-        )
+        options = dict(members=members, stateful=True)
+        trainer = pe.make_trainer(norm_init, norm_loss(loss), SGD, **options)
         size = 6 * trainer.layout.replicas  # so that every device sees equal shapes
         batch = [x[:size] for x in norm_batch(0)]
         return np.asarray(trainer.update(trainer.init(jax.random.key(0)), *batch)[1])
@@ -1471,21 +1521,28 @@ def test_what_jax_has_traced_is_not_taken_for_other_replicas():
 
 
 @pytest.mark.parametrize(
-    "members, devices, expected",
+    "arguments, expected",
     [
-        (1, 1, (1, 1, 1, 1)),
-        (1, 8, (1, 8, 1, 8)),
-        (2, 8, (2, 8, 1, 4)),
-        (3, 8, (3, 6, 1, 2)),
-        (5, 8, (5, 5, 1, 1)),
-        (8, 8, (8, 8, 1, 1)),
-        (10, 8, (10, 5, 2, 1)),
-        (7, 4, (7, 4, 2, 1)),
-        (10, 3, (10, 3, 4, 1)),
+        ((1, 1), (1, 1, 1, 1)),
+        ((1, 8), (1, 8, 1, 8)),
+        ((2, 8), (2, 8, 1, 4)),
+        ((3, 8), (3, 6, 1, 2)),
+        ((5, 8), (5, 5, 1, 1)),
+        ((8, 8), (8, 8, 1, 1)),
+        ((10, 8), (10, 5, 2, 1)),
+        ((7, 4), (7, 4, 2, 1)),
+        ((10, 3), (10, 3, 4, 1)),
+        # Several processes use all of their devices.
+        ((1, 4, 2), (1, 4, 1, 4)),
+        ((4, 4, 2), (4, 4, 1, 1)),
+        ((5, 4, 2), (5, 4, 2, 1)),
+        ((3, 8, 4), (3, 8, 1, 2)),
+        ((3, 16, 2), (3, 16, 1, 4)),
+        ((2, 6, 3), (2, 6, 1, 3)),
     ],
 )
-def test_layout_is_that_of_the_table(members, devices, expected):
-    assert pe.layout(members, devices) == expected
+def test_layout_is_that_of_the_table(arguments, expected):
+    assert pe.layout(*arguments) == expected
 
 
 @given(st.integers(1, 200), st.integers(1, 200))
@@ -1514,6 +1571,10 @@ def uint8_net(params, images):
     return net(params, images.astype(jnp.float32) / 255)
 
 
+def uint8_loss(params, images, labels):
+    return pe.softmax_cross_entropy(uint8_net(params, images), labels).mean()
+
+
 def noisy_loss(params, model_state, key, images, labels):
     """Draw noise, so that a key out of place would show; count the steps."""
     scale = 1 + 0.1 * jax.random.normal(key)
@@ -1521,23 +1582,24 @@ def noisy_loss(params, model_state, key, images, labels):
     return loss, model_state + 1
 
 
-def uint8_loss(params, images, labels):
-    return pe.softmax_cross_entropy(uint8_net(params, images), labels).mean()
-
-
-def net_trainer(members, devices=None, loss_fn=uint8_loss, optimizer=None, **options):
-    optimizer = optimizer or pe.sgd(0.1, momentum=0.9)
+def net_trainer(members, devices=None, loss_fn=uint8_loss, optimizer=SGD, **options):
     options = dict(apply_fn=uint8_net, devices=devices, members=members) | options
     return pe.make_trainer(net_init, loss_fn, optimizer, **options)
 
 
+def noisy_trainer(members, devices):
+    """Make a trainer of the net with a count of its steps as model state."""
+
+    def init(key):
+        return net_init(key), jnp.zeros((), jnp.int32)
+
+    options = dict(members=members, devices=devices, stateful=True)
+    return pe.make_trainer(init, noisy_loss, pe.adam(0.01), **options)
+
+
 def orders(members, epoch=0, batch=BATCH):
-    return np.stack(
-        [
-            np.random.default_rng([epoch, i]).permutation(NUM_IMAGES).reshape(-1, batch)
-            for i in range(members)
-        ]
-    )
+    rngs = [np.random.default_rng([epoch, i]) for i in range(members)]
+    return np.stack([rng.permutation(NUM_IMAGES).reshape(-1, batch) for rng in rngs])
 
 
 @functools.cache
@@ -1550,10 +1612,8 @@ def test_init_makes_member_i_of_the_key_and_i_alone():
     for members, devices in ((1, 1), (3, 2), (2, 8)):
         trainer = net_trainer(members, devices)
         gathered = trainer.gather(trainer.init(jax.random.key(7)))
-        for i in range(members):
-            assert leaves_equal(
-                member(gathered.params, i), member(ten_members().params, i)
-            )
+        first = jax.tree.map(lambda x, n=members: x[:n], ten_members().params)
+        assert leaves_equal(gathered.params, first)
     init_key, key = jax.random.split(jax.random.fold_in(jax.random.key(7), 3))
     assert ten_members().key[3] == key
     expected = jax.jit(net_init)(init_key)
@@ -1584,32 +1644,24 @@ def test_member_is_the_same_on_every_layout(members, devices):
         if spread.replicas == 1:
             assert leaves_equal(ends, alone[i])  # the same bits
         else:
-            jax.tree.map(
-                lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-6), ends, alone[i]
-            )
+            close(ends, alone[i])
     assert not np.allclose(ends[2][0], ends[2][-1])  # it learned
+
+
+def cnn_loss(params, images, labels):
+    logits = pe.cnn(params, images.astype(jnp.float32) / 255)
+    return pe.softmax_cross_entropy(logits, labels).mean()
 
 
 def test_members_of_the_cnn_are_the_same_on_every_layout():
     images = np.random.default_rng(0).integers(256, size=(64, 28, 28, 1), dtype="u1")
-    data = images, np.arange(64, dtype=np.int32) % 10
+    data, order = (images, np.arange(64) % 10), orders(3) % 64
     ends = {}
     for members, devices in ((1, 1), (3, 2), (2, 4)):
-        trainer = pe.make_trainer(
-            pe.cnn_init,
-            lambda p, x, y: pe.softmax_cross_entropy(
-                pe.cnn(p, x.astype(jnp.float32) / 255), y
-            ).mean(),
-            pe.sgd(0.05),
-            members=members,
-            devices=devices,
-            microbatch=8,
-        )
+        options = dict(members=members, devices=devices, microbatch=8)
+        trainer = pe.make_trainer(pe.cnn_init, cnn_loss, pe.sgd(0.05), **options)
         state = trainer.init(jax.random.key(0))
-        order = np.stack(
-            [np.random.default_rng(i).permutation(64) for i in range(members)]
-        )
-        state, _ = trainer.epoch(state, data, order.reshape(members, 2, 32))
+        state, _ = trainer.epoch(state, data, order[:members, :, :32])
         gathered = trainer.gather(state)
         for i in range(members):
             params = member(gathered.params, i)
@@ -1617,130 +1669,34 @@ def test_members_of_the_cnn_are_the_same_on_every_layout():
             if trainer.layout.replicas == 1:
                 assert leaves_equal(params, expected)
             else:
-                jax.tree.map(
-                    lambda a, b: assert_allclose(a, b, atol=1e-5), params, expected
-                )
-
-
-def test_the_step_of_a_trainer_is_that_of_the_updates():
-    optimizer, batch = pe.sgd(0.1, momentum=0.9), [x[:16] for x in image_data()]
-    for members, make in ((1, pe.make_sync_update), (D, pe.make_ensemble_update)):
-        trainer = net_trainer(members, loss_fn=uint8_loss)
-        state = trainer.init(jax.random.key(0))
-        gathered = trainer.gather(state)
-        if members == 1:
-            first = pe.replicate(jax.tree.map(lambda x: x[0], gathered))
-            batches = pe.split(batch)
-        else:
-            first, batches = gathered, pe.replicate(batch)
-        update = make(uint8_loss, optimizer)
-        for _ in range(3):
-            state, losses = trainer.update(state, *batch)
-            first, expected = update(first, *batches)
-        assert_allclose(losses, expected[:members], rtol=1e-5)
-        ours, theirs = trainer.gather(state).params, jax.device_get(first.params)
-        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)):
-            assert_allclose(a, b[:members], rtol=1e-4, atol=1e-6)
+                close(params, expected)
 
 
 @pytest.mark.parametrize("members, devices", [(1, 4), (2, 4), (3, 2)])
 def test_epoch_is_an_update_for_each_row_of_the_order(members, devices):
-    def start():
-        trainer = pe.make_trainer(
-            lambda key: (net_init(key), jnp.zeros((), jnp.int32)),
-            noisy_loss,
-            pe.adam(0.01),
-            members=members,
-            devices=devices,
-            stateful=True,
-        )
-        return trainer, trainer.init(jax.random.key(1))
-
-    order = orders(1, batch=60)[0]
-    trainer, state = start()
-    placed = trainer.place(image_data())
-    state, losses = trainer.epoch(state, placed, order)
+    trainer, order = noisy_trainer(members, devices), orders(1, batch=60)[0]
+    key, data = jax.random.key(1), trainer.place(image_data())
+    state, losses = trainer.epoch(trainer.init(key), data, order)
     assert losses.shape == (members, len(order))
-    other, slow = start()
+    slow = trainer.init(key)
     for i, rows in enumerate(order):
-        slow, loss = other.update(slow, *(x[rows] for x in image_data()))
+        slow, loss = trainer.update(slow, *(x[rows] for x in image_data()))
         assert loss.shape == (members,)
         assert_allclose(loss, losses[:, i], rtol=1e-5)
-    a, b = trainer.gather(state), other.gather(slow)
+    a, b = trainer.gather(state), trainer.gather(slow)
     assert_array_equal(a.model_state, np.full(members, len(order)))
-    jax.tree.map(
-        lambda x, y: assert_allclose(x, y, rtol=1e-4, atol=1e-6), a.params, b.params
-    )
-    assert leaves_equal(jax.random.key_data(a.key), jax.random.key_data(b.key))
+    close(a.params, b.params)
+    assert leaves_equal(a.key, b.key)
     # An order for each member, all equal, is the order for all.
-    state, again = trainer.epoch(
-        trainer.init(jax.random.key(1)), image_data(), np.stack([order] * members)
-    )
+    each = np.stack([order] * members)
+    state, again = trainer.epoch(trainer.init(key), image_data(), each)
     assert leaves_equal(trainer.gather(state).params, a.params)
     assert leaves_equal(again, losses)
 
 
-def test_parts_of_a_members_batch_draw_alike_wherever_they_stand():
-    ends = []
-    for devices in (2, 4, 8):  # 4, 2 and 1 parts of 15 on a device
-        trainer = pe.make_trainer(
-            lambda key: (net_init(key), ()),
-            lambda p, s, key, x, y: (noisy_loss(p, 0, key, x, y)[0], s),
-            pe.sgd(0.1),
-            members=2,
-            devices=devices,
-            stateful=True,
-            microbatch=15,
-        )
-        state = trainer.init(jax.random.key(0))
-        state, losses = trainer.epoch(state, image_data(), orders(2, batch=60))
-        ends.append((trainer.gather(state).params, losses))
-    for other in ends[1:]:
-        jax.tree.map(
-            lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-6), other, ends[0]
-        )
-
-
-def test_second_epoch_neither_recompiles_nor_copies_the_data():
-    traces = []
-
-    def counted(params, images, labels):
-        traces.append(images.dtype)
-        return uint8_loss(params, images, labels)
-
-    trainer = net_trainer(3, 2, loss_fn=counted)
-    state, data = trainer.init(jax.random.key(0)), trainer.place(image_data())
-    for x, y in zip(data, trainer.place(data)):
-        pointers = [s.data.unsafe_buffer_pointer() for s in x.addressable_shards]
-        again = [s.data.unsafe_buffer_pointer() for s in y.addressable_shards]
-        assert pointers == again
-    state, _ = trainer.epoch(state, data, orders(3))
-    count = len(traces)
-    before = jax.tree.leaves(state)
-    for epoch in range(2):
-        state, _ = trainer.epoch(state, data, orders(3, epoch))
-    state, _ = trainer.epoch(state, image_data(), orders(3))
-    assert len(traces) == count and set(traces) == {np.dtype("uint8")}
-    assert all(x.is_deleted() for x in before)
-
-
-def counting_trainer(members, devices, loss_fn, **options):
-    """Make a trainer of the net with a count of its steps as model state."""
-    return pe.make_trainer(
-        lambda key: (net_init(key), np.int32(0)),
-        loss_fn,
-        pe.sgd(0.1),
-        members=members,
-        devices=devices,
-        stateful=True,
-        **options,
-    )
-
-
 @pytest.mark.parametrize("members, devices", [(3, 2), (1, 4), (2, 4)])
 def test_an_epoch_in_pieces_ends_in_the_same_bits(members, devices):
-    trainer = counting_trainer(members, devices, noisy_loss)
-    order = orders(members, batch=24)
+    trainer, order = noisy_trainer(members, devices), orders(members, batch=24)
     ends = []
     for sizes in ([10], [1, 2, 7], [5, 5]):
         state, start, losses = trainer.init(jax.random.key(1)), 0, []
@@ -1754,85 +1710,27 @@ def test_an_epoch_in_pieces_ends_in_the_same_bits(members, devices):
     assert leaves_equal(ends[0], ends[1]) and leaves_equal(ends[0], ends[2])
 
 
-def test_pieces_of_an_epoch_share_a_program():
+def test_epochs_share_a_program_reuse_the_state_and_leave_the_data_where_they_are():
     traces = []
 
     def counted(params, images, labels):
-        traces.append(1)
+        traces.append(images.dtype)
         return uint8_loss(params, images, labels)
 
-    trainer = net_trainer(2, 2, counted)
-    state = trainer.init(jax.random.key(0))
-    order = orders(2, batch=24)
-    state, _ = trainer.epoch(state, image_data(), order[:, :4])
-    once = len(traces)
+    trainer = net_trainer(3, 2, loss_fn=counted)
+    state, data = trainer.init(jax.random.key(0)), trainer.place(image_data())
+    for x, y in zip(data, trainer.place(data)):
+        pointers = [s.data.unsafe_buffer_pointer() for s in x.addressable_shards]
+        again = [s.data.unsafe_buffer_pointer() for s in y.addressable_shards]
+        assert pointers == again
+    order = orders(3, batch=24)
+    state, _ = trainer.epoch(state, data, order)
+    count, before = len(traces), jax.tree.leaves(state)
     for size in (1, 3, 10):
-        state, _ = trainer.epoch(state, image_data(), order[:, :size])
-    assert len(traces) == once > 0
-
-
-def test_a_member_that_is_not_finite_leaves_the_others_bits():
-    trainer = net_trainer(5, 2)
-    ends = []
-    for spoiled in (False, True):
-        gathered = trainer.gather(trainer.init(jax.random.key(0)))
-        if spoiled:
-            gathered.params.dense.weight[1] = np.nan
-        state = trainer.scatter(gathered)
-        state, losses = trainer.epoch(state, image_data(), orders(5))
-        ends.append((trainer.gather(state).params, losses))
-        probs = trainer.predict_members(state, image_data()[0])
-    assert np.isnan(losses[1]).all() and np.isnan(probs[1]).all()
-    for i in (0, 2, 3, 4):
-        assert leaves_equal(member(ends[0], i), member(ends[1], i))
-        assert np.isfinite(probs[i]).all()
-
-
-@pytest.mark.parametrize("members, devices", [(1, 4), (2, 4), (3, 2)])
-def test_a_step_that_is_not_finite_can_be_skipped_by_all_replicas(members, devices):
-    def loss_fn(params, model_state, key, images, labels):
-        # With a white image, a finite loss with a gradient that is not.
-        bad = (images == 255).all(axis=(1, 2, 3)).any()
-        loss = uint8_loss(params, images, labels)
-        root = jnp.sqrt(jnp.where(bad, 0.0, 1.0) * jnp.sum(params.dense.bias**2 + 1))
-        return loss + root - jax.lax.stop_gradient(root), model_state + 1
-
-    images, labels = image_data()
-    images = images.copy()
-    images[5] = 255  # in the first step, on one replica
-    order = np.arange(NUM_IMAGES).reshape(10, 24)
-    plain = counting_trainer(members, devices, loss_fn)
-    state, _ = plain.epoch(plain.init(jax.random.key(0)), (images, labels), order)
-    assert np.isnan(plain.gather(state).params.dense.bias).any()
-    trainer = counting_trainer(members, devices, loss_fn, skip_nonfinite=True)
-    start = trainer.gather(trainer.init(jax.random.key(0)))
-    state, losses = trainer.epoch(trainer.scatter(start), (images, labels), order[:1])
-    after = trainer.gather(state)  # compares the replicas
-    assert np.isnan(losses).all()
-    assert leaves_equal(after._replace(key=None), start._replace(key=None))
-    assert not leaves_equal(after.key, start.key)
-    state, losses = trainer.epoch(state, (images, labels), order[1:])
-    assert np.isfinite(losses).all()
-    assert not leaves_equal(trainer.gather(state).params, start.params)
-
-
-def test_a_member_skips_its_step_alone():
-    def loss_fn(params, images, labels):
-        return uint8_loss(params, images, labels) * jnp.where(
-            labels[0] == 9, jnp.nan, 1
-        )
-
-    images, labels = image_data()
-    labels = np.where(np.arange(NUM_IMAGES) == 0, 9, labels)
-    order = orders(3, batch=24)[:, :1].copy()
-    order[0, 0, 0], order[1:, 0, 0] = 0, 1
-    trainer = net_trainer(3, 2, loss_fn, skip_nonfinite=True)
-    start = trainer.gather(trainer.init(jax.random.key(0)))
-    state, losses = trainer.epoch(trainer.scatter(start), (images, labels), order)
-    assert np.isnan(losses[:, 0]).tolist() == [True, False, False]
-    end = trainer.gather(state)
-    assert leaves_equal(member(end.params, 0), member(start.params, 0))
-    assert not leaves_equal(member(end.params, 1), member(start.params, 1))
+        state, _ = trainer.epoch(state, data, order[:, :size])
+    trainer.epoch(state, image_data(), order)
+    assert len(traces) == count > 0 and set(traces) == {np.dtype("uint8")}
+    assert all(x.is_deleted() for x in before)
 
 
 @pytest.mark.parametrize("members, devices", [(1, 3), (2, 4), (3, 2), (5, 3), (8, 8)])
@@ -1849,6 +1747,18 @@ def test_predictions_count_each_example_once(members, devices):
         assert_allclose(probs, expected, atol=1e-6)
         mean = trainer.predict(state, images)
         assert_allclose(mean, np.mean(expected, axis=0), atol=1e-6)
+
+
+def test_a_member_that_is_not_finite_leaves_the_others_predictions():
+    trainer, images = net_trainer(5, 2), image_data()[0]
+    gathered = trainer.gather(trainer.init(jax.random.key(0)))
+    probs = trainer.predict_members(trainer.scatter(gathered), images)
+    gathered.params.dense.weight[1] = np.nan
+    state = trainer.scatter(gathered)
+    spoiled = trainer.predict_members(state, images)
+    assert np.isnan(spoiled[1]).all() and np.isnan(trainer.predict(state, images)).all()
+    others = [0, 2, 3, 4]
+    assert leaves_equal(spoiled[others], probs[others])
 
 
 def test_predicting_compiles_once_and_holds_one_chunk_at_a_time():
@@ -1868,41 +1778,23 @@ def test_predicting_compiles_once_and_holds_one_chunk_at_a_time():
     assert len(shapes) == count
 
 
-@pytest.mark.parametrize("style", ["new", "old"])
-def test_members_move_to_any_devices(style):
-    key = (jax.random.key if style == "new" else jax.random.PRNGKey)(3)
-
-    def trainer(devices):
-        return pe.make_trainer(
-            lambda key: (net_init(key), jnp.zeros((), jnp.int32)),
-            noisy_loss,
-            pe.adam(0.01),
-            members=4,
-            devices=devices,
-            stateful=True,
-        )
-
-    moves = (2, 4, 1, 3) if style == "new" else (4, 1)
-    stay = trainer(2)
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_members_move_to_any_devices(make):
+    key, moves = make(3), (2, 4, 1, 3) if make is jax.random.key else (4, 1)
+    stay = noisy_trainer(4, 2)
     state = stay.init(key)
-    for step in range(len(moves)):
-        state, _ = stay.epoch(state, image_data(), orders(4, step))
-    ends, gathered = stay.gather(state), stay.gather(stay.init(key))
+    gathered = stay.gather(state)
     for step, devices in enumerate(moves):
-        now = trainer(devices)
-        state = now.scatter(gathered)
-        state, _ = now.epoch(state, image_data(), orders(4, step))
-        gathered = now.gather(state)
-        assert all(
-            isinstance(x, np.ndarray) and len(x) == 4
-            for x in jax.tree.leaves(gathered._replace(key=None))
-        )
+        state, _ = stay.epoch(state, image_data(), orders(4, step))
+        now = noisy_trainer(4, devices)
+        moved, _ = now.epoch(now.scatter(gathered), image_data(), orders(4, step))
+        gathered = now.gather(moved)
+        arrays = jax.tree.leaves(gathered._replace(key=None))
+        assert all(isinstance(x, np.ndarray) and len(x) == 4 for x in arrays)
     assert gathered.key.dtype == key.dtype
-    as_data = [x._replace(key=jax.random.key_data(x.key)) for x in (gathered, ends)]
-    assert leaves_equal(*as_data)
-    eight = trainer(8)  # two replicas each
-    again = eight.gather(eight.scatter(gathered))
-    assert leaves_equal(again._replace(key=0), gathered._replace(key=0))
+    assert leaves_equal(gathered, stay.gather(state))
+    eight = noisy_trainer(4, 8)  # two replicas each
+    assert leaves_equal(eight.gather(eight.scatter(gathered)), gathered)
 
 
 def test_gather_names_the_leaf_and_device_of_a_replica_that_differs():
@@ -1917,10 +1809,10 @@ def test_gather_names_the_leaf_and_device_of_a_replica_that_differs():
     bias = jax.make_array_from_single_device_arrays(bias.shape, bias.sharding, shards)
     dense = state.params.dense._replace(bias=bias)
     state = state._replace(params=state.params._replace(dense=dense))
-    message = (
-        rf"\.params\.dense\.bias on device {jax.devices()[3]} .* {jax.devices()[2]}"
-    )
-    with pytest.raises(RuntimeError, match=message):
+    there, here = jax.devices()[3], jax.devices()[2]
+    with pytest.raises(
+        RuntimeError, match=rf"\.dense\.bias on device {there} .* {here}"
+    ):
         trainer.gather(state)
 
 
@@ -1928,6 +1820,7 @@ def test_keras_guides_network_is_the_same_on_eight_devices_as_on_one():
     rng = np.random.default_rng(0)
     images = rng.integers(256, size=(160, 28, 28, 1), dtype=np.uint8)
     data = images, rng.integers(10, size=160).astype(np.int32)
+    order = np.random.default_rng(1).permutation(160 * 2).reshape(20, 16) % 160
 
     def loss_fn(params, stats, key, images, labels):
         images = images.astype(jnp.float32) / 255
@@ -1936,197 +1829,207 @@ def test_keras_guides_network_is_the_same_on_eight_devices_as_on_one():
 
     ends = []
     for devices in (1, D):
-        trainer = pe.make_trainer(
-            pe.batch_norm_cnn_init,
-            loss_fn,
-            pe.sgd(0.01),  # Adam's first steps would blow rounding up
-            members=1,
-            devices=devices,
-            stateful=True,
-        )
-        state = trainer.init(jax.random.key(0))
-        order = np.random.default_rng(1).permutation(160 * 2).reshape(20, 16) % 160
-        state, losses = trainer.epoch(state, data, order)
-        params, _, stats, _ = trainer.gather(state)
+        options = dict(members=1, devices=devices, stateful=True)
+        # Adam's first steps would blow rounding up.
+        optimizer = pe.sgd(0.01)
+        init_fn = pe.batch_norm_cnn_init
+        trainer = pe.make_trainer(init_fn, loss_fn, optimizer, **options)
+        state, losses = trainer.epoch(trainer.init(jax.random.key(0)), data, order)
+        params, _, stats, _ = trainer.gather(state)  # compares the replicas
         ends.append((params, stats, np.asarray(losses)))
-        for x in jax.tree.leaves((state.params, state.model_state)):
-            copies = [np.asarray(s.data).tobytes() for s in x.addressable_shards]
-            assert len(set(copies)) == 1
     jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-4, atol=1e-5), *ends)
 
 
-def test_trainer_returns_aux_of_each_member():
+def test_epoch_returns_aux_of_each_member():
     def loss_fn(params, images, labels):
-        logits = uint8_net(params, images)
-        loss = pe.softmax_cross_entropy(logits, labels).mean()
-        return loss, {"accuracy": pe.accuracy(logits, labels), "pair": jnp.ones(2)}
+        loss = uint8_loss(params, images, labels)
+        return loss, {"pair": jnp.stack([loss, -loss])}
 
     for members, devices in ((1, 2), (3, 2)):
         trainer = net_trainer(members, devices, loss_fn=loss_fn, has_aux=True)
         state = trainer.init(jax.random.key(0))
-        state, (loss, aux) = trainer.update(state, *image_data())
-        assert loss.shape == aux["accuracy"].shape == (members,)
-        state, (loss, aux) = trainer.epoch(state, image_data(), orders(1)[0])
-        assert loss.shape == (members, 2) and aux["pair"].shape == (members, 2, 2)
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (dict(members=0), "members is 0; expected an int >= 1"),
-        (dict(members=2.0), "members is 2.0; expected an int"),
-        (dict(members=True), "members is True; expected an int"),
-        (dict(devices=0), "devices is 0; expected an int >= 1"),
-        (dict(devices="2"), "devices is '2'; expected an int"),
-        (dict(devices=9), "9 devices are asked for; there are 8"),
-        (dict(chunk=0), "chunk is 0; expected an int >= 1"),
-        (dict(microbatch=0), "microbatch is 0; expected an int >= 1"),
-        (dict(microbatch="all"), "microbatch is 'all'; expected an int >= 1"),
-    ],
-    ids=str,
-)
-def test_trainer_refuses(options, message):
-    with pytest.raises(ValueError, match=message):
-        net_trainer(**(dict(members=2) | options))
+        _, (loss, aux) = trainer.epoch(state, image_data(), orders(1)[0])
+        assert loss.shape == (members, 2)
+        assert_array_equal(aux["pair"], np.stack([loss, -loss], axis=2))
 
 
 def test_microbatches_are_chosen_by_platform_and_batch(monkeypatch):
     def sizes(**options):
-        return [
-            rows // pe._num_parts(np.zeros((rows, 1)), options.get("state", ()), "auto")
-            for rows in (128, 64, 100, 34, 32, 97, 1)
-        ]
+        seen = []
 
-    assert sizes() == [32, 32, 25, 17, 32, 97, 1]
-    assert sizes(state=(np.zeros(3),)) == [128, 64, 100, 34, 32, 97, 1]
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert sizes() == [128, 64, 100, 34, 32, 97, 1]
+        def loss_fn(params, model_state, key, x):
+            seen.append(len(x))
+            loss = jnp.mean(params * x)
+            return loss, (model_state, loss) if "has_aux" in options else model_state
 
-
-@pytest.mark.parametrize(
-    "options, rows",
-    [({}, 24), (dict(microbatch=None), 48), (dict(has_aux=True), 48)],
-    ids=str,
-)
-def test_trainer_takes_microbatches_of_its_own_accord(options, rows):
-    seen = set()
-
-    def loss_fn(params, images, labels):
-        seen.add(len(images))
-        loss = net_loss(params, images, labels)
-        return (loss, loss) if options.get("has_aux") else loss
-
-    trainer = net_trainer(1, 1, loss_fn=loss_fn, **options)
-    trainer.update(trainer.init(jax.random.key(0)), *net_batch(0, 48))
-    assert seen == {rows}
-
-
-@pytest.mark.parametrize(
-    "key, message",
-    [
-        (lambda: jax.random.split(jax.random.key(0), 3), r"shape \(3,\); expected one"),
-        (lambda: jax.random.split(jax.random.PRNGKey(0), 3), "expected one random key"),
-        (lambda: 0, r"key is int of shape .*jax.random.key\(0\)"),
-        (lambda: np.zeros(3, np.uint32), "key is ndarray of shape"),
-        (lambda: jax.random.key(0, impl="rbg"), "'rbg' draw other .*threefry2x32"),
-        (lambda: jax.random.key(0, impl="unsafe_rbg"), "'unsafe_rbg' draw other"),
-    ],
-)
-def test_init_refuses_key(key, message):
-    with pytest.raises(ValueError, match=message):
-        net_trainer(2).init(key())
-
-
-def test_init_refuses_leaves_that_are_not_arrays():
-    for leaf, kind in ((1.0, "float"), (len, "builtin_function"), ("relu", "str")):
+        model_state = options.pop("model_state", ())
+        options |= dict(members=1, devices=1, stateful=True)
         trainer = pe.make_trainer(
-            lambda key, leaf=leaf: {"w": jnp.ones(2), "act": leaf},
-            lambda params: params["w"].sum(),
-            pe.sgd(0.1),
-            members=2,
+            lambda key: (jnp.float32(1), model_state), loss_fn, SGD, **options
         )
-        with pytest.raises(ValueError, match=rf"returns \w*{kind}\w* at .*act.*array"):
-            trainer.init(jax.random.key(0))
+        state = trainer.init(jax.random.key(0))
+        for rows in (128, 64, 100, 34, 32, 97, 1):
+            state, _ = trainer.update(state, np.ones((rows, 1)))
+        return seen
+
+    whole = [128, 64, 100, 34, 32, 97, 1]
+    assert sizes() == [32, 32, 25, 17, 32, 97, 1]
+    assert (
+        sizes(model_state=np.zeros(3))
+        == sizes(has_aux=True)
+        == sizes(microbatch=None)
+        == whole
+    )
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert sizes() == whole
 
 
-def test_init_refuses_a_stateful_model_without_its_state():
-    with pytest.raises(ValueError, match="init_fn returns Net; with stateful=True"):
-        net_trainer(2, stateful=True).init(jax.random.key(0))
+def two_on_eight(method, *args):
+    """Call a method of a trainer whose members have four replicas each."""
+    trainer = net_trainer(2, D)
+    return getattr(trainer, method)(trainer.init(jax.random.key(0)), *args)
 
 
-def test_epoch_refuses_what_does_not_fit():
-    trainer = net_trainer(2, D)  # four replicas each
-    state, data = trainer.init(jax.random.key(0)), image_data()
-    for order, message in [
+def state_of(members, devices):
+    return net_trainer(members, devices).init(jax.random.key(0))
+
+
+def gathered_of(members, devices):
+    return net_trainer(members, devices).gather(state_of(members, devices))
+
+
+def equal_members():
+    gathered = gathered_of(3, 2)
+    return gathered._replace(key=gathered.key[np.array([0, 1, 0])])
+
+
+def init_of(leaf):
+    def init(key):
+        return {"w": jnp.ones(2), "act": leaf}
+
+    trainer = pe.make_trainer(init, lambda p: p["w"].sum(), SGD, members=2)
+    return trainer.init(jax.random.key(0))
+
+
+ROWS = np.zeros((1, 4), int)
+REFUSED_BY_TRAINER = [
+    (lambda: net_trainer(0), "members is 0; expected an int >= 1"),
+    (lambda: net_trainer(2.0), "members is 2.0; expected an int"),
+    (lambda: net_trainer(True), "members is True; expected an int"),
+    (lambda: net_trainer(2, 0), "devices is 0; expected an int >= 1"),
+    (lambda: net_trainer(2, "2"), "devices is '2'; expected an int"),
+    (lambda: net_trainer(2, 9), "9 devices are asked for; there are 8"),
+    (lambda: net_trainer(2, chunk=0), "chunk is 0; expected an int >= 1"),
+    (lambda: net_trainer(2, microbatch=0), "microbatch is 0; expected an int >= 1"),
+    (lambda: net_trainer(2, microbatch="all"), "microbatch is 'all'; expected an int"),
+    (
+        lambda: net_trainer(2).init(jax.random.split(jax.random.key(0), 3)),
+        r"key is key<fry> of shape \(3,\); expected one random key",
+    ),
+    (
+        lambda: net_trainer(2).init(jax.random.split(jax.random.PRNGKey(0), 3)),
+        r"key is uint32 of shape \(3, 2\); expected one random key",
+    ),
+    (lambda: net_trainer(2).init(0), r"key is int of shape .*jax.random.key\(0"),
+    (
+        lambda: net_trainer(2).init(np.zeros(3, np.uint32)),
+        r"key is uint32 of shape \(3,\); expected one",
+    ),
+    *[
         (
-            np.full((1, 4), NUM_IMAGES),
-            "order holds rows 240 to 240; the data have rows",
-        ),
-        (np.full((1, 4), -1), "order holds rows -1 to -1; .* 0 to 239"),
-        (np.zeros((1, 4)), "order is float64; expected integers"),
-        (np.zeros((2, 0), int), r"order has shape \(2, 2, 0\).* not empty"),
-        (np.zeros(4, int), r"order has shape \(4,\); expected \[steps, B\], or"),
-        (np.zeros((3, 1, 4), int), r"order has shape \(3, 1, 4\).*with K = 2"),
-        (
-            np.zeros((1, 10), int),
-            "batch of 10 does not divide over the 4 replicas of a "
-            "member; use a multiple of 4, for example 8",
-        ),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            trainer.epoch(state, data, order)
-    with pytest.raises(ValueError, match="data is ndarray; expected a tuple of"):
-        trainer.epoch(state, data[0], np.zeros((1, 4), int))
-    with pytest.raises(ValueError, match=r"axes of the data have lengths \[\(40"):
-        trainer.epoch(state, (data[0], data[1][:40]), np.zeros((1, 4), int))
-    with pytest.raises(ValueError, match="batch of 10 does not divide"):
-        trainer.update(state, *(x[:10] for x in data))
-    with pytest.raises(ValueError, match="axes of the batch have lengths"):
-        trainer.update(state, data[0][:8], data[1][:4])
-    other = net_trainer(3, 2)
-    with pytest.raises(ValueError, match=r"\[\(8, 1\)\]; this trainer's have \(2, 2\)"):
-        other.update(state, *data)
-    with pytest.raises(ValueError, match="that of 2 members; the trainer has 3"):
-        other.scatter(trainer.gather(state))
-    # Nothing was lost: the state is still good.
-    trainer.epoch(state, data, np.zeros((1, 4), int))
-
-
-def test_members_of_equal_keys_are_not_scattered():
-    trainer = net_trainer(3, 2)
-    gathered = trainer.gather(trainer.init(jax.random.key(0)))
-    keys = gathered.key[np.array([0, 1, 0])]
-    with pytest.raises(ValueError, match="members 0 and 2 have equal keys"):
-        trainer.scatter(gathered._replace(key=keys))
-
-
-def test_predicting_refuses_what_does_not_fit():
-    trainer = net_trainer(2, 2, apply_fn=None)
-    state = trainer.init(jax.random.key(0))
-    with pytest.raises(ValueError, match="takes an apply_fn; give make_trainer one"):
-        trainer.predict(state, image_data()[0])
-    trainer = net_trainer(2, 2)
-    with pytest.raises(ValueError, match="hold no example"):
-        trainer.predict_members(state, image_data()[0][:0])
-    with pytest.raises(ValueError, match="axes of the state have lengths"):
-        net_trainer(3, 2).predict(state, image_data()[0])
-
-
-@pytest.mark.parametrize(
-    "members, devices, processes, expected",
-    [
-        (1, 4, 2, (1, 4, 1, 4)),
-        (4, 4, 2, (4, 4, 1, 1)),
-        (5, 4, 2, (5, 4, 2, 1)),
-        (3, 8, 4, (3, 8, 1, 2)),
-        (3, 16, 2, (3, 16, 1, 4)),
-        (2, 6, 3, (2, 6, 1, 3)),
+            lambda impl=impl: net_trainer(2).init(jax.random.key(0, impl=impl)),
+            r"key is key<.*rbg> of shape \(\); .* alike under vmap.*threefry2x32",
+        )
+        for impl in ("rbg", "unsafe_rbg")
     ],
-)
-def test_several_processes_use_all_of_their_devices(
-    members, devices, processes, expected
-):
-    assert pe.layout(members, devices, processes) == expected
+    *[
+        (lambda leaf=leaf: init_of(leaf), rf"returns \w*{kind}\w* at .*act.*array")
+        for leaf, kind in ((1.0, "float"), (len, "builtin_function"), ("relu", "str"))
+    ],
+    (
+        lambda: net_trainer(2, stateful=True).init(jax.random.key(0)),
+        "init_fn returns Net; with stateful=True",
+    ),
+    *[
+        (lambda order=order: two_on_eight("epoch", image_data(), order), message)
+        for order, message in [
+            (ROWS + NUM_IMAGES, "order holds rows 240 to 240; the data have rows 0 to"),
+            (ROWS - 1, "order holds rows -1 to -1; .* 0 to 239"),
+            (ROWS / 2, "order is float64; expected integers"),
+            (np.zeros((2, 0), int), r"order has shape \(2, 2, 0\).* not empty"),
+            (np.zeros(4, int), r"order has shape \(4,\); expected \[steps, B\], or"),
+            (np.zeros((3, 1, 4), int), r"order has shape \(3, 1, 4\).*with K = 2"),
+            (
+                np.zeros((1, 10), int),
+                "batch of 10 does not split over 4 devices; use a multiple of 4, for "
+                "example 8",
+            ),
+        ]
+    ],
+    (
+        lambda: two_on_eight("epoch", image_data()[0], ROWS),
+        "data is ndarray; expected a tuple of",
+    ),
+    (
+        lambda: two_on_eight("epoch", (image_data()[0], np.ones(40)), ROWS),
+        r"axes of the data have lengths \[\(40,\), \(240,\)\]",
+    ),
+    (
+        lambda: two_on_eight("update", *(x[:10] for x in image_data())),
+        "batch of 10 does not split over 4 devices",
+    ),
+    (
+        lambda: two_on_eight("update", np.ones((8, 2)), np.ones(4)),
+        "axes of the batch have lengths",
+    ),
+    (
+        lambda: net_trainer(3, 2).update(state_of(2, D), *image_data()),
+        r"\[\(8, 1\)\]; expected this trainer's \(2, 2\)",
+    ),
+    (
+        lambda: net_trainer(3, 2).predict(state_of(2, D), image_data()[0]),
+        "expected this trainer's",
+    ),
+    (
+        lambda: net_trainer(3, 2).gather(state_of(2, D)),
+        "expected this trainer's",
+    ),
+    (
+        lambda: net_trainer(3, 2).scatter(gathered_of(2, 2)),
+        r"state have lengths \[\(2,\)\]; expected the trainer's 3 members",
+    ),
+    (
+        lambda: net_trainer(3, 2).scatter(equal_members()),
+        "members 0 and 2 have equal keys",
+    ),
+    (
+        lambda: net_trainer(2, apply_fn=None).predict(state_of(2, D), image_data()[0]),
+        "takes an apply_fn; give make_trainer one",
+    ),
+    (
+        lambda: two_on_eight("predict_members", image_data()[0][:0]),
+        "hold no example",
+    ),
+]
+
+
+@pytest.mark.parametrize("call, message", REFUSED_BY_TRAINER)
+def test_trainer_refuses(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_trainer_keeps_the_state_with_which_it_refuses():
+    trainer, data = net_trainer(2, D), image_data()
+    state = trainer.init(jax.random.key(0))
+    for call in (
+        lambda: trainer.epoch(state, data, ROWS - 1),
+        lambda: trainer.update(state, *(x[:10] for x in data)),
+        lambda: trainer.predict(state, data[0][:0]),
+    ):
+        with pytest.raises(ValueError):
+            call()
+    trainer.epoch(state, data, ROWS)
 
 
 PROCESS = """
