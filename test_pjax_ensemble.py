@@ -113,9 +113,7 @@ assert jax.device_count() == 3, jax.device_count()
 
 
 def test_module_works_alone_beside_a_script(tmp_path):
-    (tmp_path / "pjax_ensemble.py").write_bytes(
-        (HERE / "pjax_ensemble.py").read_bytes()
-    )
+    shutil.copy(HERE / "pjax_ensemble.py", tmp_path)
     code = "import pjax_ensemble as pe; print(pe.__file__); pe.main(['--devices', '2'])"
     printed = run_python(code, cwd=tmp_path)
     assert str(tmp_path) in printed and "Step 900" in printed
@@ -132,57 +130,63 @@ def test_usage_in_the_docstring_runs():
     assert len(names["report"]["member"]) == 5
 
 
-README = (HERE / "README.md").read_text()
+PAGES = [HERE / "README.md", HERE / "CONTRIBUTING.md", *sorted(HERE.glob("docs/*.md"))]
+README, *OTHERS = (page.read_text() for page in PAGES)
 
 
-def masked(text):
-    """Return a text without its numbers, and the numbers."""
-    number = r"-?\d+(\.\d+)?"
-    found = [float(match[0]) for match in re.finditer(number, text)]
-    return re.sub(number, "#", text), found
+def run_page(text, names, capsys):
+    """Run a page's Python; what a block prints stands in one below it, unnamed."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    for (kind, code), (next_kind, below) in itertools.pairwise([*blocks, ("end", "")]):
+        used = re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE)
+        if kind == "python" and all(map(importlib.util.find_spec, used)):
+            exec(code, names)
+            both = capsys.readouterr().out, "" if next_kind else below
+            printed, said = (re.split(r"(-?\d+\.?\d*)", text) for text in both)
+            assert printed[::2] == said[::2]  # the text; between stand the numbers
+            numbers = np.float64(printed[1::2]), np.float64(said[1::2])
+            assert_allclose(*numbers, atol=0.2)  # as JAX 0.10 rounds
+    return names
 
 
-def test_readme_code_runs(tmp_path, monkeypatch, capsys):
+def test_code_of_every_page_runs_and_prints_what_it_says(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-    assert sum(map(bool, blocks[3][1].splitlines())) == 12  # as it says
-    names, compared = {}, []
     with jax.numpy_rank_promotion("allow"):
-        for (kind, code), (next_kind, following) in itertools.pairwise(blocks):
-            used = re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE)
-            if kind == "python" and all(map(importlib.util.find_spec, used)):
-                exec(code, names)
-                printed = capsys.readouterr().out
-                if printed and not next_kind:
-                    compared.append((masked(printed), masked(following)))
-    assert names["losses"].shape[0] in (D, 5)
-    assert names["params"][0][0].shape == (2, 100)
-    assert names["members"][0][0].shape == (D, 2, 100)
-    for name in ("linen_probs", "nnx_probs", "equinox_probs"):
-        if name in names:
-            assert_allclose(names[name].sum(axis=1), np.ones(2000), rtol=1e-5)
-    assert len(compared) == 2
-    for (form, numbers), (form_there, numbers_there) in compared:
-        assert form == form_there
-        assert_allclose(numbers, numbers_there, atol=0.2)  # as JAX 0.10 rounds
-    numbers = compared[0][0][1]
-    *members, ensemble = np.reshape(numbers, (6, 2))[:, 1]
-    assert ensemble < min(members)
+        names = run_page(README, {}, capsys)
+        for text in OTHERS:
+            run_page(text, dict(names), capsys)
+    assert names["members"][0][0].shape == (D, *names["params"][0][0].shape)
+    assert_allclose(names["mean_probs"], names["probs"].mean(axis=0), atol=1e-6)
+    nll, report = "negative_log_likelihood", names["report"]
+    assert all(report["ensemble"][nll] < each[nll] for each in report["member"])
 
 
-def test_readme_commands_are_those_of_the_script(tmp_path):
-    commands = re.findall(r"python (\w+/)?(\w+\.py)([^`\n|]*)", README)
-    assert len(commands) > 10
-    for folder, script, flags in commands:
-        assert (HERE / folder / script).exists()
+def test_readme_is_read_to_the_end_and_trains_in_twelve_lines():
+    assert README.count("\n") <= 300
+    _, block = README.split("```python\nimport pjax_ensemble", 1)
+    assert sum(map(bool, block.partition("\n```")[0].splitlines())) == 12
+
+
+def test_commands_of_every_page_are_those_of_the_script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "DIR").mkdir()  # what the command with --resume finds
+    (tmp_path / "DIR" / "config.json").write_text("{}")
+    commands = re.findall(r"([\w/]+\.py)( [^`\n|]*)?", "".join([README, *OTHERS]))
+    assert len(commands) > 30
+    for script, flags in commands:
+        assert (HERE / script).exists(), script
         if script == "train_mnist.py" and "--help" not in flags:
-            flags = flags.partition("#")[0].replace("$SLURM_NNODES", "2").split()
-            assert tm.parse_arguments(flags)
-    for link in re.findall(r"\]\((?!http)([^)#]+)", README):
-        assert (HERE / link).exists(), link
-    places = re.findall(r"^#+ (.*)$", README, re.MULTILINE)
-    anchors = {re.sub(r"[^\w -]", "", p).lower().replace(" ", "-") for p in places}
-    assert set(re.findall(r"\]\(#([^)]+)", README)) <= anchors
+            assert tm.parse_arguments(flags.split())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_of_every_page_lead_somewhere(page):
+    for path, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)", page.read_text()):
+        target = page.parent / path if path else page
+        assert target.exists(), path
+        if anchor:
+            text = re.sub(r"[^\w\n# -]", "", target.read_text()).lower()
+            assert f"#-{anchor}\n" in text.replace(" ", "-"), anchor
 
 
 def test_all_names_stand_in_the_order_of_the_file():
@@ -199,11 +203,8 @@ def test_all_names_stand_in_the_order_of_the_file():
 def test_docstring_gives_shapes_and_errors(name):
     thing = getattr(pe, name)
     if inspect.isclass(thing):  # shapes stand beside the fields
-        fields = [
-            line
-            for line in inspect.getsource(thing).splitlines()[1:]
-            if line.startswith("    ") and line.split(":")[0].strip() in thing._fields
-        ]
+        lines = inspect.getsource(thing).splitlines()
+        fields = [line for line in lines if line.split(":")[0].strip() in thing._fields]
         assert len(fields) == len(thing._fields)
         assert all("#" in line for line in fields) or name == "TrainState"
         return
