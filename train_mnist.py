@@ -124,50 +124,43 @@ class Dataset(NamedTuple):
 class IdxFile(NamedTuple):
     name: str
     num_dims: int
-    num_bytes: int  # of MNIST's own file, uncompressed
-    sha256: str  # of the same, since mirrors differ in their gzip wrapping
+    sha256: str  # of MNIST's own, uncompressed: mirrors differ in their gzip wrapping
 
 
-MNIST_FILES = (
-    IdxFile(
-        "train-images-idx3-ubyte",
-        3,
-        47_040_016,
-        "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
-    ),
-    IdxFile(
-        "train-labels-idx1-ubyte",
-        1,
-        60_008,
-        "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
-    ),
-    IdxFile(
-        "t10k-images-idx3-ubyte",
-        3,
-        7_840_016,
-        "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
-    ),
-    IdxFile(
-        "t10k-labels-idx1-ubyte",
-        1,
-        10_008,
-        "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
-    ),
+SHA256SUMS = """
+ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db train-images-idx3-ubyte
+65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5 train-labels-idx1-ubyte
+0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7 t10k-images-idx3-ubyte
+ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2 t10k-labels-idx1-ubyte
+"""
+MNIST_FILES = tuple(
+    IdxFile(name, 3 if "images" in name else 1, sha256)
+    for sha256, name in map(str.split, SHA256SUMS.strip().splitlines())
 )
 MIRRORS = (
     "https://storage.googleapis.com/cvdf-datasets/mnist/",
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
 )
 MAX_BYTES = 2**31  # the largest content that is read
+MAX_DOWNLOAD = 2**24  # bytes; the largest of the four has 10 million
 TIMEOUT = 30  # seconds without a byte, and ten times that for a whole file
 
 
-def read_at_most(file, num_bytes: int) -> bytes:
+def refuse(where: Path, wrong: dict[str, bool]) -> None:
+    """Raise DataError with the first thing that is wrong."""
+    for what, is_wrong in wrong.items():
+        if is_wrong:
+            raise DataError(f"{where}: {what}")
+
+
+def read_at_most(file, num_bytes: int, deadline: float = math.inf) -> bytes:
     """Read to the end or to `num_bytes`, in pieces: a mere promise takes no memory."""
     pieces, left = [], num_bytes
-    while left and (piece := file.read(min(left, 1 << 20))):
+    while left and (piece := file.read1(min(left, 1 << 20))):
         pieces.append(piece)
         left -= len(piece)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not finished after {10 * TIMEOUT} seconds")
     return b"".join(pieces)
 
 
@@ -178,53 +171,32 @@ def read_content(path: Path, num_dims: int) -> bytes:
     dimensions, and each dimension as a big-endian 32-bit number.  No more is read than
     it promises, plus one byte.  Raises DataError.
     """
-    if path.exists() and not path.is_file():
-        raise DataError(f"{path}: not a file")
+    refuse(path, {"not a file": path.exists() and not path.is_file()})
     opener = gzip.open if ".gz" in path.suffixes else open
-    header_bytes = 4 + 4 * num_dims
+    magic, length = bytes((0, 0, 8, num_dims)), 4 + 4 * num_dims
     try:
         with opener(path, "rb") as file:
-            header = read_at_most(file, header_bytes)
-            if len(header) < 4:
-                raise DataError(
-                    f"{path}: {len(header)} bytes; expected an IDX header of "
-                    f"{header_bytes}"
-                )
-            if header[:2] != b"\0\0":
-                raise DataError(
-                    f"{path}: magic number 0x{header[:4].hex()}; expected "
-                    f"0x000008{num_dims:02x}, an IDX file"
-                )
-            if header[2] != 8:
-                raise DataError(
-                    f"{path}: element type 0x{header[2]:02x}; expected 0x08, unsigned "
-                    "bytes"
-                )
-            if header[3] != num_dims:
-                raise DataError(f"{path}: {header[3]} dimensions; expected {num_dims}")
-            if len(header) < header_bytes:
-                raise DataError(
-                    f"{path}: truncated: {len(header)} bytes of a header of "
-                    f"{header_bytes}"
-                )
-            shape = np.frombuffer(header, ">u4", offset=4).tolist()
-            size = math.prod(shape)
-            if size > MAX_BYTES:
-                raise DataError(
-                    f"{path}: declares {shape}, {size} bytes; at most {MAX_BYTES} are "
-                    "read"
-                )
-            if size == 0:
-                raise DataError(f"{path}: declares {shape}, no examples")
-            body = read_at_most(file, size + 1)
+            header = read_at_most(file, length)
+            shape = np.frombuffer(header.ljust(length, b"\0"), ">u4", offset=4).tolist()
+            size = math.prod(shape) if header[:4] == magic else 0
+            body = read_at_most(file, size + 1 if size <= MAX_BYTES else 0)
     except (OSError, EOFError, zlib.error) as error:
         # gzip's own errors: cut short, a wrong checksum, not gzip at all
-        reason = error.strerror if getattr(error, "strerror", None) else error
+        reason = getattr(error, "strerror", None) or error
         raise DataError(f"{path}: {reason}") from error
-    if len(body) < size:
-        raise DataError(f"{path}: truncated: {len(body)} bytes of {size} for {shape}")
-    if len(body) > size:
-        raise DataError(f"{path}: more than the {size} bytes that {shape} takes")
+    given, head, rest = header[:4], len(header), len(body)
+    kind = f"unsigned bytes in {num_dims} dimensions"
+    wrong = {
+        f"magic number 0x{given.hex()}; expected 0x{magic.hex()}, {kind}": (
+            not magic.startswith(given)
+        ),
+        f"truncated: {head} bytes of a header of {length}": head < length,
+        f"declares {shape}, no examples": size == 0,
+        f"declares {shape}, more than {MAX_BYTES} bytes": size > MAX_BYTES,
+        f"truncated: {rest} bytes of {size} for {shape}": rest < size,
+        f"more than the {size} bytes that {shape} takes": rest > size,
+    }
+    refuse(path, wrong)
     return header + body
 
 
@@ -232,11 +204,6 @@ def as_array(content: bytes, num_dims: int) -> np.ndarray:
     """View an IDX file's content as uint8 [N] or [N, H, W]."""
     shape = np.frombuffer(content, ">u4", count=num_dims, offset=4)
     return np.frombuffer(content, np.uint8, offset=4 + 4 * num_dims).reshape(shape)
-
-
-def find_file(folder: Path, name: str) -> Path | None:
-    paths = (folder / name, folder / f"{name}.gz")
-    return next((path for path in paths if path.exists()), None)
 
 
 class HttpsRedirects(urllib.request.HTTPRedirectHandler):
@@ -253,20 +220,17 @@ def fetch(url: str, max_bytes: int) -> bytes:
     deadline = time.monotonic() + 10 * TIMEOUT
     opener = urllib.request.build_opener(HttpsRedirects)
     with opener.open(url, timeout=TIMEOUT) as response:
-        pieces = []
-        while piece := response.read1(1 << 20):
-            pieces.append(piece)
-            if sum(map(len, pieces)) > max_bytes:
-                raise ValueError(f"more than the {max_bytes} bytes expected")
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"not finished after {10 * TIMEOUT} seconds")
-    return b"".join(pieces)
+        content = read_at_most(response, max_bytes + 1, deadline)
+    if len(content) > max_bytes:
+        raise ValueError(f"more than the {max_bytes} bytes expected")
+    return content
 
 
-def download(folder: Path, file: IdxFile) -> None:
+def download(folder: Path, file: IdxFile) -> bytes:
     """Put one of MNIST's files into `folder`, whole and verified or not at all.
 
-    Raises DownloadError with every mirror tried and why it failed.
+    Returns its content.  Raises DownloadError with every mirror tried and why it
+    failed.
     """
     failures = []
     for mirror in MIRRORS:
@@ -274,7 +238,7 @@ def download(folder: Path, file: IdxFile) -> None:
         print(f"downloading {url}", flush=True)
         temporary = "content"
         try:
-            packed = fetch(url, max_bytes=2 * file.num_bytes)
+            packed = fetch(url, MAX_DOWNLOAD)
             folder.mkdir(parents=True, exist_ok=True)
             with pe.replace_file(folder / f"{file.name}.gz") as stream:
                 temporary = stream.name
@@ -283,13 +247,11 @@ def download(folder: Path, file: IdxFile) -> None:
                 content = read_content(Path(temporary), file.num_dims)
                 if hashlib.sha256(content).hexdigest() != file.sha256:
                     raise DataError("content is not MNIST's (its SHA-256 differs)")
-            return
+            return content
         except (OSError, http.client.HTTPException, ValueError, DataError) as error:
             failures.append(f"{url}: {str(error).replace(temporary, 'content')}")
-    raise DownloadError(
-        f"{folder / file.name} is missing, and no mirror gives it: "
-        + "; ".join(failures)
-    )
+    missing = f"{folder / file.name} is missing, and no mirror gives it"
+    raise DownloadError(f"{missing}: {'; '.join(failures)}")
 
 
 def load_mnist(folder: Path) -> Dataset:
@@ -298,59 +260,41 @@ def load_mnist(folder: Path) -> Dataset:
     Raises DataError for a file that is missing and cannot be downloaded, and for one
     that is damaged.
     """
-    if folder.exists() and not folder.is_dir():
-        raise DataError(f"{folder}: not a folder")
-    contents = {
-        file: read_content(path, file.num_dims)
-        for file in MNIST_FILES
-        if (path := find_file(folder, file.name))
-    }
-    foreign = [
-        file.name
-        for file, content in contents.items()
-        if hashlib.sha256(content).hexdigest() != file.sha256
-    ]
+    refuse(folder, {"not a folder": folder.exists() and not folder.is_dir()})
+    contents, foreign = {}, []
     for file in MNIST_FILES:
-        if file in contents:
-            continue
-        if foreign:
+        paths = (folder / file.name, folder / f"{file.name}.gz")
+        if path := next(filter(Path.exists, paths), None):
+            contents[file] = read_content(path, file.num_dims)
+            if hashlib.sha256(contents[file]).hexdigest() != file.sha256:
+                foreign.append(file.name)
+    arrays = []
+    for file in MNIST_FILES:
+        if file not in contents and foreign:
             raise DataError(
                 f"{folder}: {file.name} is missing, and {foreign[0]} is not MNIST's, "
                 "so MNIST's cannot take its place"
             )
-        download(folder, file)
-        path = find_file(folder, file.name)
-        contents[file] = read_content(path, file.num_dims)
+        content = contents.get(file) or download(folder, file)
+        arrays.append(as_array(content, file.num_dims))
 
-    arrays = [as_array(contents[file], file.num_dims) for file in MNIST_FILES]
     for i in (0, 2):
         images, labels = arrays[i : i + 2]
         images_name, labels_name = (file.name for file in MNIST_FILES[i : i + 2])
-        if images.shape[1:] != (28, 28):
-            height, width = images.shape[1:]
-            raise DataError(
-                f"{folder}/{images_name}: images are {height} x {width}; expected "
-                "28 x 28"
-            )
-        if len(images) != len(labels):
-            raise DataError(
-                f"{folder}/{labels_name}: {len(labels)} labels for {len(images)} images"
-            )
-        if labels.max() > 9:
-            raise DataError(
-                f"{folder}/{labels_name}: label {labels.max()} at {labels.argmax()}; "
-                "expected 0 to 9"
-            )
+        size = " x ".join(map(str, images.shape[1:]))
+        n, of, top, at = len(labels), len(images), labels.max(), labels.argmax()
+        wrong = {
+            f"{images_name}: images are {size}; expected 28 x 28": size != "28 x 28",
+            f"{labels_name}: {n} labels for {of} images": n != of,
+            f"{labels_name}: label {top} at {at}; expected 0 to 9": top > 9,
+        }
+        refuse(folder, wrong)
+        arrays[i : i + 2] = images[..., None], labels.astype(np.int32)
+    name = "MNIST"
     if foreign:
         print(f"notice: {folder} holds other data than MNIST ({', '.join(foreign)})")
-    train_images, train_labels, test_images, test_labels = arrays
-    return Dataset(
-        f"data in MNIST's form from {folder}" if foreign else "MNIST",
-        train_images[..., None],
-        train_labels.astype(np.int32),
-        test_images[..., None],
-        test_labels.astype(np.int32),
-    )
+        name = f"data in MNIST's form from {folder}"
+    return Dataset(name, *arrays)
 
 
 # ---------------------------------------------------------------------------------
@@ -366,32 +310,18 @@ KNOTS = 12  # most control points that a way of writing may have
 # Ways of writing each digit.  A pair such as "27" is a control point, 2 across, 7 down,
 # that attracts the pen; a pair written twice makes a corner; a comma lifts the pen.
 STROKES = {
-    0: ("50 10 19 89 80 50", "70 20 08 49 98 80 30", "50 20 29 79 70 40"),
-    1: ("50 55 59", "23 50 50 59", "23 50 50 59, 29 59 89"),
-    2: ("12 20 90 84 19 19 99", "12 20 90 74 29 08 16 59 98", "11 40 90 75 09 09 88"),
-    3: (
-        "11 40 90 84 44 44 95 99 39 08",
-        "10 80 80 44 44 94 99 29 08",
-        "11 50 90 85 34 95 99 39 07",
-    ),
-    4: ("20 15 15 95, 70 65 69", "60 06 06 96, 60 65 69", "10 06 65 74, 80 75 69"),
-    5: (
-        "80 20 20 14 14 83 99 39 08",
-        "20 14 14 83 99 39 08, 20 90",
-        "80 20 14 94 99 39 08",
-    ),
-    6: ("70 30 05 19 89 94 34 17", "60 16 29 89 85 45 17", "81 40 08 39 99 84 24 08"),
-    7: ("10 80 80 55 49", "10 80 80 55 39, 25 75", "12 10 80 90 55 39"),
-    8: (
-        "60 10 13 86 89 19 16 83 80 50",
-        "50 20 24 74 70 50, 54 14 19 89 84 54",
-        "81 40 11 33 86 89 19 16 63 81",
-    ),
-    9: (
-        "82 80 10 15 75 82 82 79",
-        "80 20 15 75 81 85 79 29 18",
-        "81 30 14 65 81 81 69",
-    ),
+    0: "50 10 19 89 80 50; 70 20 08 49 98 80 30; 50 20 29 79 70 40",
+    1: "50 55 59; 23 50 50 59; 23 50 50 59, 29 59 89",
+    2: "12 20 90 84 19 19 99; 12 20 90 74 29 08 16 59 98; 11 40 90 75 09 09 88",
+    3: "11 40 90 84 44 44 95 99 39 08; 10 80 80 44 44 94 99 29 08; "
+    "11 50 90 85 34 95 99 39 07",
+    4: "20 15 15 95, 70 65 69; 60 06 06 96, 60 65 69; 10 06 65 74, 80 75 69",
+    5: "80 20 20 14 14 83 99 39 08; 20 14 14 83 99 39 08, 20 90; 80 20 14 94 99 39 08",
+    6: "70 30 05 19 89 94 34 17; 60 16 29 89 85 45 17; 81 40 08 39 99 84 24 08",
+    7: "10 80 80 55 49; 10 80 80 55 39, 25 75; 12 10 80 90 55 39",
+    8: "60 10 13 86 89 19 16 83 80 50; 50 20 24 74 70 50, 54 14 19 89 84 54; "
+    "81 40 11 33 86 89 19 16 63 81",
+    9: "82 80 10 15 75 82 82 79; 80 20 15 75 81 85 79 29 18; 81 30 14 65 81 81 69",
 }
 
 
@@ -424,7 +354,8 @@ def plan_way(label: int, way: str) -> Plan:
     travel = np.cumsum(np.linalg.norm(np.concatenate(moves), axis=1))
     steps = np.linspace(0, travel[-1], STEPS)
     pen = [np.interp(steps, travel, pull) for pull in np.concatenate(paths).T]
-    return Plan(np.uint8(label), knots, np.stack(pen, axis=1), steps[1])
+    parts = knots, np.stack(pen, axis=1), steps[1]
+    return Plan(np.uint8(label), *map(np.float32, parts))
 
 
 def draw_digits(rng: np.random.Generator, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
@@ -463,9 +394,8 @@ def generate_digits(
     Equal seeds draw equal digits, and fewer are the first of more.  No label is wrong;
     what makes some digits hard is how hastily they are written.
     """
-    ways = [plan_way(label, way) for label in STROKES for way in STROKES[label]]
-    plan = Plan(*map(np.stack, zip(*ways)))
-    plan = Plan(plan.label, *(part.astype(np.float32) for part in plan[1:]))
+    ways = [(label, way) for label in STROKES for way in STROKES[label].split(";")]
+    plan = Plan(*map(np.stack, zip(*(plan_way(*way) for way in ways))))
     arrays = []
     for part, count in enumerate((num_train, num_test)):
         chunks = [
@@ -479,15 +409,14 @@ def generate_digits(
 
 def load_data(source: str, folder: Path) -> Dataset:
     """Load what --data names.  Raises DataError."""
-    if source == "generated":
-        return generate_digits(seed=0)
-    try:
-        return load_mnist(folder)
-    except DownloadError as error:
-        if source == "mnist":
-            raise
-        print(f"notice: training on generated digits: {error}")
-        return generate_digits(seed=0)
+    if source != "generated":
+        try:
+            return load_mnist(folder)
+        except DownloadError as error:
+            if source == "mnist":
+                raise
+            print(f"notice: training on generated digits: {error}")
+    return generate_digits(seed=0)
 
 
 # ---------------------------------------------------------------------------------
