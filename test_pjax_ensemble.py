@@ -2764,12 +2764,11 @@ def test_progress_is_drawn_on_a_terminal_and_nowhere_else(small_folder, monkeypa
     update = tqdm.update
     monkeypatch.setattr(tqdm, "update", lambda *x: [counts.append(x[1]), update(*x)])
     args = ["--data-dir", str(small_folder), "--network", "tiny", "--devices", "2"]
-    args += ["--epochs", "1"]
 
     def run(out, err):
         monkeypatch.setattr(sys, "stdout", out)
         monkeypatch.setattr(sys, "stderr", err)
-        assert tm.main(args) == 0
+        assert tm.main([*args, "--epochs", "1"]) == 0
         return out.getvalue(), err.getvalue()
 
     out, err = run(Terminal(), Terminal())
@@ -2778,9 +2777,8 @@ def test_progress_is_drawn_on_a_terminal_and_nowhere_else(small_folder, monkeypa
     assert sum(counts) == 1536 + 2 * (200 + 200)  # and tested, on as many images
     assert err.endswith("\r")  # the bar is wiped off
     assert out.splitlines()[2].startswith("epoch:  1,")
-    alone, _ = run(io.StringIO(), Terminal())
+    assert run(io.StringIO(), Terminal())[0] == out
     assert run(Terminal(), io.StringIO())[1] == ""
-    assert [x for x in alone.splitlines()] == out.splitlines()
     monkeypatch.setattr(tm.importlib.util, "find_spec", lambda name: None)
     assert run(Terminal(), Terminal())[1] == ""
 
@@ -2815,6 +2813,10 @@ def lines_of(axes):
     return {line.get_label(): np.transpose(line.get_data()) for line in axes.lines}
 
 
+PLOTTED_LOSSES = "train_loss", "ensemble_test_loss", "member_test_loss"
+PLOTTED_ACCURACIES = "train_accuracy", "test_accuracy", "member_test_accuracy"
+
+
 def test_picture_shows_the_numbers_of_the_report(tmp_path, capsys, small_folder, drawn):
     args = ["--data-dir", small_folder, "--network", "tiny", "--members", 3]
     status, _, err = run_script(capsys, *args, "--workdir", tmp_path, "--plot")
@@ -2824,30 +2826,23 @@ def test_picture_shows_the_numbers_of_the_report(tmp_path, capsys, small_folder,
     metrics = (tmp_path / "metrics.jsonl").read_text().splitlines()
     metrics = [json.loads(line) for line in metrics]
     curves, images = drawn[0].subfigs
-    loss, loss_by_size, diagram, accuracy, accuracy_by_size, histogram = curves.axes
-
-    lines = lines_of(accuracy)
-    shown = [
-        [1, 100 * metrics[0]["test_accuracy"]],
-        [2, 100 * metrics[1]["test_accuracy"]],
-    ]
-    assert_allclose(lines["ensemble"], shown)
-    assert len(lines) == 5  # of three members, of the ensemble and in training
-    assert_allclose(
-        lines_of(loss)["ensemble"][:, 1], [m["ensemble_test_loss"] for m in metrics]
-    )
-    assert (
-        metrics[1]["ensemble_test_loss"]
-        == report["ensemble"]["negative_log_likelihood"]
-    )
-    members = [m["negative_log_likelihood"] for m in report["member"]]
-    assert metrics[1]["member_test_loss"] == members
-    for axes, key, factor in [
-        (loss_by_size, "negative_log_likelihood", 1),
-        (accuracy_by_size, "accuracy", 100),
+    (*_, diagram), (*_, histogram) = panels = np.reshape(curves.axes, (2, 3))
+    for (epochs, sizes, _), key, factor, train, test, members in [
+        (panels[0], "negative_log_likelihood", 1, *PLOTTED_LOSSES),
+        (panels[1], "accuracy", 100, *PLOTTED_ACCURACIES),
     ]:
-        sizes = [[k, factor * s[key]] for k, s in enumerate(report["by_size"], 1)]
-        assert_allclose(axes.lines[1].get_xydata(), sizes)
+        lines = lines_of(epochs)
+        shown = [[m["epoch"], factor * m[test]] for m in metrics]
+        assert_allclose(lines["ensemble"], shown)
+        shown = [[m["epoch"], factor * m[train]] for m in metrics]
+        assert_allclose(lines["on training images"], shown)
+        shown = [[factor * x for x in m[members]] for m in metrics]
+        assert_allclose([x.get_ydata() for x in epochs.lines[:3]], np.transpose(shown))
+        assert len(lines) == 5  # three members, the ensemble, training
+        assert metrics[1][test] == report["ensemble"][key]
+        assert metrics[1][members] == [m[key] for m in report["member"]]
+        shown = [[k, factor * m[key]] for k, m in enumerate(report["by_size"], 1)]
+        assert_allclose(sizes.lines[1].get_xydata(), shown)
     assert set(lines_of(diagram)) == {"members", "ensemble", "calibrated"}
     assert all(len(axes.get_xlabel()) > 4 and axes.get_ylabel() for axes in curves.axes)
     assert histogram.get_yscale() == "log"
@@ -2869,11 +2864,9 @@ def test_picture_leaves_out_members_that_failed(tmp_path, drawn):
     counts, confidence, hits = pe.reliability(whole, labels)
     points = lines_of(curves.axes[2])["ensemble"]
     assert_allclose(points, 100 * np.stack([confidence, hits], 1)[counts > 0])
-    entropy = -np.sum(whole * np.log(whole), axis=-1)
-    unsure = np.argsort(-entropy)[:12]
-    assert [a.get_title() for a in images.axes] == [
-        f"label {labels[i]}" for i in unsure
-    ]
+    unsure = np.argsort(np.sum(whole * np.log(whole), axis=-1))[:12]
+    titles = [axes.get_title() for axes in images.axes]
+    assert titles == [f"label {labels[i]}" for i in unsure]
     image = images.axes[0].get_images()[0].get_array()
     assert_array_equal(image, data.test_images[unsure[0], ..., 0])
 
@@ -2882,8 +2875,7 @@ def test_picture_of_one_model(tmp_path, drawn):
     probs, labels = random_probs(0, 1, 30, 10), np.arange(30) % 10
     data = tm.generate_digits(0, 0, 30)._replace(test_labels=labels)
     report = tm.report_finite(probs, labels)
-    keys = {key for score in tm.SCORES for key in score[3:]}
-    metrics = [dict.fromkeys(keys, 0.5) | {"epoch": 1}]
+    metrics = [dict.fromkeys(PLOTTED_LOSSES + PLOTTED_ACCURACIES, 0.5) | {"epoch": 1}]
     tm.draw_report(tmp_path / "report.png", metrics, report, probs, data)
     curves, images = drawn[0].subfigs
     assert len(curves.axes) == 4 and "model" in lines_of(curves.axes[1])

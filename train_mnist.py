@@ -620,13 +620,11 @@ class Evaluation(NamedTuple):
 
 def print_epoch(metrics: dict) -> None:
     """Print the guide's line: losses in nats, accuracies in percent."""
-    print(
-        f"epoch: {metrics['epoch']:2d}, train_loss: {metrics['train_loss']:.4f}, "
-        f"train_accuracy: {100 * metrics['train_accuracy']:.2f}, "
-        f"test_loss: {metrics['test_loss']:.4f}, "
-        f"test_accuracy: {100 * metrics['test_accuracy']:.2f}",
-        flush=True,
-    )
+    parts = [f"epoch: {metrics['epoch']:2d}"]
+    for part in ("train", "test"):
+        parts.append(f"{part}_loss: {metrics[f'{part}_loss']:.4f}")
+        parts.append(f"{part}_accuracy: {100 * metrics[f'{part}_accuracy']:.2f}")
+    print(", ".join(parts), flush=True)
 
 
 def print_failed(
@@ -653,23 +651,16 @@ def print_failed(
 def print_table(title: str, rows: Sequence[tuple[str, dict | None]]) -> None:
     print(f"\n{title}\n{'':10}{'accuracy':>10}{'NLL':>10}{'Brier':>10}{'ECE':>10}")
     for name, scores in rows:
-        if scores is None:
-            print(f"{name:10}{'failed: not finite':>22}")
-            continue
-        accuracy, *others = scores.values()
-        print(
-            f"{name:10}{100 * accuracy:9.2f}%" + "".join(f"{s:10.4f}" for s in others)
-        )
+        row = f"{'failed: not finite':>22}"
+        if scores:
+            accuracy, *others = scores.values()
+            row = f"{100 * accuracy:9.2f}%" + "".join(f"{s:10.4f}" for s in others)
+        print(f"{name:10}{row}")
 
 
 def versions() -> dict:
-    return {
-        "pjax_ensemble": pe.__version__,
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-    }
+    modules = {module.__name__: module.__version__ for module in (pe, jax, jaxlib, np)}
+    return {**modules, "python": platform.python_version()}
 
 
 # ---------------------------------------------------------------------------------
@@ -689,79 +680,62 @@ class Score(NamedTuple):
     label: str
     factor: float
     key: str  # in the scores of a report
-    member: str  # in a line of the metrics, as the others
-    ensemble: str
-    train: str
+    metric: str  # in a line of the metrics, after train_ and member_test_
+    ensemble: str  # in the same
 
 
 SCORES = (
-    Score(
-        "NLL, nats",
-        1,
-        "negative_log_likelihood",
-        "member_test_loss",
-        "ensemble_test_loss",
-        "train_loss",
-    ),
-    Score(
-        "accuracy, %",
-        100,
-        "accuracy",
-        "member_test_accuracy",
-        "test_accuracy",
-        "train_accuracy",
-    ),
+    Score("NLL, nats", 1, "negative_log_likelihood", "loss", "ensemble_test_loss"),
+    Score("accuracy, %", 100, "accuracy", "accuracy", "test_accuracy"),
 )
 
 
-def draw_epochs(axes, score: Score, metrics: Sequence[dict], many: bool) -> None:
-    epochs = [m["epoch"] for m in metrics]
-
-    def draw(name, key, style):
-        values = np.array([m[key] for m in metrics], np.float64)  # None becomes nan
-        axes.plot(epochs, score.factor * values, **style)[0].set_label(name)
-
-    if many:
-        draw("members", score.member, MEMBER)
-    draw("on training images", score.train, {**DASHED, "marker": "x"})
-    draw("ensemble" if many else "model", score.ensemble, ENSEMBLE)
-    axes.set(xlabel="epoch", ylabel=score.label)
-    axes.locator_params(axis="x", integer=True, min_n_ticks=1)
+def draw_curve(axes, x, y, name: str | None, style: dict) -> None:
+    """Draw `y` [n], or a curve a member [n, K], over `x`, under one name."""
+    axes.plot(x, y, **style)[0].set_label(name)
 
 
-def draw_sizes(axes, score: Score, report: dict) -> None:
-    by_size = [score.factor * scores[score.key] for scores in report["by_size"]]
-    members = [
-        score.factor * scores[score.key] for scores in report["member"] if scores
+def draw_score(panels, score: Score, metrics: Sequence[dict], report: dict) -> None:
+    """Draw a score over epochs and, of an ensemble, over its size."""
+    over_epochs, *over_size = panels
+    curves = [
+        ("on training images", f"train_{score.metric}", {**DASHED, "marker": "x"}),
+        ("ensemble" if over_size else "model", score.ensemble, ENSEMBLE),
     ]
-    axes.axhline(np.mean(members), label="a member, mean", **DASHED)
-    axes.plot(range(1, len(by_size) + 1), by_size, **ENSEMBLE)
-    axes.set(xlabel="members in the ensemble", ylabel=score.label)
-    axes.locator_params(axis="x", integer=True, min_n_ticks=1)
+    if over_size:
+        curves.insert(0, ("members", f"member_test_{score.metric}", MEMBER))
+    for name, key, style in curves:
+        values = score.factor * np.float64([m[key] for m in metrics])
+        draw_curve(over_epochs, [m["epoch"] for m in metrics], values, name, style)
+    for axes in over_size:
+        members = [scores[score.key] for scores in report["member"] if scores]
+        sizes = [score.factor * scores[score.key] for scores in report["by_size"]]
+        axes.axhline(score.factor * np.mean(members), label="a member, mean", **DASHED)
+        draw_curve(axes, range(1, len(sizes) + 1), sizes, None, ENSEMBLE)
+    for axes, name in zip(panels, ("epoch", "members in the ensemble")):
+        axes.set(xlabel=name, ylabel=score.label)
+        axes.locator_params(axis="x", integer=True, min_n_ticks=1)
 
 
 def draw_reliability(diagram, histogram, probs: np.ndarray, labels) -> None:
     """Draw accuracy over confidence, bin by bin, and how many examples each has."""
-    many = len(probs) > 1
-    whole = "ensemble" if many else "model", ENSEMBLE, probs.mean(axis=0), labels
-    drawn = [whole]
-    if many:
+    drawn = [("model", ENSEMBLE, probs.mean(axis=0), labels)]
+    if len(probs) > 1:
         members = probs.reshape(-1, probs.shape[-1]), np.tile(labels, len(probs))
-        drawn = [("members", MEMBER, *members), whole]
+        drawn = [("members", MEMBER, *members), ("ensemble", *drawn[0][1:])]
     for name, style, p, y in drawn:
         counts, confidence, accuracy = pe.reliability(p, y)
-        shown = counts > 0
-        n, x, a = counts[shown], 100 * confidence[shown], accuracy[shown]
-        if style is ENSEMBLE:  # plus and minus a standard error (Wilson 1927)
-            center = (a + 1 / (2 * n)) / (1 + 1 / n)
-            error = np.sqrt(a * (1 - a) / n + 1 / (4 * n**2)) / (1 + 1 / n)
-            low, high = 100 * (center - error), 100 * (center + error)
-            diagram.vlines(x, low, high, color=style["color"], linewidth=1)
-        diagram.plot(x, 100 * a, label=name, **style)
         edges = np.linspace(0, 100, len(counts) + 1)
         shares = 100 * counts / len(y)
         histogram.stairs(shares, edges, color=style["color"], linewidth=2)
-    diagram.plot([0, 100], [0, 100], label="calibrated", **DASHED)
+        n, x, a = (v[counts > 0] for v in (counts, 100 * confidence, accuracy))
+        if style is ENSEMBLE:  # plus and minus a standard error (Wilson 1927)
+            center = (a + 1 / (2 * n)) / (1 + 1 / n)
+            error = np.sqrt(a * (1 - a) / n + 1 / (4 * n**2)) / (1 + 1 / n)
+            ends = 100 * (center - error), 100 * (center + error)
+            diagram.vlines(x, *ends, color=style["color"], linewidth=1)
+        draw_curve(diagram, x, 100 * a, name, style)
+    draw_curve(diagram, [0, 100], [0, 100], "calibrated", DASHED)
     diagram.set(xlabel="confidence, %", ylabel="accuracy, %")
     histogram.set(xlabel="confidence, %", ylabel="test images, %", yscale="log")
 
@@ -790,8 +764,7 @@ def draw_report(
     """
     from matplotlib.figure import Figure
 
-    taken = {key for score in SCORES for key in (score.member, score.ensemble)}
-    metrics = [m for m in metrics if m.keys() >= taken]  # older versions had fewer
+    metrics = [m for m in metrics if SCORES[0].ensemble in m]  # older versions lack it
     probs = probs[np.isfinite(probs).all(axis=(1, 2))]
     many = len(probs) > 1
     figure = Figure(figsize=(9, 9.5), layout="constrained")
@@ -800,9 +773,7 @@ def draw_report(
     curves, images = figure.subfigures(2, 1, height_ratios=(5, 3))
     axes = curves.subplots(2, 2 + many)
     for row, score in zip(axes, SCORES):
-        draw_epochs(row[0], score, metrics, many)
-        if many:
-            draw_sizes(row[1], score, report)
+        draw_score(row[:-1], score, metrics, report)
     draw_reliability(*axes[:, -1], probs, data.test_labels)
     titles = ["over epochs", *["over ensemble size"] * many, "reliability"]
     for panel, name in zip(axes[0], titles):
