@@ -3382,71 +3382,67 @@ def test_process_with_other_settings_than_the_first_names_them(monkeypatch):
 # ---------------------------------------------------------------------------------
 
 
+EXPECTED = {
+    "a whole number, 0 or more": "--epochs -1|--process-id -1",
+    "a whole number, 1 or more": "--members 0|--members 1.5|--batch-size 0|--keep 0|"
+    "--train-size 0|--connect-timeout 0|--num-processes 0",
+    "a whole number from 1 to 1024": "--devices 0|--devices two|--devices 1025",
+    "a whole number from 0 to 28": "--max-shift -1|--max-shift 29",
+    "a whole number from 0 to 4294967295": "--seed -1|--seed 4294967296",
+    "a finite number, 0 or more": "--learning-rate -0.1|--learning-rate nan|"
+    "--learning-rate inf",
+    "a finite number above 0": "--save-every 0|--save-every inf",
+    "a number, 0 or more, below 1": "--momentum 1|--momentum -0.1",
+    "HOST:PORT, with a port from 1 to 65535": "--coordinator a|--coordinator a:65536",
+}
 BAD_FLAGS = [
-    ("--devices 0", "--devices 0: expected 1 to 1024"),
-    ("--devices 9", "--devices 9: there are 8 CPU devices"),
-    ("--devices two", "argument --devices: invalid int value: 'two'"),
-    ("--epochs -1", "--epochs -1: expected 0 or more"),
-    ("--batch-size 0", "--batch-size 0: expected 1 or more"),
-    ("--batch-size 769", "--batch-size 769: more than the 768 training images"),
-    ("--mode sync --batch-size 100", "does not split over the 8 devices of a model"),
-    ("--members 2 --batch-size 30", "the 4 devices of a model; use a multiple of 4"),
-    ("--members 0", "--members 0: expected 1 or more"),
-    ("--members 1.5", "argument --members: invalid int value: '1.5'"),
-    ("--mode sync --members 2", "--members 2: --mode sync trains one model"),
-    ("--max-shift -1", "--max-shift -1: expected 0 to 28"),
+    (flags, f"argument {flag}: expected {expected}, not {value!r}\n")
+    for expected, cases in EXPECTED.items()
+    for flags in cases.split("|")
+    for flag, value in [flags.split()]
+]
+SYNC = "--mode sync"
+ADDRESS = "--coordinator here:1 --num-processes 2"
+BAD_FLAGS += [
+    ("--mode both", "argument --mode: invalid choice: 'both'"),
     ("--network mlp", "argument --network: invalid choice: 'mlp'"),
     ("--optimizer rmsprop", "argument --optimizer: invalid choice: 'rmsprop'"),
-    ("--mode sync --batch-size 4", "a multiple of 8, for example 8"),
-    ("--learning-rate -0.1", "--learning-rate -0.1: expected 0 or more, finite"),
-    ("--learning-rate nan", "--learning-rate nan: expected 0 or more, finite"),
-    ("--learning-rate inf", "--learning-rate inf: expected 0 or more, finite"),
-    ("--momentum 1", "--momentum 1.0: expected 0 or more, below 1"),
-    ("--seed -1", "--seed -1: expected 0 to 4294967295"),
-    ("--train-size 0", "--train-size 0: expected 1 or more"),
-    ("--train-size 769", "--train-size 769: data in MNIST's form"),
-    ("--mode both", "argument --mode: invalid choice: 'both'"),
     ("--schedule step", "argument --schedule: invalid choice: 'step'"),
-    ("--learning-rat 1", "argument --learning-rat; did you mean --learning-rate?"),
-    ("--batchsize=8", "argument --batchsize=8; did you mean --batch-size?"),
+    ("--learning-rat 1", "unrecognized argument --learning-rat; did you mean --learni"),
+    ("--batchsize=8", "unrecognized argument --batchsize=8; did you mean --batch-size"),
     ("-epochs 1", "unrecognized argument -epochs; did you mean --epochs?"),
     ("--qqq", "unrecognized argument --qqq; --help lists the flags"),
-    ("--plot", "--plot: needs --workdir"),
+    ("--plot", "--plot: needs --workdir, the folder that takes report.png"),
+    ("--resume", "--resume: needs --workdir, the folder of the run to go on with"),
+    ("--resume --workdir no", "--resume: no holds no checkpoint: no such folder"),
+    (f"{SYNC} --members 2", "--members 2: --mode sync trains one model"),
+    ("--process-id 0", "--coordinator, --num-processes and --process-id belong toget"),
+    ("--distributed --process-id 0", "--distributed: finds the processes itself; giv"),
+    (f"{ADDRESS} --process-id 2", "--process-id 2: expected 0 to 1"),
+    ("--devices 9", "--devices 9: there are 8 CPU devices"),
+    ("--batch-size 769", "--batch-size 769: more than the 768 training images"),
+    ("--batch-size 30 --members 2", "--batch-size 30: does not split over the 4 devic"),
+    (f"{SYNC} --batch-size 4", "--batch-size 4: does not split over the 8 devices of"),
+    (f"{SYNC} --batch-size 100", "--batch-size 100: does not split over the 8 device"),
+    ("--train-size 769", "--train-size 769: data in MNIST's form"),
     ("--workdir FILE/runs", "--workdir FILE/runs: Not a directory"),
     ("--workdir FILE", "--workdir FILE: File exists"),
-    ("--data mnist --data-dir FILE", "--data-dir: FILE"),
-    ("--resume", "--resume: needs --workdir"),
-    ("--save-every 0", "--save-every 0.0: expected more than 0, finite"),
-    ("--keep 0", "--keep 0: expected 1 or more"),
-    ("--process-id 0", "--coordinator, --num-processes and --process-id belong"),
-    ("--distributed --process-id 0", "--distributed: finds the processes itself"),
-    (
-        "--coordinator here --num-processes 2 --process-id 0",
-        "--coordinator here: expected HOST:PORT",
-    ),
-    (
-        "--coordinator here:1 --num-processes 2 --process-id 2",
-        "--process-id 2: expected 0 to 1",
-    ),
-    ("--connect-timeout 0", "--connect-timeout 0: expected 1 or more"),
+    ("--data mnist --data-dir FILE", "--data-dir: FILE: not a folder"),
 ]
 
 
 @pytest.mark.parametrize("flags, message", BAD_FLAGS, ids=[f for f, _ in BAD_FLAGS])
 def test_bad_flag_gives_one_line_and_status_2(
-    tmp_path, capsys, small_folder, monkeypatch, flags, message
+    tmp_path, capsys, small_folder, flags, message
 ):
-    monkeypatch.setattr(tm, "MIRRORS", ())
-    (tmp_path / "file").write_text("in the way")
-    flags, message = (
-        text.replace("FILE", str(tmp_path / "file")) for text in (flags, message)
-    )
-    args = ["--data-dir", small_folder, "--epochs", 1, *flags.split()]
+    file = tmp_path / "file"
+    file.write_text("in the way")
+    args = ["--data-dir", small_folder, "--epochs", 1]
+    args += flags.replace("FILE", str(file)).split()
     status, out, err = run_script(capsys, *args)
-    assert status == 2
-    assert err.startswith("train_mnist.py: error: ") and err.count("\n") == 1
-    assert message in err
-    assert "epoch" not in out
+    assert status == 2 and "epoch" not in out and err.count("\n") == 1
+    message = message.replace("FILE", str(file))
+    assert err.startswith(f"train_mnist.py: error: {message}")
 
 
 def test_flags_that_are_not_given_follow_the_network_and_the_optimizer():
@@ -3462,29 +3458,96 @@ def test_flags_that_are_not_given_follow_the_network_and_the_optimizer():
     assert recipe("--learning-rate", "0", "--max-shift", "0")[4:8:3] == (0, 0)
 
 
-def test_help_shows_every_default(capsys):
+def test_help_shows_every_flag_with_its_choices_and_its_default(capsys):
     with pytest.raises(SystemExit) as stop:
         tm.main(["--help"])
-    text = " ".join(capsys.readouterr().out.split())
     assert stop.value.code == 0
-    _, *flags = re.split(r" (?=--[\w-]+ )", text[text.index("models and devices:") :])
-    assert len(flags) >= 25 and all("(default: " in flag for flag in flags), flags
-    for flag, value in [
-        ("--mode", "ensemble"),
-        ("--members", "one a device"),
-        ("--network", "cnn"),
-        ("--optimizer", "sgd; batchnorm: adam"),
-        ("--epochs", "5; batchnorm: 2"),
-        ("--batch-size", "64"),
-        ("--learning-rate", "sgd: 0.15; adam: 0.001"),
-        ("--momentum", "0.9"),
-        ("--schedule", "linear; batchnorm: constant"),
-        ("--max-shift", "2; batchnorm: 0"),
-        ("--seed", "0"),
-    ]:
-        place = text.index(f" {flag} ", text.index("models and devices:"))
-        following = text[place:]
-        assert f"(default: {value})" in following[: following.index(")") + 1]
+    _, *texts = re.split(r"^  --", capsys.readouterr().out, flags=re.MULTILINE)
+    texts = {text.split()[0].replace("-", "_"): text for text in texts}
+    assert list(texts) == list(tm.FLAGS)
+    shown = {name: str(default or "") for name, (_, default) in tm.FLAGS.items()}
+    for name in (
+        "optimizer",
+        "epochs",
+        "batch_size",
+        "momentum",
+        "schedule",
+        "max_shift",
+    ):
+        both = [str(getattr(tm.RECIPES[n], name)) for n in ("cnn", "batchnorm")]
+        shown[name] = "; batchnorm: ".join(dict.fromkeys(both)) + ")"
+    rates = [f"{name}: {rate}" for name, rate in tm.LEARNING_RATES.items()]
+    shown["learning_rate"] = "; ".join(rates) + ")"
+    for name, text in texts.items():
+        assert f"(default: {shown[name]}" in " ".join(text.split())
+        if not callable(kind := tm.FLAGS[name][0]):
+            assert f"{{{','.join(x for x in kind if x != 'tiny')}}}" in text
+
+
+CONFIG = tm.RECIPES["batchnorm"]._replace(epochs=7, bootstrap=True)._asdict()
+CONFIG |= {"mode": "ensemble", "members": 3, "seed": 5, "train_size": 256}
+EXTRA = {"data": "mnist", "data_dir": "/digits", "save_every": 0.5, "dataset": "MNIST"}
+
+
+def resume(folder, flags, config=None):
+    (folder / "config.json").write_text(config or json.dumps(CONFIG | EXTRA))
+    args = tm.parse_arguments(["--resume", "--workdir", str(folder), *flags.split()])
+    return vars(args)
+
+
+def test_resumed_run_has_the_flags_of_its_config(tmp_path):
+    kept = {**CONFIG, "data": "mnist", "data_dir": Path("/digits"), "save_every": 0.5}
+    assert resume(tmp_path, "").items() >= kept.items()
+    place = {"devices": 2, "save_every": 2, "keep": 1, "data_dir": Path("/here")}
+    flags = "--devices 2 --save-every 2 --keep 1 --data-dir /here --epochs 7"
+    assert resume(tmp_path, flags).items() >= (kept | place).items()
+    older = resume(tmp_path, "--data generated", json.dumps(CONFIG))
+    kept = {**CONFIG, "data": "generated", "save_every": 1}
+    assert older.items() >= kept.items()
+
+
+OTHERS = "mode sync|members 4|network cnn|optimizer sgd|epochs 3|batch_size 8|seed 1|"
+OTHERS += "learning_rate 0.5|momentum 0.5|schedule cosine|max_shift 1|skip_nonfinite|"
+OTHERS += "train_size 9|data auto"
+
+
+@pytest.mark.parametrize("other", OTHERS.split("|"))
+def test_flag_that_would_change_a_resumed_run_is_refused(tmp_path, other):
+    flags = f"--{other.replace('_', '-')}"
+    was = (CONFIG | EXTRA)[other.split()[0]]
+    message = f"{flags}( True)?: the run in {tmp_path} has {was}; leave the flag out"
+    with pytest.raises(tm.Failure, match=message):
+        resume(tmp_path, flags)
+
+
+LOST = {
+    "{": "Expecting property name",
+    "5": "argument of type 'int' is not",
+    '{"epochs": "many"}': "argument --epochs: expected a whole number, 0 or more, not",
+    '{"skip_nonfinite": 2}': "argument --skip-nonfinite: ignored explicit argument '2'",
+}
+
+
+@pytest.mark.parametrize("config", LOST)
+def test_flags_of_a_run_whose_config_is_damaged_have_to_be_given(tmp_path, config):
+    message = f"config.json: {LOST[config]}.*; give the run's flags"
+    with pytest.raises(tm.Failure, match=message):
+        resume(tmp_path, "", config)
+    assert (
+        resume(tmp_path, "--seed 3", config).items() >= {"seed": 3, "epochs": 5}.items()
+    )
+
+
+def test_run_is_resumed_without_other_flags(
+    tmp_path, capsys, small_folder, monkeypatch
+):
+    monkeypatch.setenv("MNIST_DIR", str(small_folder))
+    args = ["--network", "tiny", "--members", 3, "--devices", 2, "--epochs", 1]
+    status, whole, _ = run_script(capsys, *args, "--workdir", tmp_path)
+    assert status == 0
+    status, again, err = run_script(capsys, "--resume", "--workdir", tmp_path)
+    assert status == 0, err
+    assert again.partition("\n\n")[2] == whole.partition("\n\n")[2]  # the tables
 
 
 @pytest.mark.parametrize(
