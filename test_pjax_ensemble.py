@@ -1114,7 +1114,8 @@ def start(way, loss_fn, first, optimizer=SGD, **options):
         state = pe.replicate(jax.tree.map(lambda x: x[0], first), way.devices)
         make, lay = pe.make_sync_update, pe.split
     else:
-        state, make, lay = first, pe.make_ensemble_update, pe.replicate
+        state = jax.tree.map(lambda x: x.copy(), first)
+        make, lay = pe.make_ensemble_update, pe.replicate
     update = make(loss_fn, optimizer, **options)
     return state, lambda state, *batch: update(state, *lay(batch, way.devices))
 
@@ -1200,9 +1201,8 @@ def test_members_never_touch_each_other(way, what):
             bias=first.params.dense.bias.at[2].set(np.nan)
         )
         changed = first._replace(params=first.params._replace(dense=dense))
-    copy = functools.partial(jax.tree.map, lambda x: x.copy())
     ends = [
-        train(way, noisy_net_loss, copy(state), net_batches(3), stateful=True)
+        train(way, noisy_net_loss, state, net_batches(3), stateful=True)
         for state in (first, changed)
     ]
     for i in range(way.members):
@@ -1336,33 +1336,25 @@ def test_parts_draw_alike_wherever_they_stand(kind, members):
 @every_way
 def test_a_step_that_is_not_finite_can_be_skipped(way):
     def loss_fn(params, model_state, key, images, labels):
-        # With a white image, a finite loss with a gradient that is not.
-        bad = (images == 255).all(axis=(1, 2, 3)).any() & (params.dense.bias[0] == 0)
+        bad = (images == 255).all(axis=(1, 2, 3)).any() & (model_state == 0)
         root = jnp.sqrt(jnp.where(bad, 0.0, 1.0) * jnp.sum(params.dense.bias**2 + 1))
-        loss = net_loss(params, images, labels)
+        loss = net_loss(params, images, labels)  # finite; with a gradient that is not
         return loss + root - jax.lax.stop_gradient(root), model_state + 1
 
     batches = net_batches(2)
-    batches[0][0][5] = 255  # on one replica
-    first = members_state(keys_of(0, way.members), model_state=jnp.int32(0))
-    bias = (
-        first.params.dense.bias.at[0, 0].set(0).at[1:, 0].set(1)
-    )  # the rest have none
-    params = first.params._replace(dense=first.params.dense._replace(bias=bias))
-    first = jax.device_get(first._replace(params=params, key=None))
-    keys = keys_of(0, way.members)
-    run = functools.partial(train, way, loss_fn, stateful=True)
-    plain, _ = run(first._replace(key=keys), batches)
+    batches[0][0][5] = 255  # on one replica; a member with another count does not mind
+    first = members_state(keys_of(0, way.members))
+    first = first._replace(model_state=jnp.arange(way.members))
+    run = functools.partial(train, way, loss_fn, first, stateful=True)
+    plain, _ = run(batches[:1])
     assert np.isnan(plain.params.dense.bias[0]).any()
-    once, (loss,) = run(first._replace(key=keys), batches[:1], skip_nonfinite=True)
+    once, (loss,) = run(batches[:1], skip_nonfinite=True)
     assert np.isnan(loss).tolist() == [i == 0 for i in range(way.members)]
     assert leaves_equal(member(once[:3], 0), member(first[:3], 0))
-    assert (once.key[0] != jax.random.key_data(keys)[0]).any()
+    assert not leaves_equal(once.key[0], first.key[0])
     for i in range(1, way.members):
-        assert leaves_equal(
-            member(once, i), member(run(first._replace(key=keys), batches[:1])[0], i)
-        )
-    twice, (_, loss) = run(first._replace(key=keys), batches, skip_nonfinite=True)
+        assert leaves_equal(member(once, i), member(plain, i))
+    twice, (_, loss) = run(batches, skip_nonfinite=True)
     assert np.isfinite(loss).all()
     assert not leaves_equal(member(twice.params, 0), member(first.params, 0))
 
@@ -1395,73 +1387,50 @@ def product(params, x):
     return jnp.mean(params * x)
 
 
-def one_model(**kwargs):
-    return pe.replicate(pe.train_state(jnp.float32(1), SGD, **kwargs))
+def numbers(keys):
+    return members_state(keys, lambda key: jnp.float32(1))
 
 
 def equal_keys(style):
     keys = keys_of(0, D, style)
-    return members_state(keys.at[5].set(keys[1]), lambda key: jnp.float32(1))
+    return numbers(keys.at[5].set(keys[1]))
+
+
+def one_number(**kwargs):
+    return pe.replicate(pe.train_state(jnp.float32(1), SGD, **kwargs))
 
 
 sync, ensemble = pe.make_sync_update, pe.make_ensemble_update
-REFUSED_UPDATES = {
-    "equal keys": (
-        lambda: ensemble(product, SGD)(equal_keys("new"), np.ones((D, 2))),
-        "members 1 and 5 have equal keys.*split",
-    ),
-    "equal keys of the old style": (
-        lambda: ensemble(product, SGD)(equal_keys("old"), np.ones((D, 2))),
-        "members 1 and 5 have equal keys.*split",
-    ),
-    "replicas of different keys": (
-        lambda: sync(product, SGD)(
-            members_state(keys_of(0, D), lambda key: jnp.float32(1)), np.ones((D, 2))
-        ),
-        "replicas 0 and 1 have different keys",
-    ),
-    "micro-batches that do not divide": (
-        lambda: sync(product, SGD, microbatch=4)(one_model(), np.ones((D, 6))),
-        "batch of 6 does not divide .* of 4; use a divisor",
-    ),
-    "micro-batches with a model state": (
-        lambda: sync(product, SGD, microbatch=4)(
-            one_model(model_state=jnp.zeros(3)), np.ones((D, 8))
-        ),
+REFUSED_STEPS = [
+    (ensemble, lambda: equal_keys("new"), {}, (D, 2), "members 1 and 5 .*equal.*split"),
+    (ensemble, lambda: equal_keys("old"), {}, (D, 2), "members 1 and 5 .*equal.*split"),
+    (sync, lambda: numbers(keys_of(0, D)), {}, (D, 2), "0 and 1 have different keys"),
+    (sync, one_number, dict(microbatch=4), (D, 6), "batch of 6 .*divide.* of 4; use a"),
+    (
+        sync,
+        lambda: one_number(model_state=jnp.zeros(3)),
+        dict(microbatch=4),
+        (D, 8),
         "model state.* of a batch of 8; use microbatch",
     ),
-    "micro-batches of none": (
-        lambda: sync(product, SGD, microbatch=0),
-        "microbatch is 0; expected an int >= 1",
+    (sync, one_number, dict(microbatch=0), (D, 8), "microbatch is 0; expected an int"),
+    (sync, one_number, dict(stateful=True), (D, 1), r"train_state\(..., key=key\)"),
+    (sync, one_number, {}, 16, r"axes .* \[\(8,\), \(16,\)\]; expected the number of"),
+    (
+        sync,
+        lambda: numbers(keys_of(0, 2)),
+        {},
+        (D, 2),
+        r"axes .* \[\(2,\), \(8,\)\]; exp",
     ),
-    "no key": (
-        lambda: sync(lambda p, s, k: (p, s), SGD, stateful=True)(one_model()),
-        r"train_state\(..., key=key\)",
-    ),
-    "a batch that is not split": (
-        lambda: sync(product, SGD)(one_model(), np.ones(16)),
-        r"first axes .* \[\(8,\), \(16,\)\]; expected the number of devices",
-    ),
-    "a state that is not replicated": (
-        lambda: sync(product, SGD)(
-            pe.train_state(jnp.float32(1), SGD), np.ones((D, 2))
-        ),
-        r"first axes .* \[\(\), \(8,\)\]; expected the number of devices",
-    ),
-}
+]
 
 
-@pytest.mark.parametrize("name", REFUSED_UPDATES)
-def test_update_refuses(name):
-    call, message = REFUSED_UPDATES[name]
+@pytest.mark.parametrize("make, make_state, options, shape, message", REFUSED_STEPS)
+def test_update_refuses_and_does_not_consume(make, make_state, options, shape, message):
+    state = make_state()
     with pytest.raises(ValueError, match=message):
-        call()
-
-
-def test_a_state_that_is_refused_is_not_consumed():
-    state = equal_keys("new")
-    with pytest.raises(ValueError, match="equal keys"):
-        ensemble(product, SGD)(state, np.ones((D, 2)))
+        make(product, SGD, **options)(state, np.ones(shape))
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
 
 
@@ -1860,50 +1829,25 @@ def test_microbatches_are_chosen_by_platform_and_batch(monkeypatch):
     def sizes(**options):
         seen = []
 
-        def loss_fn(params, model_state, key, x):
+        def loss_fn(params, x):
             seen.append(len(x))
             loss = jnp.mean(params * x)
-            return loss, (model_state, loss) if "has_aux" in options else model_state
+            return (loss, loss) if options.get("has_aux") else loss
 
-        model_state = options.pop("model_state", ())
-        options |= dict(members=1, devices=1, stateful=True)
-        trainer = pe.make_trainer(
-            lambda key: (jnp.float32(1), model_state), loss_fn, SGD, **options
-        )
+        options |= dict(members=1, devices=1)
+        trainer = pe.make_trainer(lambda key: jnp.ones(()), loss_fn, SGD, **options)
         state = trainer.init(jax.random.key(0))
-        for rows in (128, 64, 100, 34, 32, 97, 1):
+        for rows in (128, 100, 97):
             state, _ = trainer.update(state, np.ones((rows, 1)))
         return seen
 
-    whole = [128, 64, 100, 34, 32, 97, 1]
-    assert sizes() == [32, 32, 25, 17, 32, 97, 1]
-    assert (
-        sizes(model_state=np.zeros(3))
-        == sizes(has_aux=True)
-        == sizes(microbatch=None)
-        == whole
-    )
+    assert sizes() == [32, 25, 97]
+    assert sizes(microbatch=None) == sizes(has_aux=True) == [128, 100, 97]
+    parts = [pe._num_parts(np.zeros((n, 1)), (), "auto") for n in (64, 34, 32, 31, 1)]
+    assert parts == [2, 2, 1, 1, 1]
+    assert pe._num_parts(np.zeros((64, 1)), np.zeros(3), "auto") == 1
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert sizes() == whole
-
-
-def two_on_eight(method, *args):
-    """Call a method of a trainer whose members have four replicas each."""
-    trainer = net_trainer(2, D)
-    return getattr(trainer, method)(trainer.init(jax.random.key(0)), *args)
-
-
-def state_of(members, devices):
-    return net_trainer(members, devices).init(jax.random.key(0))
-
-
-def gathered_of(members, devices):
-    return net_trainer(members, devices).gather(state_of(members, devices))
-
-
-def equal_members():
-    gathered = gathered_of(3, 2)
-    return gathered._replace(key=gathered.key[np.array([0, 1, 0])])
+    assert pe._num_parts(np.zeros((64, 1)), (), "auto") == 1
 
 
 def init_of(leaf):
@@ -1914,125 +1858,91 @@ def init_of(leaf):
     return trainer.init(jax.random.key(0))
 
 
-ROWS = np.zeros((1, 4), int)
-REFUSED_BY_TRAINER = [
-    (lambda: net_trainer(0), "members is 0; expected an int >= 1"),
-    (lambda: net_trainer(2.0), "members is 2.0; expected an int"),
-    (lambda: net_trainer(True), "members is True; expected an int"),
-    (lambda: net_trainer(2, 0), "devices is 0; expected an int >= 1"),
-    (lambda: net_trainer(2, "2"), "devices is '2'; expected an int"),
-    (lambda: net_trainer(2, 9), "9 devices are asked for; there are 8"),
-    (lambda: net_trainer(2, chunk=0), "chunk is 0; expected an int >= 1"),
-    (lambda: net_trainer(2, microbatch=0), "microbatch is 0; expected an int >= 1"),
-    (lambda: net_trainer(2, microbatch="all"), "microbatch is 'all'; expected an int"),
+REFUSED_TRAINERS = [
+    (dict(members=0), "members is 0; expected an int >= 1"),
+    (dict(members=2.0), "members is 2.0; expected an int"),
+    (dict(members=True), "members is True; expected an int"),
+    (dict(devices=0), "devices is 0; expected an int >= 1"),
+    (dict(devices="2"), "devices is '2'; expected an int"),
+    (dict(devices=9), "9 devices are asked for; there are 8"),
+    (dict(chunk=0), "chunk is 0; expected an int >= 1"),
+    (dict(microbatch=0), "microbatch is 0; expected an int >= 1"),
+    (dict(microbatch="all"), "microbatch is 'all'; expected an int"),
+]
+
+
+@pytest.mark.parametrize("options, message", REFUSED_TRAINERS)
+def test_trainer_is_not_made_of(options, message):
+    with pytest.raises(ValueError, match=message):
+        net_trainer(**(dict(members=2) | options))
+
+
+REFUSED_KEYS = [
     (
-        lambda: net_trainer(2).init(jax.random.split(jax.random.key(0), 3)),
+        lambda: keys_of(0, 3),
         r"key is key<fry> of shape \(3,\); expected one random key",
     ),
+    (lambda: keys_of(0, 3, "old"), r"key is uint32 of shape \(3, 2\); expected one"),
+    (lambda: 0, r"key is int of shape .*jax.random.key\(0"),
+    (lambda: np.zeros(3, np.uint32), r"key is uint32 of shape \(3,\); expected one"),
     (
-        lambda: net_trainer(2).init(jax.random.split(jax.random.PRNGKey(0), 3)),
-        r"key is uint32 of shape \(3, 2\); expected one random key",
-    ),
-    (lambda: net_trainer(2).init(0), r"key is int of shape .*jax.random.key\(0"),
-    (
-        lambda: net_trainer(2).init(np.zeros(3, np.uint32)),
-        r"key is uint32 of shape \(3,\); expected one",
-    ),
-    *[
-        (
-            lambda impl=impl: net_trainer(2).init(jax.random.key(0, impl=impl)),
-            r"key is key<.*rbg> of shape \(\); .* alike under vmap.*threefry2x32",
-        )
-        for impl in ("rbg", "unsafe_rbg")
-    ],
-    *[
-        (lambda leaf=leaf: init_of(leaf), rf"returns \w*{kind}\w* at .*act.*array")
-        for leaf, kind in ((1.0, "float"), (len, "builtin_function"), ("relu", "str"))
-    ],
-    (
-        lambda: net_trainer(2, stateful=True).init(jax.random.key(0)),
-        "init_fn returns Net; with stateful=True",
-    ),
-    *[
-        (lambda order=order: two_on_eight("epoch", image_data(), order), message)
-        for order, message in [
-            (ROWS + NUM_IMAGES, "order holds rows 240 to 240; the data have rows 0 to"),
-            (ROWS - 1, "order holds rows -1 to -1; .* 0 to 239"),
-            (ROWS / 2, "order is float64; expected integers"),
-            (np.zeros((2, 0), int), r"order has shape \(2, 2, 0\).* not empty"),
-            (np.zeros(4, int), r"order has shape \(4,\); expected \[steps, B\], or"),
-            (np.zeros((3, 1, 4), int), r"order has shape \(3, 1, 4\).*with K = 2"),
-            (
-                np.zeros((1, 10), int),
-                "batch of 10 does not split over 4 devices; use a multiple of 4, for "
-                "example 8",
-            ),
-        ]
-    ],
-    (
-        lambda: two_on_eight("epoch", image_data()[0], ROWS),
-        "data is ndarray; expected a tuple of",
+        lambda: jax.random.key(0, impl="rbg"),
+        r"key<rbg> of shape \(\); .*alike.*threefry",
     ),
     (
-        lambda: two_on_eight("epoch", (image_data()[0], np.ones(40)), ROWS),
-        r"axes of the data have lengths \[\(40,\), \(240,\)\]",
-    ),
-    (
-        lambda: two_on_eight("update", *(x[:10] for x in image_data())),
-        "batch of 10 does not split over 4 devices",
-    ),
-    (
-        lambda: two_on_eight("update", np.ones((8, 2)), np.ones(4)),
-        "axes of the batch have lengths",
-    ),
-    (
-        lambda: net_trainer(3, 2).update(state_of(2, D), *image_data()),
-        r"\[\(8, 1\)\]; expected this trainer's \(2, 2\)",
-    ),
-    (
-        lambda: net_trainer(3, 2).predict(state_of(2, D), image_data()[0]),
-        "expected this trainer's",
-    ),
-    (
-        lambda: net_trainer(3, 2).gather(state_of(2, D)),
-        "expected this trainer's",
-    ),
-    (
-        lambda: net_trainer(3, 2).scatter(gathered_of(2, 2)),
-        r"state have lengths \[\(2,\)\]; expected the trainer's 3 members",
-    ),
-    (
-        lambda: net_trainer(3, 2).scatter(equal_members()),
-        "members 0 and 2 have equal keys",
-    ),
-    (
-        lambda: net_trainer(2, apply_fn=None).predict(state_of(2, D), image_data()[0]),
-        "takes an apply_fn; give make_trainer one",
-    ),
-    (
-        lambda: two_on_eight("predict_members", image_data()[0][:0]),
-        "hold no example",
+        lambda: jax.random.key(0, impl="unsafe_rbg"),
+        "key is key<.*rbg> .*alike.*threefry",
     ),
 ]
 
 
-@pytest.mark.parametrize("call, message", REFUSED_BY_TRAINER)
-def test_trainer_refuses(call, message):
+@pytest.mark.parametrize("key, message", REFUSED_KEYS)
+def test_init_refuses_key(key, message):
     with pytest.raises(ValueError, match=message):
-        call()
+        net_trainer(2).init(key())
 
 
-def test_trainer_keeps_the_state_with_which_it_refuses():
-    trainer, data = net_trainer(2, D), image_data()
-    state = trainer.init(jax.random.key(0))
-    for call in (
-        lambda: trainer.epoch(state, data, ROWS - 1),
-        lambda: trainer.update(state, *(x[:10] for x in data)),
-        lambda: trainer.predict(state, data[0][:0]),
+def test_init_refuses_what_is_no_array_and_a_model_without_its_state():
+    for leaf, kind in ((1.0, "float"), (len, "builtin_function"), ("relu", "str")):
+        with pytest.raises(ValueError, match=rf"returns \w*{kind}\w* at .*act.*array"):
+            init_of(leaf)
+    with pytest.raises(ValueError, match="init_fn returns Net; with stateful=True"):
+        net_trainer(2, stateful=True).init(jax.random.key(0))
+
+
+def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
+    trainer, other, data = net_trainer(2, D), net_trainer(3, 2), image_data()
+    state, rows = trainer.init(jax.random.key(0)), np.zeros((1, 4), int)
+    gathered = other.gather(other.init(jax.random.key(0)))
+    equal = gathered._replace(key=gathered.key[np.array([0, 1, 0])])
+    ten, blind = [x[:10] for x in data], net_trainer(2, D, apply_fn=None)
+    for message, call, *args in [
+        ("rows 240 to 240; the data have rows 0 to", trainer.epoch, data, rows + 240),
+        ("order holds rows -1 to -1; .* 0 to 239", trainer.epoch, data, rows - 1),
+        ("order is float64; expected integers", trainer.epoch, data, rows / 2),
+        (r"\(2, 2, 0\).* not empty", trainer.epoch, data, np.zeros((2, 0), int)),
+        (r"\(4,\); expected \[steps, B\], or", trainer.epoch, data, rows[0]),
+        (r"\(3, 1, 4\).*with K = 2", trainer.epoch, data, np.stack([rows] * 3)),
+        ("batch of 3 .*over 4.* multiple of 4, for", trainer.epoch, data, rows[:, :3]),
+        ("data is ndarray; expected a tuple of", trainer.epoch, data[0], rows),
+        (r"data .*\[\(10,\), \(240,\)\]", trainer.epoch, (data[0], ten[1]), rows),
+        ("batch of 10 .*over 4.*example 8", trainer.update, *ten),
+        ("axes of the batch have lengths", trainer.update, data[0][:8], data[1][:4]),
+        (r"\[\(8, 1\)\]; expected this trainer's \(2, 2\)", other.update, *data),
+        ("expected this trainer's", other.predict, data[0]),
+        ("expected this trainer's", other.gather),
+        ("takes an apply_fn; give make_trainer one", blind.predict, data[0]),
+        ("hold no example", trainer.predict_members, data[0][:0]),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call(state, *args)
+    with pytest.raises(
+        ValueError, match=r"\[\(3,\)\]; expected the trainer's 2 members"
     ):
-        with pytest.raises(ValueError):
-            call()
-    trainer.epoch(state, data, ROWS)
+        trainer.scatter(gathered)
+    with pytest.raises(ValueError, match="members 0 and 2 have equal keys"):
+        other.scatter(equal)
+    trainer.epoch(state, data, rows)  # nothing was lost
 
 
 PROCESS = """
