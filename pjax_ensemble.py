@@ -48,6 +48,7 @@ import contextlib
 import contextvars
 import functools
 import hashlib
+import importlib.util
 import math
 import operator
 import os
@@ -156,22 +157,6 @@ def _shifted(x: Array, axis: int, count: int, length: int, stride: int = 1) -> l
     """Slice `count` views of `length` steps along an axis, from 0, 1, 2 ... on."""
     span = (length - 1) * stride + 1
     return [lax.slice_in_dim(x, i, i + span, stride, axis) for i in range(count)]
-
-
-def _windows(
-    images: Array, size: tuple[int, int], stride: tuple[int, int]
-) -> list[Array]:
-    """Slice images [B, H, W, I] into kh * kw views, each [B, H', W', I].
-
-    View (i, j), in row-major order, holds pixel (i, j) of every window, without
-    padding.
-    """
-    (rows, columns), _ = _output_size(images, size, stride, "VALID")
-    return [
-        view
-        for band in _shifted(images, 1, size[0], rows, stride[0])
-        for view in _shifted(band, 2, size[1], columns, stride[1])
-    ]
 
 
 def _add_bias(outputs: Array, bias: Array) -> Array:
@@ -319,6 +304,22 @@ def dense(params: Dense, inputs: Array) -> Array:
     return _add_bias(inputs @ params.weight, params.bias)
 
 
+def _windows(images: Array, window: Any, stride: Any) -> list[Array]:
+    """Slice images [B, H, W, I] into kh * kw views, each [B, H', W', I].
+
+    View (i, j), in row-major order, holds pixel (i, j) of every window, without
+    padding.
+    """
+    size = _pair("window", window)
+    stride = _pair("stride", stride or size)
+    (rows, columns), _ = _output_size(images, size, stride, "VALID")
+    return [
+        view
+        for band in _shifted(images, 1, size[0], rows, stride[0])
+        for view in _shifted(band, 2, size[1], columns, stride[1])
+    ]
+
+
 def avg_pool(
     images: Array,
     window: int | Sequence[int] = 2,
@@ -331,8 +332,7 @@ def avg_pool(
     columns that fill no window are left out.  Raises ValueError for a window larger
     than the images.
     """
-    window = _pair("window", window)
-    views = _windows(images, window, _pair("stride", stride or window))
+    views = _windows(images, window, stride)
     return sum(views[1:], views[0]) / len(views)
 
 
@@ -346,9 +346,7 @@ def max_pool(
 
     Windows and errors as in `avg_pool`.  Equal maxima share the gradient.
     """
-    window = _pair("window", window)
-    views = _windows(images, window, _pair("stride", stride or window))
-    return functools.reduce(jnp.maximum, views)
+    return functools.reduce(jnp.maximum, _windows(images, window, stride))
 
 
 # A training step puts here what averages over its model's replicas.
@@ -517,8 +515,7 @@ def batch_norm_cnn(
     new_stats: list[BatchStats] = []
 
     def norm_relu(norm, x):
-        i, training = len(new_stats), key is not None
-        x, new = batch_norm(norm, stats[i], x, training=training)
+        x, new = batch_norm(norm, stats[len(new_stats)], x, training=key is not None)
         new_stats.append(new)
         return jax.nn.relu(x)
 
@@ -616,17 +613,15 @@ def reliability(probs: Any, labels: Any) -> np.ndarray:
 
 def _scores(probs: np.ndarray, labels: np.ndarray) -> dict:
     """Score probabilities [N, C] against labels [N]; formulas in `ensemble_report`."""
-    rows = np.arange(len(labels))
+    p_label = probs[np.arange(len(labels)), labels]
     tiny = np.finfo(np.float32).tiny
     counts, confidence, accuracy = reliability(probs, labels)
     gap = np.nansum(counts * np.abs(accuracy - confidence))
     # sum_c (p_c - y_c)^2 = sum_c p_c^2 - 2 p_label + 1
-    brier = np.sum(probs**2, axis=-1) - 2 * probs[rows, labels] + 1
+    brier = np.sum(probs**2, axis=-1) - 2 * p_label + 1
     return {
         "accuracy": float((probs.argmax(axis=-1) == labels).mean()),
-        "negative_log_likelihood": float(
-            -np.log(np.maximum(probs[rows, labels], tiny)).mean()
-        ),
+        "negative_log_likelihood": float(-np.log(np.maximum(p_label, tiny)).mean()),
         "brier_score": float(brier.mean()),
         "expected_calibration_error": float(gap / len(labels)),
     }
@@ -661,8 +656,7 @@ def ensemble_report(member_probs: Any, labels: Any) -> dict:
             f"probabilities have shape {probs.shape} and labels {labels.shape}; "
             "expected [K, N, C] and [N], none of them empty"
         )
-    if not np.issubdtype(labels.dtype, np.integer):
-        raise ValueError(f"labels are {labels.dtype}; expected integers, class indices")
+    _check_labels(probs[0], labels)
     if labels.min() < 0 or labels.max() >= probs.shape[2]:
         raise ValueError(
             f"labels lie in {labels.min()}..{labels.max()}; "
@@ -765,10 +759,9 @@ def sgd(
         del params
         num_steps, velocity = opt_state
         velocity = jax.tree.map(lambda v, g: momentum * v + g, velocity, grads)
+        steps = velocity
         if nesterov:
             steps = jax.tree.map(lambda v, g: g + momentum * v, velocity, grads)
-        else:
-            steps = velocity
         rate = schedule(num_steps)
         updates = jax.tree.map(lambda s: jnp.asarray(-rate, s.dtype) * s, steps)
         return updates, SGDState(num_steps + 1, velocity)
@@ -2024,39 +2017,17 @@ def load(path: str | os.PathLike, like: PyTree) -> PyTree:
 
 
 class Params(NamedTuple):
-    weight: Array | np.float32  # []
-    bias: Array | np.float32  # []
+    weight: Array | float  # []
+    bias: Array | float  # []
 
 
-def _plot_line(path: str, xs, ys, truth: Params, fitted: Params) -> None:
-    """Draw the points, the true and the fitted line to a file."""
-    from matplotlib.figure import Figure  # the [plot] extra
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    ends = np.array([xs.min(), xs.max()])
-    axes.scatter(xs, ys, s=12, color="0.6", label="data")
-    for line, name, color, dash in (
-        (truth, "true line", "#0072b2", "-"),
-        (fitted, "fitted line", "#d55e00", "--"),
-    ):
-        weight, bias = float(line.weight), float(line.bias)
-        sign = "-" if bias < 0 else "+"
-        label = f"{name}: y = {weight:.3f} x {sign} {abs(bias):.3f}"
-        heights = weight * ends + bias
-        axes.plot(ends, heights, dash, color=color, linewidth=2, label=label)
-    axes.set(xlabel="x", ylabel="y", title="Linear regression, synchronized SGD")
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+TRUTH = Params(2.0, -1.0)
 
 
 def _fit_line(num_devices: int) -> tuple:
-    """Fit a line to 128 points over the devices; return xs, ys, truth and fit."""
-    truth = Params(np.float32(2), np.float32(-1))
-    rng = np.random.default_rng(0)
-    xs = rng.normal(size=(128, 1)).astype(np.float32)
-    noise = 0.5 * rng.normal(size=xs.shape).astype(np.float32)
-    ys = truth.weight * xs + truth.bias + noise
+    """Fit a line to 128 points over the devices; return xs, ys and the fit."""
+    xs, noise = np.random.default_rng(0).normal(size=(2, 128, 1)).astype(np.float32)
+    ys = TRUTH.weight * xs + TRUTH.bias + 0.5 * noise
 
     def loss_fn(params, xs, ys):
         return jnp.mean((params.weight * xs + params.bias - ys) ** 2)
@@ -2075,7 +2046,24 @@ def _fit_line(num_devices: int) -> tuple:
             print(f"type(x_split): {type(x_split)}")
         if step % 100 == 0:
             print(f"Step {step:3d}, loss: {float(unreplicate(loss)):.3f}")
-    return xs, ys, truth, unreplicate(state.params)
+    return xs, ys, Params(*map(float, unreplicate(state.params)))
+
+
+def _plot_line(path: str, xs, ys, fitted: Params) -> None:
+    """Draw the points, the true and the fitted line to a file."""
+    from matplotlib.figure import Figure  # the [plot] extra
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.scatter(xs, ys, s=12, color="0.6", label="data")
+    ends = np.array([xs.min(), xs.max()])
+    for (weight, bias), name, style in (TRUTH, "true", "-"), (fitted, "fitted", "--"):
+        sign = "-" if bias < 0 else "+"
+        label = f"{name} line: y = {weight:.3f} x {sign} {abs(bias):.3f}"
+        axes.plot(ends, weight * ends + bias, style, linewidth=2, label=label)
+    axes.set(xlabel="x", ylabel="y", title="Linear regression, synchronized SGD")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -2088,53 +2076,29 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Exits with status 2, after one line of explanation, for arguments out of range.
     """
-    parser = _Parser(
-        prog="pjax_ensemble.py",
-        description="Fit y = 2 x - 1 + noise in sync mode on every device.",
-    )
-    parser.add_argument(
-        "--devices",
-        type=int,
-        metavar="N",
-        help="devices to use, a power of 2 up to 128 (default: as many as there are; "
-        "on CPU, one virtual device a core)",
-    )
-    parser.add_argument(
-        "--plot",
-        metavar="FILE",
-        help="draw points and lines to FILE (needs matplotlib)",
-    )
+    parser = _Parser("pjax_ensemble.py", description="Fit y = 2 x - 1 in sync mode.")
+    devices = "devices to use (default: as many as there are; on CPU, one a core)"
+    counts = [1, 2, 4, 8, 16, 32, 64, 128]  # over which the 128 points split
+    parser.add_argument("--devices", type=int, choices=counts, help=devices)
+    parser.add_argument("--plot", metavar="FILE", help="draw it, with matplotlib")
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         parser.error(f"unrecognized {unknown[0]}; {parser.format_usage().strip()}")
-    if args.devices is not None and (args.devices < 1 or 128 % args.devices):
-        parser.error(
-            f"--devices {args.devices}: the 128 points do not split over that many; "
-            "use 1, 2, 4, 8, 16, 32, 64 or 128"
-        )
-    if args.plot:
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            parser.error(
-                "--plot needs matplotlib, the [plot] extra: pip install '.[plot]', or "
-                "pip install matplotlib"
-            )
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib (extra [plot]): pip install matplotlib")
     use_cpu_devices(args.devices)
-    available = jax.local_device_count()
-    num_devices = args.devices or min(128, 1 << (available.bit_length() - 1))
-    if num_devices > available:
-        parser.error(f"--devices {num_devices}: there are {available} devices")
+    available = jax.local_devices()
+    d = args.devices or max(count for count in counts if count <= len(available))
+    if d > len(available):
+        parser.error(f"--devices {d}: there are {len(available)} devices")
 
-    print(
-        f"{num_devices} devices: {[str(d) for d in jax.local_devices()[:num_devices]]}"
-    )
-    xs, ys, truth, fitted = _fit_line(num_devices)
-    print(f"weight: {float(fitted.weight): .3f}   (true: {float(truth.weight): .3f})")
-    print(f"bias:   {float(fitted.bias): .3f}   (true: {float(truth.bias): .3f})")
+    print(f"{d} devices: {[str(device) for device in available[:d]]}")
+    xs, ys, fitted = _fit_line(d)
+    print(f"weight: {fitted.weight: .3f}   (true: {TRUTH.weight: .3f})")
+    print(f"bias:   {fitted.bias: .3f}   (true: {TRUTH.bias: .3f})")
     if args.plot:
         try:
-            _plot_line(args.plot, xs, ys, truth, fitted)
+            _plot_line(args.plot, xs, ys, fitted)
         except (OSError, ValueError) as error:
             parser.error(f"--plot {args.plot}: {error}")
         print(f"drawn to {args.plot}")
