@@ -62,6 +62,9 @@ jax.devices()  # now, before a test could ask for another number
 HERE = Path(__file__).parent
 SGD = pe.sgd(0.1, momentum=0.9)
 MNIST_DIR = os.environ.get("MNIST_DIR")
+# For other processes too, that are to compute as this one does.
+NAMES = "PATH", "XLA_FLAGS", "NPROC"
+ENVIRONMENT = {name: os.environ[name] for name in NAMES if name in os.environ}
 
 
 def as_bytes(leaf):
@@ -74,6 +77,33 @@ def leaves_equal(a, b):
     """Whether two trees hold the same bits (nan equal to nan)."""
     a, b = map(jax.tree.leaves, (a, b))
     return len(a) == len(b) and all(as_bytes(x) == as_bytes(y) for x, y in zip(a, b))
+
+
+def assert_close(actual, expected, tolerance=1e-5):
+    """Assert that two trees are equal to rounding, in proportion to the leaf's largest.
+
+    Processors add in different orders, with or without fused multiplication: a sum is
+    off by some float32 epsilons (6e-8) of its largest terms, however little is left of
+    it where terms cancel.  So the bound of every entry is `tolerance` times the largest
+    of its leaf; one in proportion to each entry would hold by luck.
+    """
+
+    def check(a, b):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max())
+
+    jax.tree.map(check, actual, expected)
+
+
+def refuses(*rows):
+    """Make a test of calls that raise ValueError: rows of (call, what it says)."""
+
+    @pytest.mark.parametrize("call, message", rows)
+    def test(call, message):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+    return test
 
 
 def member(tree, i):
@@ -95,7 +125,7 @@ def test_eight_virtual_devices_are_there():
 
 def run_python(code, *args, cwd=HERE, **env):
     """Run code in a fresh interpreter, and return what it printed."""
-    env = {"PATH": os.environ["PATH"], "JAX_PLATFORMS": "cpu", **env}
+    env = {**ENVIRONMENT, "JAX_PLATFORMS": "cpu", **env}
     command = [sys.executable, "-W", "error::DeprecationWarning", "-c", code, *args]
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -224,25 +254,20 @@ def test_docstring_gives_shapes_and_errors(name):
 # ---------------------------------------------------------------------------------
 
 
-def conv_by_loops(images, weight, stride, padding):
-    """Convolve by numpy loops, from the definition of "SAME" and "VALID"."""
-    batch, *size, _ = images.shape
-    kernel = weight.shape[:2]
+def windows_of(images, size, stride):
+    """Return numpy's windows [B, H', W', I, kh, kw] of images, without padding."""
+    view = np.lib.stride_tricks.sliding_window_view(images, size, axis=(1, 2))
+    return view[:, :: stride[0], :: stride[1]]
+
+
+def conv_by_windows(images, weight, stride, padding):
+    """Convolve in numpy, from the definition of "SAME" and "VALID"."""
+    kernel, pads = weight.shape[:2], [0, 0]
     if padding == "SAME":
-        out = [-(-n // s) for n, s in zip(size, stride)]
-        pads = [
-            max((o - 1) * s + k - n, 0) for o, s, k, n in zip(out, stride, kernel, size)
-        ]
-    else:
-        out = [(n - k) // s + 1 for n, k, s in zip(size, kernel, stride)]
-        pads = [0, 0]
+        axes = zip(images.shape[1:3], kernel, stride)
+        pads = [max((-(-n // s) - 1) * s + k - n, 0) for n, k, s in axes]
     padded = np.pad(images, [(0, 0), *[(p // 2, p - p // 2) for p in pads], (0, 0)])
-    result = np.zeros((batch, *out, weight.shape[3]))
-    for b, i, j in itertools.product(range(batch), range(out[0]), range(out[1])):
-        top, left = i * stride[0], j * stride[1]
-        window = padded[b, top : top + kernel[0], left : left + kernel[1]]
-        result[b, i, j] = np.tensordot(window, weight, 3)
-    return result
+    return np.einsum("bhwikl,klio->bhwo", windows_of(padded, kernel, stride), weight)
 
 
 CONVS = [
@@ -260,29 +285,29 @@ CONVS = [
 ]
 
 
+def pair(value):
+    return value if isinstance(value, tuple) else (value, value)
+
+
 def conv_case(batch, height, width, channels, features, kernel, stride):
     params = pe.conv_init(jax.random.key(1), channels, features, kernel)
     params = params._replace(bias=jnp.asarray(randn(2, features)))
     images = jnp.asarray(randn(3, batch, height, width, channels))
-    pair = stride if isinstance(stride, tuple) else (stride, stride)
-    return params, images, pair
+    return params, images, pair(stride)
 
 
+@pytest.mark.parametrize("form", [pe._conv_patches, pe._conv_library])
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
 @pytest.mark.parametrize("case", CONVS, ids=str)
-def test_conv_equals_numpy_loops(case, padding):
+def test_both_forms_of_conv_equal_numpy(case, padding, form):
     params, images, stride = conv_case(*case)
-    conv = jax.jit(functools.partial(pe.conv, stride=case[-1], padding=padding))
-    outputs = conv(params, images)
-    expected = conv_by_loops(
-        np.asarray(images), np.asarray(params.weight), stride, padding
-    ) + np.asarray(params.bias)
-    assert outputs.shape == expected.shape
-    assert_allclose(outputs, expected, atol=1e-5)
-    no_bias = conv(params._replace(bias=None), images)
-    assert_allclose(
-        outputs - no_bias, np.broadcast_to(params.bias, outputs.shape), 1e-4
+    outputs = jax.jit(functools.partial(form, stride=stride, padding=padding))(
+        images, params.weight
     )
+    expected = conv_by_windows(
+        *map(np.asarray, (images, params.weight)), stride, padding
+    )
+    assert_close(outputs, expected)
 
 
 def conv_library(params, images, stride, padding):
@@ -290,38 +315,24 @@ def conv_library(params, images, stride, padding):
     outputs = jax.lax.conv_general_dilated(
         images, params.weight, stride, padding, dimension_numbers=dims
     )
-    if params.bias is None:
-        return outputs
-    return outputs + jnp.reshape(params.bias, (1, 1, 1, -1))
+    bias = 0 if params.bias is None else params.bias[None, None, None]
+    return outputs + bias
+
+
+def with_gradients(f):
+    """Return f(params, x) and both gradients of the sum of its sines."""
+    grads = jax.grad(lambda p, x: jnp.sin(f(p, x)).sum(), argnums=(0, 1))
+    return jax.jit(lambda p, x: (f(p, x), grads(p, x)))
 
 
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
 @pytest.mark.parametrize("case", CONVS, ids=str)
-def test_conv_gradients_equal_the_library_convolutions(case, padding):
-    params, images, stride = conv_case(*case)
-
-    def grads(f):
-        return jax.jit(jax.grad(lambda p, x: jnp.sin(f(p, x)).sum(), argnums=(0, 1)))
-
-    ours = grads(lambda p, x: pe.conv(p, x, stride=stride, padding=padding))
-    theirs = grads(lambda p, x: conv_library(p, x, stride, padding))
-    jax.tree.map(
-        lambda a, b: assert_allclose(a, b, atol=1e-4, rtol=1e-4),
-        ours(params, images),
-        theirs(params, images),
-    )
-
-
-@pytest.mark.parametrize("padding", ["SAME", "VALID"])
-@pytest.mark.parametrize("case", CONVS, ids=str)
-def test_both_forms_of_conv_agree(case, padding):
-    params, images, stride = conv_case(*case)
-    patches, library = (
-        jax.jit(functools.partial(form, stride=stride, padding=padding))
-        for form in (pe._conv_patches, pe._conv_library)
-    )
-    args = images, params.weight
-    assert_allclose(patches(*args), library(*args), atol=1e-5)
+def test_conv_and_its_gradients_equal_the_library_convolutions(case, padding):
+    params, images, pair_of_strides = conv_case(*case)
+    ours = functools.partial(pe.conv, stride=case[-1], padding=padding)
+    theirs = functools.partial(conv_library, stride=pair_of_strides, padding=padding)
+    results, expected = (with_gradients(f)(params, images) for f in (ours, theirs))
+    assert_close(results, expected)
 
 
 AROUND = {
@@ -335,58 +346,47 @@ AROUND = {
 @pytest.mark.parametrize("case", [CONVS[3], CONVS[8]], ids=str)
 def test_conv_and_its_gradients_inside(case, around):
     params, images, stride = conv_case(*case)
-    stacked = jnp.stack([images, 2 * images])
-
-    def mapped(f, around):
-        def value_and_grads(x):
-            loss = lambda p, x: jnp.sin(f(p, x)).sum()  # noqa: E731
-            return f(params, x), jax.grad(loss, argnums=(0, 1))(params, x)
-
-        return around(value_and_grads)(stacked)
-
-    ours = mapped(lambda p, x: pe.conv(p, x, stride=stride), AROUND[around])
-    theirs = mapped(lambda p, x: conv_library(p, x, stride, "SAME"), AROUND["vmap"])
-    close = functools.partial(assert_allclose, atol=1e-4, rtol=1e-4)
-    jax.tree.map(close, ours, theirs)
+    ours = with_gradients(functools.partial(pe.conv, stride=stride))
+    theirs = with_gradients(lambda p, x: conv_library(p, x, stride, "SAME"))
+    inside = AROUND[around](functools.partial(ours, params))
+    expected = [theirs(params, x) for x in (images, 2 * images)]
+    expected = jax.tree.map(lambda *x: jnp.stack(x), *expected)
+    assert_close(inside(jnp.stack([images, 2 * images])), expected)
 
 
-@pytest.mark.parametrize("chunk_bytes", [0, 2000])
+@pytest.mark.parametrize("chunk_bytes", [1, 2000])
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
 def test_conv_in_chunks_of_the_batch(padding, chunk_bytes, monkeypatch):
     monkeypatch.setattr(pe, "_FEW_BYTES", 0)
-    monkeypatch.setattr(pe, "_CHUNK_BYTES", max(chunk_bytes, 1))
+    monkeypatch.setattr(pe, "_CHUNK_BYTES", chunk_bytes)
     params, images, stride = conv_case(5, *CONVS[3][1:])
+    args = params, images
 
     def results(f):
-        loss = lambda p, x: jnp.sin(f(p, x)).sum()  # noqa: E731
-        forward = jax.jvp(loss, (params, images), (params, images))
-        return f(params, images), forward, jax.grad(loss, (0, 1))(params, images)
+        forward = jax.jvp(lambda p, x: jnp.sin(f(p, x)).sum(), args, args)
+        return forward, with_gradients(f)(*args)
 
-    ours = lambda p, x: pe.conv(p, x, stride=stride, padding=padding)  # noqa: E731
-    theirs = lambda p, x: conv_library(p, x, stride, padding)  # noqa: E731
-    close = functools.partial(assert_allclose, atol=1e-4, rtol=1e-4)
-    jax.tree.map(close, results(ours), results(theirs))
-    assert "scan" in str(jax.make_jaxpr(ours)(params, images))
+    ours = functools.partial(pe.conv, stride=stride, padding=padding)
+    theirs = functools.partial(conv_library, stride=stride, padding=padding)
+    assert_close(results(ours), results(theirs))
+    assert "scan" in str(jax.make_jaxpr(ours)(*args))
 
 
 def test_conv_forms_few_patches_at_a_time():
-    def temporaries(batch):
-        conv = pe.conv_init(jax.random.key(0), 32, 64)
-        images = jax.ShapeDtypeStruct((batch, 14, 14, 32), np.float32)
-        program = jax.jit(pe.conv).lower(conv, images).compile()
-        return program.memory_analysis().temp_size_in_bytes
-
-    image = 14 * 14 * 64 * 4  # an output, kept besides
-    assert temporaries(512) < 2 * pe._CHUNK_BYTES + 512 * 2 * image
+    conv = pe.conv_init(jax.random.key(0), 32, 64)
+    images = jax.ShapeDtypeStruct((512, 14, 14, 32), np.float32)
+    program = jax.jit(pe.conv).lower(conv, images).compile()
+    outputs = 512 * 14 * 14 * 64 * 4  # kept besides, with one copy
+    used = program.memory_analysis().temp_size_in_bytes
+    assert used < 2 * pe._CHUNK_BYTES + 2 * outputs
 
 
 def test_conv_is_a_matrix_product_on_cpu():
-    params, images, _ = conv_case(*CONVS[2])
-    loss = lambda p, x: pe.conv(p, x).sum()  # noqa: E731
-    program = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, images).compile()
-    assert " convolution(" not in program.as_text()
-    library = jax.jit(lambda p, x: conv_library(p, x, (1, 1), "SAME"))
-    assert " convolution(" in library.lower(params, images).compile().as_text()
+    params, images, stride = conv_case(*CONVS[2])
+    library = functools.partial(conv_library, stride=stride, padding="SAME")
+    for conv, has in (pe.conv, False), (library, True):
+        program = with_gradients(conv).lower(params, images).compile().as_text()
+        assert (" convolution(" in program) == has
 
 
 def test_conv_promotes_integers_and_keeps_half_precision():
@@ -397,21 +397,22 @@ def test_conv_promotes_integers_and_keeps_half_precision():
 
 
 def test_init_has_zero_bias_and_the_variance_of_he():
-    params = pe.conv_init(jax.random.key(0), 16, 64, 5)
-    assert params.weight.shape == (5, 5, 16, 64)
-    assert_allclose(params.weight.std(), np.sqrt(2 / (5 * 5 * 16)), rtol=0.02)
-    assert not params.bias.any() and params.bias.shape == (64,)
+    for params, shape in [
+        (pe.conv_init(jax.random.key(0), 16, 64, 5), (5, 5, 16, 64)),
+        (pe.dense_init(jax.random.key(0), 400, 100), (400, 100)),
+    ]:
+        assert params.weight.shape == shape
+        he = np.sqrt(2 / np.prod(shape[:-1]))
+        assert_allclose(params.weight.std(), he, rtol=0.02)  # of 25,600 draws or more
+        assert not params.bias.any() and params.bias.shape == shape[-1:]
     assert pe.conv_init(jax.random.key(0), 1, 2, (2, 3), bias=False).bias is None
-    params = pe.dense_init(jax.random.key(0), 400, 100)
-    assert_allclose(params.weight.std(), np.sqrt(2 / 400), rtol=0.02)
-    assert not params.bias.any() and params.bias.shape == (100,)
 
 
 def test_dense_equals_numpy():
-    params = pe.Dense(jnp.asarray(randn(0, 3, 4)), jnp.asarray(randn(1, 4)))
-    inputs = randn(2, 2, 5, 3)
-    expected = np.einsum("abi,io->abo", inputs, params.weight) + np.asarray(params.bias)
-    assert_allclose(pe.dense(params, jnp.asarray(inputs)), expected, rtol=1e-5)
+    weight, bias, inputs = randn(0, 3, 4), randn(1, 4), randn(2, 2, 5, 3)
+    params = pe.Dense(jnp.asarray(weight), jnp.asarray(bias))
+    expected = np.einsum("abi,io->abo", inputs, weight) + bias
+    assert_close(pe.dense(params, inputs), expected)
 
 
 @pytest.mark.parametrize(
@@ -420,25 +421,11 @@ def test_dense_equals_numpy():
 @pytest.mark.parametrize(
     "window, stride", [(2, None), (3, 2), ((2, 3), (3, 1)), (3, 4)]
 )
-def test_pool_equals_numpy_loops(pool, reduce, window, stride):
+def test_pool_equals_numpy(pool, reduce, window, stride):
     images = randn(0, 2, 7, 9, 3)
-    kh, kw = window if isinstance(window, tuple) else (window, window)
-    stride_ = window if stride is None else stride
-    sh, sw = stride_ if isinstance(stride_, tuple) else (stride_, stride_)
-    expected = np.stack(
-        [
-            np.stack(
-                [
-                    reduce(images[:, i : i + kh, j : j + kw], axis=(1, 2))
-                    for j in range(0, 9 - kw + 1, sw)
-                ],
-                axis=1,
-            )
-            for i in range(0, 7 - kh + 1, sh)
-        ],
-        axis=1,
-    )
-    assert_allclose(pool(jnp.asarray(images), window, stride=stride), expected, 1e-5)
+    windows = windows_of(images, pair(window), pair(stride or window))
+    expected = reduce(windows, axis=(-2, -1))
+    assert_close(pool(jnp.asarray(images), window, stride=stride), expected)
 
 
 def test_max_pool_sends_the_gradient_to_the_largest():
@@ -447,10 +434,6 @@ def test_max_pool_sends_the_gradient_to_the_largest():
     assert grads.sum() == 4
     largest = np.sort(pe.max_pool(images).ravel())
     assert_array_equal(np.sort(images[grads == 1]), largest)
-
-
-def batch_norm_by_numpy(x, scale, bias, mean, var, eps):
-    return scale * (x - mean) / np.sqrt(var + eps) + bias
 
 
 @pytest.mark.parametrize("scale", [True, False])
@@ -462,20 +445,21 @@ def test_batch_norm_equals_numpy_in_training_and_in_evaluation(shape, scale):
     stats = pe.BatchStats(jnp.asarray(randn(2, 3)), jnp.asarray(randn(3, 3) ** 2))
     x = (2 + 3 * randn(0, *shape)).astype(np.float64)
     gamma = np.asarray(params.scale) if scale else 1.0
-    bias = np.asarray(params.bias)
+
+    def normalized(mean, var, eps):
+        return gamma * (x - mean) / np.sqrt(var + eps) + np.asarray(params.bias)
+
     outputs, kept = pe.batch_norm(params, stats, jnp.float32(x), training=False)
-    expected = batch_norm_by_numpy(x, gamma, bias, *map(np.asarray, stats), 1e-3)
-    assert_allclose(outputs, expected, rtol=1e-4, atol=1e-5)
+    assert_close(outputs, normalized(*map(np.asarray, stats), 1e-3))
     assert leaves_equal(kept, stats)
 
     rows = x.reshape(-1, 3)
     mean, var = rows.mean(axis=0), rows.var(axis=0)
     options = dict(training=True, momentum=0.8, eps=0.01)
     outputs, new = pe.batch_norm(params, stats, jnp.float32(x), **options)
-    expected = batch_norm_by_numpy(x, gamma, bias, mean, var, 0.01)
-    assert_allclose(outputs, expected, rtol=1e-4, atol=1e-5)
-    assert_allclose(new.mean, 0.8 * stats.mean + 0.2 * mean, rtol=1e-5)
-    assert_allclose(new.var, 0.8 * stats.var + 0.2 * var, rtol=1e-5)
+    assert_close(outputs, normalized(mean, var, 0.01))
+    expected = 0.8 * stats.mean + 0.2 * mean, 0.8 * stats.var + 0.2 * var
+    assert_close(new, pe.BatchStats(*expected))
 
     # The gradient in closed form (Ioffe and Szegedy 2015, section 3).
     dy = randn(4, *shape)
@@ -487,7 +471,7 @@ def test_batch_norm_equals_numpy_in_training_and_in_evaluation(shape, scale):
     d = gamma * dy.reshape(-1, 3)
     d = d - d.mean(axis=0) - normal * (d * normal).mean(axis=0)
     expected = (d / np.sqrt(var + 0.01)).reshape(shape)
-    assert_allclose(jax.grad(loss)(jnp.float32(x)), expected, rtol=1e-3, atol=1e-5)
+    assert_close(jax.grad(loss)(jnp.float32(x)), expected)
 
 
 def test_batch_norm_keeps_half_precision_and_float32_statistics():
@@ -495,53 +479,54 @@ def test_batch_norm_keeps_half_precision_and_float32_statistics():
     x = jnp.asarray(100 + randn(0, 64, 3), jnp.bfloat16)
     outputs, new = pe.batch_norm(params, stats, x, training=True, momentum=0)
     assert outputs.dtype == jnp.bfloat16 and new.var.dtype == jnp.float32
-    assert_allclose(new.var, np.asarray(x, np.float64).var(axis=0), rtol=1e-3)
+    # A mean that is off by 1e-5 of 100 adds the square of that.
+    assert_close(new.var, np.asarray(x, np.float64).var(axis=0))
 
 
 def test_dropout_zeroes_a_fraction_and_keeps_the_expectation():
     x = jnp.asarray(1 + randn(0, 200, 100) ** 2)
-    kept = np.asarray(pe.dropout(jax.random.key(0), x, 0.3))
+    kept, other = (np.asarray(pe.dropout(jax.random.key(i), x, 0.3)) for i in range(2))
     zero = kept == 0
     assert abs(zero.mean() - 0.3) < 0.01
-    assert_allclose(kept[~zero], x[~zero] / 0.7, rtol=1e-6)
-    other = np.asarray(pe.dropout(jax.random.key(1), x, 0.3))
+    assert_close(kept[~zero], x[~zero] / 0.7)
     assert abs((zero & (other == 0)).mean() - 0.09) < 0.01
     assert_array_equal(pe.dropout(None, x, 0.3), x)
     assert_array_equal(pe.dropout(jax.random.key(0), x, 0), x)
 
 
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda p, x: pe.conv(p, x[..., :1]), "have 1 channels; the kernel"),
-        (lambda p, x: pe.conv(p, x, padding="same"), "'same'; expected 'SAME' or"),
-        (lambda p, x: pe.conv(p, x[0]), r"\(5, 5, 2\); expected \[B, H, W, I\]"),
-        (lambda p, x: pe.conv(p, x, stride=0), "stride is 0; expected an int >= 1"),
-        (lambda p, x: pe.conv(p, x, stride=1.5), "stride is 1.5"),
-        (lambda p, x: pe.conv(p, x[:, :2], padding="VALID"), "window of 3x3 does not"),
-        (lambda p, x: pe.avg_pool(x, 6), "window of 6x6 does not fit images of 5x5"),
-        (lambda p, x: pe.max_pool(x, (1, 2, 3)), r"window is \(1, 2, 3\)"),
-        (
-            lambda p, x: pe.dense(pe.dense_init(jax.random.key(0), 3, 1), x),
-            "have 2 features; the weight of shape",
-        ),
-        (
-            lambda p, x: pe.batch_norm(*pe.batch_norm_init(3), x, training=True),
-            r"shape \(1, 5, 5, 2\) do not have the 3 channels",
-        ),
-        (lambda p, x: pe.dropout(jax.random.key(0), x, 1), "rate is 1; expected 0 <="),
-        (lambda p, x: pe.dropout(None, x, -0.1), "rate is -0.1"),
-    ],
+CONV = pe.Conv(np.ones((3, 3, 2, 3), np.float32), None)
+DENSE = pe.Dense(np.ones((3, 1), np.float32), np.zeros(1, np.float32))
+ONES = np.ones((1, 5, 5, 2), np.float32)
+NORM = pe.BatchNorm(None, np.zeros(3)), pe.BatchStats(np.zeros(3), np.ones(3))
+
+
+test_layer_names_what_does_not_fit = refuses(
+    (lambda: pe.conv(CONV, ONES[..., :1]), "have 1 channels; the kernel"),
+    (lambda: pe.conv(CONV, ONES, padding="same"), "'same'; expected 'SAME' or"),
+    (lambda: pe.conv(CONV, ONES[0]), r"\(5, 5, 2\); expected \[B, H, W, I\]"),
+    (lambda: pe.conv(CONV, ONES, stride=0), "stride is 0; expected an int >= 1"),
+    (lambda: pe.conv(CONV, ONES, stride=1.5), "stride is 1.5"),
+    (lambda: pe.conv(CONV, ONES[:, :2], padding="VALID"), "window of 3x3 does not"),
+    (lambda: pe.avg_pool(ONES, 6), "window of 6x6 does not fit images of 5x5"),
+    (lambda: pe.max_pool(ONES, (1, 2, 3)), r"window is \(1, 2, 3\)"),
+    (lambda: pe.dense(DENSE, ONES), "have 2 features; the weight of shape"),
+    (
+        lambda: pe.batch_norm(*NORM, ONES, training=True),
+        r"shape \(1, 5, 5, 2\) do not have the 3 channels",
+    ),
+    (lambda: pe.dropout(None, ONES, 1), "rate is 1; expected 0 <="),
+    (lambda: pe.dropout(None, ONES, -0.1), "rate is -0.1"),
 )
-def test_layer_names_what_does_not_fit(call, message):
-    params = pe.conv_init(jax.random.key(0), 2, 3)
-    with pytest.raises(ValueError, match=message):
-        call(params, jnp.ones((1, 5, 5, 2)))
 
 
 # ---------------------------------------------------------------------------------
 # Networks
 # ---------------------------------------------------------------------------------
+
+
+def two_dense(params, x):
+    x = jax.nn.relu(x @ params.dense1.weight + params.dense1.bias[None])
+    return x @ params.dense2.weight + params.dense2.bias[None]
 
 
 def test_cnn_is_the_guides_network():
@@ -557,10 +542,9 @@ def test_cnn_is_the_guides_network():
     def network(params, images):
         x = pool(jax.nn.relu(conv_library(params.conv1, images, (1, 1), "SAME")))
         x = pool(jax.nn.relu(conv_library(params.conv2, x, (1, 1), "SAME")))
-        x = x.reshape(3, -1) @ params.dense1.weight + params.dense1.bias[None]
-        return jax.nn.relu(x) @ params.dense2.weight + params.dense2.bias[None]
+        return two_dense(params, x.reshape(3, -1))
 
-    assert_allclose(jax.jit(pe.cnn)(params, images), network(params, images), atol=1e-4)
+    assert_close(jax.jit(pe.cnn)(params, images), network(params, images))
 
 
 def test_batch_norm_cnn_is_the_guides_network():
@@ -571,11 +555,10 @@ def test_batch_norm_cnn_is_the_guides_network():
     stats = jax.tree.map(lambda x: x + 0.1 * randn(x.size, x.size) ** 2, stats)
 
     def norm_relu(x, norm, used):
-        x = (x - used.mean[None, None, None]) / jnp.sqrt(used.var + 1e-3)[
-            None, None, None
-        ]
-        return jax.nn.relu(x + norm.bias[None, None, None])
+        mean, var, bias = (leaf[None, None, None] for leaf in (*used, norm.bias))
+        return jax.nn.relu((x - mean) / jnp.sqrt(var + 1e-3) + bias)
 
+    @functools.partial(jax.jit, static_argnums=0)
     def network(stats_of):
         p = params
         x = conv_library(p.conv1, images, (1, 1), "SAME")
@@ -585,25 +568,20 @@ def test_batch_norm_cnn_is_the_guides_network():
         x = norm_relu(x, p.norm2, stats_of(1, x))
         x = conv_library(p.conv3, x, (2, 2), "SAME")
         assert x.shape == (5, 6, 6, 32)
-        x = norm_relu(x, p.norm3, stats_of(2, x)).mean(axis=(1, 2))
-        x = jax.nn.relu(x @ p.dense1.weight + p.dense1.bias[None])
-        return x @ p.dense2.weight + p.dense2.bias[None]
+        return two_dense(p, norm_relu(x, p.norm3, stats_of(2, x)).mean(axis=(1, 2)))
 
     forward = jax.jit(pe.batch_norm_cnn, static_argnames="dropout_rate")
-    network = jax.jit(network, static_argnums=0)
     logits, kept = forward(params, stats, images)
-    assert_allclose(logits, network(lambda i, x: stats[i]), atol=1e-4)
+    assert_close(logits, network(lambda i, x: stats[i]))
     assert leaves_equal(kept, stats)
-
-    def of_batch(i, x):
-        return pe.BatchStats(x.mean(axis=(0, 1, 2)), x.var(axis=(0, 1, 2)))
 
     key = jax.random.key(1)
     logits, new = forward(params, stats, images, key, dropout_rate=0)
-    assert_allclose(logits, network(of_batch), atol=1e-4)
+    expected = network(lambda i, x: pe.BatchStats(x.mean((0, 1, 2)), x.var((0, 1, 2))))
+    assert_close(logits, expected)
     assert not any(np.allclose(a.mean, b.mean) for a, b in zip(new, stats))
     dropped, _ = forward(params, stats, images, key)
-    assert not np.allclose(dropped, logits)
+    assert not np.allclose(dropped, logits, rtol=0.01)
 
 
 # ---------------------------------------------------------------------------------
@@ -615,11 +593,9 @@ def test_cross_entropy_equals_numpy_and_is_stable():
     logits, labels = randn(0, 6, 4), np.array([0, 1, 2, 3, 0, 1])
     probs = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     expected = [-np.log(p[i]) for p, i in zip(probs, labels)]
-    assert_allclose(pe.softmax_cross_entropy(logits, labels), expected, rtol=1e-5)
-    far = pe.softmax_cross_entropy(
-        jnp.array([[1e4, 0.0], [1e4, 0.0]]), np.array([0, 1])
-    )
-    assert_allclose(far, [0, 1e4])
+    assert_close(pe.softmax_cross_entropy(logits, labels), np.array(expected))
+    far = pe.softmax_cross_entropy(np.float32([[1e4, 0], [1e4, 0]]), np.array([0, 1]))
+    assert_allclose(far, [0, 1e4], rtol=1e-6, atol=1e-6)  # the first, of log(1)
 
 
 @pytest.mark.parametrize("label", [-1, 4, 255])
@@ -633,51 +609,37 @@ def test_accuracy_counts_the_largest():
     assert pe.accuracy(logits, jnp.array([1, 0, 0, 1])) == 0.5
 
 
-@pytest.mark.parametrize("metric", [pe.softmax_cross_entropy, pe.accuracy])
-def test_metric_refuses_labels_of_another_form(metric):
-    with pytest.raises(ValueError, match=r"labels have shape \(3, 1\); logits of"):
-        metric(jnp.zeros((3, 4)), jnp.zeros((3, 1), int))
-    with pytest.raises(ValueError, match=r"labels have shape \(3, 4\)"):  # one-hot
-        metric(jnp.zeros((3, 4)), jnp.zeros((3, 4)))
-    with pytest.raises(ValueError, match="labels are float32; expected integers"):
-        metric(jnp.zeros((3, 4)), jnp.zeros(3))
+def random_probs(seed, *shape):
+    return np.random.default_rng(seed).dirichlet(0.3 * np.ones(shape[-1]), shape[:-1])
+
+
+def bins_by_loops(probs, labels):
+    """Put (confidence, whether it is right) of each example into one of 15 bins."""
+    bins = [[] for _ in range(15)]
+    for p, label in zip(probs, labels):
+        confidence, guess = max(p), list(p).index(max(p))
+        bins[min(int(confidence * 15), 14)].append((confidence, guess == label))
+    return bins
 
 
 def scores_by_loops(probs, labels):
     """Compute the four scores one example at a time."""
-    nll = brier = hits = 0.0
-    bins = [[] for _ in range(15)]
-    for p, label in zip(probs, labels):
-        confidence, guess = max(p), list(p).index(max(p))
-        hits += guess == label
-        nll -= np.log(p[label])
-        brier += sum((p[c] - (c == label)) ** 2 for c in range(len(p)))
-        bins[min(int(confidence * 15), 14)].append((guess == label, confidence))
-    ece = sum(
-        len(b) * abs(np.mean([x[0] for x in b]) - np.mean([x[1] for x in b]))
-        for b in bins
-        if b
-    )
+    pairs = list(zip(probs, labels))
+    nll = -sum(np.log(p[label]) for p, label in pairs)
+    brier = sum((x - (c == label)) ** 2 for p, label in pairs for c, x in enumerate(p))
+    sums = [np.sum(b, axis=0) for b in bins_by_loops(probs, labels) if b]
+    hits = sum(right for _, right in sums)
+    ece = sum(abs(right - confidence) for confidence, right in sums)
     return [x / len(probs) for x in (hits, nll, brier, ece)]
 
 
-def random_probs(seed, *shape):
-    probs = np.random.default_rng(seed).dirichlet(0.3 * np.ones(shape[-1]), shape[:-1])
-    return probs
-
-
 def test_report_equals_loops_for_members_ensemble_and_sizes():
-    probs, labels = (
-        random_probs(0, 3, 200, 5),
-        np.random.default_rng(1).integers(5, size=200),
-    )
+    probs, labels = random_probs(0, 3, 200, 5), np.arange(200) % 5
     report = pe.ensemble_report(probs, labels)
     sizes = [probs[:k].mean(axis=0) for k in (1, 2, 3)]
-    for scores, expected in [
-        (report["ensemble"], probs.mean(axis=0)),
-        *zip(report["member"], probs),
-        *zip(report["by_size"], sizes),
-    ]:
+    assert report["ensemble"] == report["by_size"][-1]
+    all_scores, all_probs = report["member"] + report["by_size"], [*probs, *sizes]
+    for scores, expected in zip(all_scores, all_probs, strict=True):
         assert_allclose(list(scores.values()), scores_by_loops(expected, labels))
     guesses = probs.argmax(axis=2)
     pairs = [(0, 1), (0, 2), (1, 2)]
@@ -735,9 +697,9 @@ def test_report_agrees_with_scikit_learn_and_torchmetrics():
 
 
 def test_uncertainty_of_each_example_averages_to_the_reports():
-    probs = random_probs(0, 3, 50, 5)
+    probs, labels = random_probs(0, 3, 50, 5), np.arange(50) % 5
     probs[:, 0] = probs[0, 0]
-    report = pe.ensemble_report(probs, np.zeros(50, int))
+    report = pe.ensemble_report(probs, labels)
     entropy, information = pe.predictive_entropy(probs), pe.mutual_information(probs)
     assert entropy.shape == information.shape == (50,)
     assert_allclose(entropy.mean(), report["predictive_entropy"])
@@ -750,26 +712,13 @@ def test_uncertainty_of_each_example_averages_to_the_reports():
 def test_auroc_counts_pairs_and_agrees_with_scikit_learn():
     inside, outside = [0.1, 0.4, 0.35, 0.8, 0.35, 0.2], [0.9, 0.4, 0.55, 0.35, 0.7]
     # roc_auc_score of scikit-learn 1.9.1; BinaryAUROC of TorchMetrics 1.9.0 to 1e-7
-    assert_allclose(pe.auroc(inside, outside), 0.7833333333333333, rtol=1e-15)
+    assert_allclose(pe.auroc(inside, outside), 0.7833333333333333, rtol=1e-12)
     rng = np.random.default_rng(0)
     inside, outside = rng.integers(9, size=40), rng.integers(3, 12, size=31)
     pairs = list(itertools.product(inside, outside))
     expected = np.mean([(b > a) + 0.5 * (b == a) for a, b in pairs])
     assert_allclose(pe.auroc(inside, outside), expected)
     assert pe.auroc([0, 1], [2, np.inf]) == 1 and pe.auroc([2], [1]) == 0
-
-
-@pytest.mark.parametrize(
-    "scores, message",
-    [
-        (([], [1.0]), r"scores_in have shape \(0,\)"),
-        (([1.0], [[1.0]]), r"scores_out have shape \(1, 1\)"),
-        (([1.0], [1.0, np.nan]), r"scores_out have shape \(2,\) and 1 nan"),
-    ],
-)
-def test_auroc_refuses(scores, message):
-    with pytest.raises(ValueError, match=message):
-        pe.auroc(*scores)
 
 
 @pytest.mark.parametrize(
@@ -787,39 +736,39 @@ def test_calibration_bins_hold_their_lower_edge(confidences, correct, error):
 
 
 def test_reliability_counts_and_averages_each_bin():
-    probs, labels = (
-        random_probs(0, 300, 4),
-        np.random.default_rng(1).integers(4, size=300),
-    )
+    probs, labels = random_probs(0, 300, 4), np.arange(300) % 4
     probs[0] = [0, 0, 1, 0]
-    bins = [[] for _ in range(15)]
-    for p, label in zip(probs, labels):
-        bins[min(int(max(p) * 15), 14)].append((max(p), p.argmax() == label))
-    counts, confidence, accuracy = pe.reliability(probs, labels)
+    bins = bins_by_loops(probs, labels)
+    counts, *means = pe.reliability(probs, labels)
     assert counts.tolist() == [len(b) for b in bins] and 0 in counts
-    for b, x, y in zip(bins, confidence, accuracy):
-        assert_allclose((x, y), np.mean(b, axis=0) if b else (np.nan, np.nan))
-    with pytest.raises(ValueError, match=r"labels have shape \(3,\)"):
-        pe.reliability(probs, labels[:3])
+    expected = [np.mean(b, axis=0) if b else (np.nan, np.nan) for b in bins]
+    assert_allclose(np.transpose(means), expected)
 
 
-@pytest.mark.parametrize(
-    "probs, labels, message",
-    [
-        (np.ones((2, 3)), [0, 0], r"shape \(2, 3\) and labels \(2,\); expected"),
-        (np.ones((1, 2, 1)), [0], r"shape \(1, 2, 1\) and labels \(1,\)"),
-        (np.ones((1, 0, 1)), [], "none of them empty"),
-        (np.full((1, 2, 2), 0.5), [0, 2], r"labels lie in 0..2; 2 classes take 0..1"),
-        (np.full((1, 2, 2), 0.5), [0, -1], r"labels lie in -1..0"),
-        (np.full((1, 2, 2), 0.5), [0.0, 1.0], "labels are float64"),
-        (np.full((1, 2, 2), 0.6), [0, 1], "member 0, example 0: probabilities"),
-        ([[[0.5, 0.5], [np.nan, 1]]], [0, 1], "member 0, example 1.*distribution"),
-        ([[[1.5, -0.5]]], [0], "pass softmax"),
-    ],
+ONE_HOT, COLUMN, HALVES = np.eye(4)[:3], np.zeros((3, 1), int), np.full((1, 2, 2), 0.5)
+
+test_metric_names_what_does_not_fit = refuses(
+    (lambda: pe.softmax_cross_entropy(ONE_HOT, COLUMN), r"have shape \(3, 1\); logits"),
+    (lambda: pe.softmax_cross_entropy(ONE_HOT, ONE_HOT), r"labels have shape \(3, 4\)"),
+    (lambda: pe.accuracy(ONE_HOT, COLUMN), r"labels have shape \(3, 1\)"),
+    (
+        lambda: pe.accuracy(ONE_HOT, np.zeros(3)),
+        "labels are float64; expected integers",
+    ),
+    (lambda: pe.reliability(ONE_HOT, COLUMN), r"labels have shape \(3, 1\)"),
+    (lambda: pe.ensemble_report(ONE_HOT, [0]), r"\(3, 4\) and labels \(1,\); expected"),
+    (lambda: pe.ensemble_report(HALVES, [0]), r"\(1, 2, 2\) and labels \(1,\)"),
+    (lambda: pe.ensemble_report(HALVES[:, :0], []), "none of them empty"),
+    (lambda: pe.ensemble_report(HALVES, [0, 2]), "in 0..2; 2 classes take 0..1"),
+    (lambda: pe.ensemble_report(HALVES, [0, -1]), "labels lie in -1..0"),
+    (lambda: pe.ensemble_report(HALVES, [0.0, 1.0]), "labels are float64"),
+    (lambda: pe.ensemble_report(HALVES + 0.1, [0, 1]), "0, example 0: probabilities"),
+    (lambda: pe.ensemble_report(HALVES * [[1], [np.nan]], [0, 1]), "example 1: prob"),
+    (lambda: pe.ensemble_report([[[1.5, -0.5]]], [0]), "pass softmax"),
+    (lambda: pe.auroc([], [1.0]), r"scores_in have shape \(0,\)"),
+    (lambda: pe.auroc([1.0], [[1.0]]), r"scores_out have shape \(1, 1\)"),
+    (lambda: pe.auroc([1.0], [1, np.nan]), r"scores_out have shape \(2,\) and 1 nan"),
 )
-def test_report_refuses(probs, labels, message):
-    with pytest.raises(ValueError, match=message):
-        pe.ensemble_report(probs, np.array(labels, int if not labels else None))
 
 
 # ---------------------------------------------------------------------------------
@@ -827,29 +776,48 @@ def test_report_refuses(probs, labels, message):
 # ---------------------------------------------------------------------------------
 
 
-def assert_equal_steps(ours, theirs, **tolerance):
-    params = {"w": jnp.asarray(randn(0, 3, 2)), "b": jnp.zeros(2)}
-    a, b, state_a, state_b = params, params, ours.init(params), theirs.init(params)
-    for step in range(8):
-        grads = {"w": jnp.asarray(randn(step, 3, 2)), "b": jnp.asarray(randn(step, 2))}
-        updates, state_a = ours.update(grads, state_a, a)
-        a = pe.apply_updates(a, updates)
-        updates, state_b = theirs.update(grads, state_b, b)
-        b = optax.apply_updates(b, updates)
-        jax.tree.map(lambda x, y: assert_allclose(x, y, **tolerance), a, b)
-    assert state_a.num_steps == 8
+RATES = {"constant": 0.1, "linear": pe.linear_schedule(0.3, 8)}
+OPTIONS = [
+    *[("sgd", dict(momentum=m, nesterov=n)) for m in (0.0, 0.9) for n in (False, True)],
+    ("adam", {}),
+    ("adam", dict(b1=0.5, b2=0.9, eps=0.1)),
+    ("adam", dict(b1=0, b2=0)),
+]
 
 
-RATES = [0.1, pe.linear_schedule(0.3, 8)]
+def steps_of(optimizer, apply_updates):
+    """Return the parameters after each of eight steps, and the optimizer's state."""
+    params, steps = {"w": jnp.asarray(randn(0, 3, 2)), "b": jnp.zeros(2)}, []
+    state = optimizer.init(params)
+    for i in range(8):
+        grads = {"w": jnp.asarray(randn(i, 3, 2)), "b": jnp.asarray(randn(i, 2))}
+        updates, state = optimizer.update(grads, state, params)
+        params = apply_updates(params, updates)
+        steps.append(params)
+    return steps, state
 
 
-@pytest.mark.parametrize("rate", RATES, ids=["constant", "linear"])
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_sgd_equals_optax_step_by_step(momentum, nesterov, rate):
-    theirs = optax.sgd(rate, momentum, nesterov=nesterov)
-    ours = pe.sgd(rate, momentum, nesterov=nesterov)
-    assert_equal_steps(ours, theirs, rtol=1e-6, atol=1e-7)
+@pytest.mark.parametrize("rate", RATES)
+@pytest.mark.parametrize("name, options", OPTIONS, ids=str)
+def test_optimizer_equals_optax_step_by_step(name, options, rate):
+    make, like = getattr(pe, name), getattr(optax, name)
+    steps, state = steps_of(make(RATES[rate], **options), pe.apply_updates)
+    assert state.num_steps == 8
+    expected, _ = steps_of(like(RATES[rate], **options), optax.apply_updates)
+    assert_close(steps, expected)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam"])
+def test_our_optimizer_drops_into_an_optax_step(name):
+    options = dict(momentum=0.9) if name == "sgd" else {}
+
+    def clipped(module):
+        clip = optax.clip_by_global_norm(0.5)
+        init, update = optax.chain(clip, getattr(module, name)(0.1, **options))
+        steps = optax.GradientTransformation(init, jax.jit(update))
+        return steps_of(steps, optax.apply_updates)[0]
+
+    assert_close(clipped(pe), clipped(optax))
 
 
 def test_sgd_accumulates_velocity_outside_the_rate():
@@ -860,103 +828,57 @@ def test_sgd_accumulates_velocity_outside_the_rate():
     assert (first, second, state.velocity) == (-1, -0.5 * 1.5, 1.5)
 
 
-def test_sgd_keeps_half_precision():
-    optimizer, params = pe.sgd(pe.linear_schedule(0.1, 4)), jnp.ones(3, jnp.bfloat16)
-    updates, state = optimizer.update(params, optimizer.init(params))
-    assert updates.dtype == state.velocity.dtype == jnp.bfloat16
+@pytest.mark.parametrize("make", [pe.sgd, pe.adam])
+def test_optimizer_keeps_half_precision(make):
+    optimizer, params = make(pe.linear_schedule(0.1, 4)), jnp.ones(3, jnp.bfloat16)
+    updates, (_, *state) = optimizer.update(params, optimizer.init(params))
+    assert {x.dtype for x in (updates, *state)} == {jnp.dtype(jnp.bfloat16)}
     assert pe.apply_updates(params, updates.astype(jnp.float32)).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("rate", [-0.1, np.nan, np.inf])
-def test_sgd_refuses_rate(rate):
-    with pytest.raises(ValueError, match=r"learning_rate is .*expected finite, >= 0"):
-        pe.sgd(rate)
-
-
-@pytest.mark.parametrize("momentum", [-0.1, 1.0, np.nan])
-def test_sgd_refuses_momentum(momentum):
-    with pytest.raises(ValueError, match="momentum is .*expected 0 <= momentum < 1"):
-        pe.sgd(0.1, momentum)
-
-
-@pytest.mark.parametrize(
-    "options", [{}, dict(b1=0.5, b2=0.9, eps=0.1), dict(b1=0, b2=0)], ids=str
-)
-@pytest.mark.parametrize("rate", RATES, ids=["constant", "linear"])
-def test_adam_equals_optax_step_by_step(rate, options):
-    theirs = optax.adam(rate, **options)
-    assert_equal_steps(pe.adam(rate, **options), theirs, rtol=1e-5, atol=1e-6)
-
-
-def test_adam_keeps_half_precision_and_stands_still_without_gradients():
-    optimizer, params = pe.adam(pe.linear_schedule(0.1, 4)), jnp.ones(3, jnp.bfloat16)
-    updates, state = optimizer.update(params, optimizer.init(params))
-    assert updates.dtype == state.mean.dtype == state.square.dtype == jnp.bfloat16
+def test_adam_stands_still_without_gradients():
     optimizer = pe.adam(0.1)
     updates, _ = optimizer.update(jnp.zeros(3), optimizer.init(jnp.ones(3)))
     assert_array_equal(updates, np.zeros(3))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [dict(learning_rate=-1), dict(learning_rate=np.nan)]
-    + [dict(learning_rate=0.1, **bad) for bad in ({"b1": 1}, {"b2": -1}, {"eps": -1})],
-    ids=str,
-)
-def test_adam_refuses(options):
-    with pytest.raises(
-        ValueError, match=r"is -1; expected|is nan; expected|expected \["
-    ):
-        pe.adam(**options)
-
-
-@pytest.mark.parametrize("make", [pe.sgd, pe.adam])
-def test_our_optimizer_drops_into_an_optax_step(make):
-    params = {"w": jnp.asarray(randn(0, 4))}
-    like = optax.sgd(0.1, momentum=0.9) if make is pe.sgd else optax.adam(0.1)
-    clip = optax.clip_by_global_norm(0.5)
-    ours, theirs = optax.chain(clip, make(0.1)), optax.chain(clip, like)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def step(update, params, opt_state):
-        grads = jax.grad(lambda p: jnp.sum(p["w"] ** 2))(params)
-        updates, opt_state = update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    a, b, state_a, state_b = params, params, ours.init(params), theirs.init(params)
-    for _ in range(5):
-        a, state_a = step(ours.update, a, state_a)
-        b, state_b = step(theirs.update, b, state_b)
-    assert_allclose(a["w"], b["w"], rtol=1e-5)
-    assert not np.allclose(a["w"], params["w"])
-
-
 @pytest.mark.parametrize("make", [pe.linear_schedule, pe.cosine_schedule])
 @pytest.mark.parametrize("warmup", [0, 0.15, 0.5])
 def test_schedule_rises_to_the_peak_and_falls_to_zero(make, warmup):
-    rates = np.array([make(0.4, 999, warmup=warmup)(step) for step in range(0, 999, 9)])
+    schedule = make(0.4, 999, warmup=warmup)
+    rates = np.array([schedule(step) for step in range(0, 999, 9)])
     assert rates.min() > 0
-    assert_allclose(rates.max(), 0.4, rtol=0.03)
+    assert_allclose(rates.max(), 0.4, rtol=0.03)  # 9 steps apart
     top = rates.argmax()
     assert abs(top / len(rates) - warmup) < 0.02
     assert (np.diff(rates[: top + 1]) > 0).all() and (np.diff(rates[top:]) < 0).all()
-    assert make(0.4, 999, warmup=warmup)(999) == make(0.4, 999)(5000) == 0
+    assert schedule(999) == schedule(5000) == 0
 
 
 def test_linear_and_cosine_are_what_their_names_say():
     # 99 steps are the inner points of 0, 0.01, ..., 1.
-    linear, cosine = pe.linear_schedule(1.0, 99, warmup=0.5), None
-    assert_allclose([linear(24), linear(49), linear(74)], [0.5, 1, 0.5], rtol=1e-6)
+    linear = pe.linear_schedule(1.0, 99, warmup=0.5)
+    assert_close([linear(24), linear(49), linear(74)], [0.5, 1, 0.5])
     cosine = pe.cosine_schedule(1.0, 99, warmup=0)
-    assert_allclose(cosine(24), (1 + np.cos(np.pi * 0.25)) / 2, rtol=1e-6)
+    assert_close(cosine(24), (1 + np.cos(np.pi * 0.25)) / 2)
 
 
-@pytest.mark.parametrize("num_steps, warmup", [(-1, 0.1), (10, 1.0), (10, -0.1)])
-def test_schedule_refuses(num_steps, warmup):
-    with pytest.raises(
-        ValueError, match=f"num_steps is {num_steps} and warmup {warmup}"
-    ):
-        pe.linear_schedule(0.1, num_steps, warmup=warmup)
+test_optimizer_names_what_does_not_fit = refuses(
+    (lambda: pe.sgd(-0.1), "learning_rate is -0.1; expected finite, >= 0"),
+    (lambda: pe.sgd(np.nan), "learning_rate is nan"),
+    (lambda: pe.sgd(np.inf), "learning_rate is inf"),
+    (lambda: pe.sgd(0.1, -0.1), "momentum is -0.1; expected 0 <= momentum < 1"),
+    (lambda: pe.sgd(0.1, 1.0), "momentum is 1.0"),
+    (lambda: pe.sgd(0.1, np.nan), "momentum is nan"),
+    (lambda: pe.adam(-1), "learning_rate is -1; expected finite, >= 0"),
+    (lambda: pe.adam(np.nan), "learning_rate is nan"),
+    (lambda: pe.adam(0.1, b1=1), r"1, 0.999 and 1e-08; expected \[0, 1\), \[0, 1\), "),
+    (lambda: pe.adam(0.1, b2=-1), "0.9, -1 and 1e-08"),
+    (lambda: pe.adam(0.1, eps=-1), "0.9, 0.999 and -1"),
+    (lambda: pe.linear_schedule(0.1, -1), "num_steps is -1 and warmup 0.15; expected"),
+    (lambda: pe.cosine_schedule(0.1, 9, warmup=1.0), "num_steps is 9 and warmup 1.0"),
+    (lambda: pe.linear_schedule(0.1, 9, warmup=-0.1), "is 9 and warmup -0.1"),
+)
 
 
 # ---------------------------------------------------------------------------------
@@ -972,63 +894,35 @@ def test_schedule_refuses(num_steps, warmup):
 @settings(max_examples=50, deadline=None)
 def test_merge_undoes_split_and_rows_keep_their_order(num_devices, rows, rest):
     shape = (num_devices * rows, *rest)
-    tree = {
-        "a": np.arange(np.prod(shape, dtype=int)).reshape(shape),
-        "b": [shape[0] * [7]],
-    }
-    tree["b"] = np.array(tree["b"][0], np.uint8)
+    numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    tree = {"a": numbers, "b": [np.full(shape[0], 7, np.uint8)]}
     parts = pe.split(tree, num_devices)
     assert parts["a"].shape == (num_devices, rows, *rest)
-    assert_array_equal(parts["a"].reshape(shape), tree["a"])
+    assert_array_equal(parts["a"].reshape(shape), numbers)
     assert leaves_equal(pe.merge(parts), tree)
 
 
 def test_split_defaults_to_the_local_devices_and_stays_on_the_host():
-    parts = pe.split((np.zeros((16, 3)), jnp.zeros(24), [1] * 0))
+    parts = pe.split((np.zeros((16, 3)), jnp.zeros(24)))
     assert parts[0].shape == (D, 2, 3) and isinstance(parts[0], np.ndarray)
     assert parts[1].shape == (D, 3) and isinstance(parts[1], jax.Array)
 
 
-def test_split_refuses_rows_that_do_not_divide():
-    with pytest.raises(
-        ValueError, match="130 does not split over 8.*multiple of 8, for"
-    ):
-        pe.split(np.zeros((130, 2)))
-    with pytest.raises(ValueError, match="without axes"):
-        pe.split(np.float32(1))
-    for count in (0, -1, 2.0, "2"):
-        with pytest.raises(ValueError, match="expected an int >= 1"):
-            pe.split(np.zeros(8), count)
-    with pytest.raises(ValueError, match=r"shape \(8,\) is not \[D, n, ...\]"):
-        pe.merge(np.zeros(8))
-
-
 @pytest.mark.parametrize("num_devices", [1, 3, D])
 def test_replicate_puts_a_copy_on_each_device(num_devices):
-    tree = {
-        "w": randn(0, 2, 3),
-        "half": jnp.ones(2, jnp.bfloat16),
-        "count": 3,
-        "key": jax.random.key(7),
-    }
+    half, key = jnp.ones(2, jnp.bfloat16), jax.random.key(7)
+    tree = {"w": randn(0, 2, 3), "half": half, "count": 3, "key": key}
     copies = pe.replicate(tree, num_devices)
-    assert copies["w"].shape == (num_devices, 2, 3)
+    shapes = {name: leaf.shape for name, leaf in copies.items()}
+    expected = {"w": (2, 3), "half": (2,), "count": (), "key": ()}
+    assert shapes == {name: (num_devices, *rest) for name, rest in expected.items()}
     shards = copies["w"].addressable_shards
     assert [shard.device for shard in shards] == jax.local_devices()[:num_devices]
     for shard in shards:
-        assert_array_equal(np.asarray(shard.data).reshape(2, 3), tree["w"])
-    assert copies["half"].dtype == jnp.bfloat16 and copies["count"].shape == (
-        num_devices,
-    )
+        assert_array_equal(shard.data[0], tree["w"])
     one = pe.unreplicate(copies)
-    assert_array_equal(one["w"], tree["w"])
-    assert one["count"] == 3 and jnp.issubdtype(one["key"].dtype, jax.dtypes.prng_key)
-    assert jax.random.bits(one["key"]) == jax.random.bits(tree["key"])
-
-
-def test_replicate_refuses_more_devices_than_exist():
-    with pytest.raises(ValueError, match="9 devices are asked for; there are 8"):
-        pe.replicate(np.zeros(3), 9)
+    assert leaves_equal(one | {"count": 3}, tree) and one["count"] == 3
+    assert one["half"].dtype == half.dtype and one["key"].dtype == key.dtype
 
 
 def test_unreplicate_leaves_the_other_copies_alone():
@@ -1038,6 +932,18 @@ def test_unreplicate_leaves_the_other_copies_alone():
     assert one["x"].shape == () and (one["x"], one["host"]) == (1, 0)
     with jax.transfer_guard_device_to_device("disallow"):
         pe.unreplicate(outputs)
+
+
+test_tree_or_number_of_devices_is_refused = refuses(
+    (lambda: pe.split(np.zeros((130, 2))), "130 does not split over 8.*multiple of 8"),
+    (lambda: pe.split(np.float32(1)), "without axes"),
+    (lambda: pe.split(np.zeros(8), 0), "num_devices is 0; expected an int >= 1"),
+    (lambda: pe.split(np.zeros(8), -1), "num_devices is -1"),
+    (lambda: pe.split(np.zeros(8), 2.0), "num_devices is 2.0"),
+    (lambda: pe.split(np.zeros(8), "2"), "num_devices is '2'"),
+    (lambda: pe.merge(np.zeros(8)), r"shape \(8,\) is not \[D, n, ...\]"),
+    (lambda: pe.replicate(np.zeros(3), 9), "9 devices are asked for; there are 8"),
+)
 
 
 # ---------------------------------------------------------------------------------
@@ -2023,7 +1929,7 @@ def free_port():
 def start_python(code, *args, **env):
     """Start code in a fresh interpreter, with the compiled programs of the session."""
     env = {
-        "PATH": os.environ["PATH"],
+        **ENVIRONMENT,
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(HERE),
         **{name.upper(): str(value) for name, value in CACHE.items()},
@@ -2279,39 +2185,36 @@ def test_demo_fits_the_line(capsys, args, count):
     assert lines[0].startswith(f"{count} devices:")
     assert lines[1].startswith("type(params.weight): <class 'jaxlib")
     assert lines[3] == "type(x_split): <class 'numpy.ndarray'>"
-    steps = [line for line in lines if line.startswith("Step")]
-    assert [line[:9] for line in steps] == [
-        f"Step {i:3d}," for i in range(0, 1000, 100)
-    ]
-    losses = [float(line.rpartition(" ")[2]) for line in steps]
-    assert losses[0] > 2 > 0.3 > losses[-1]
+    steps = [line.split(", loss: ") for line in lines[4:-2]]
+    assert [step for step, _ in steps] == [f"Step {i:3d}" for i in range(0, 1000, 100)]
+    assert float(steps[0][1]) > 2 > 0.3 > float(steps[-1][1])
     weight, bias = (float(line.split()[1]) for line in lines[-2:])
     assert abs(weight - 2) < 0.1 and abs(bias + 1) < 0.1
 
 
-def test_demo_draws_the_line(tmp_path, capsys):
+def test_demo_draws_the_line(tmp_path):
     pytest.importorskip("matplotlib")
     pe.main(["--plot", str(tmp_path / "line.png")])
     assert (tmp_path / "line.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(SystemExit):
-        pe.main(["--plot", str(tmp_path / "missing" / "line.png")])
-    assert "--plot" in capsys.readouterr().err
 
 
-def test_demo_refuses_in_one_line(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for args, message in [
-        (["--devices", "3"], "--devices 3: the 128 points do not split"),
-        (["--devices", "0"], "--devices 0"),
-        (["--devices", "16"], "--devices 16: there are 8"),
-        (["--plot", "line.png"], "the [plot] extra: pip install"),
-        (["--plto", "line.png"], "unrecognized --plto; usage: pjax_ensemble.py [-h]"),
-    ]:
-        with pytest.raises(SystemExit) as stop:
-            pe.main(args)
-        assert stop.value.code == 2
-        err = capsys.readouterr().err
-        assert message in err and err.count("\n") == 1
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        ("--devices 3", "--devices: invalid choice: 3 (choose from 1, 2, 4, 8"),
+        ("--devices 16", "--devices 16: there are 8"),
+        ("--plot line.png", "matplotlib (extra [plot]): pip install"),
+        ("--plot missing/line.png", "--plot missing/line.png: [Errno 2] No such file"),
+        ("--plto line.png", "unrecognized --plto; usage: pjax_ensemble.py [-h]"),
+    ],
+)
+def test_demo_refuses_in_one_line(args, message, capsys, monkeypatch):
+    if "missing" not in args:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit) as stop:
+        pe.main(args.split())
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and message in err and err.count("\n") == 1
 
 
 # ---------------------------------------------------------------------------------
