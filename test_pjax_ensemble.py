@@ -328,9 +328,9 @@ def with_gradients(f):
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
 @pytest.mark.parametrize("case", CONVS, ids=str)
 def test_conv_and_its_gradients_equal_the_library_convolutions(case, padding):
-    params, images, pair_of_strides = conv_case(*case)
+    params, images, strides = conv_case(*case)
     ours = functools.partial(pe.conv, stride=case[-1], padding=padding)
-    theirs = functools.partial(conv_library, stride=pair_of_strides, padding=padding)
+    theirs = functools.partial(conv_library, stride=strides, padding=padding)
     results, expected = (with_gradients(f)(params, images) for f in (ours, theirs))
     assert_close(results, expected)
 
