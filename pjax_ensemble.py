@@ -49,13 +49,11 @@ import contextvars
 import functools
 import hashlib
 import importlib.util
+import json
 import math
-import operator
 import os
 import stat
-import struct
 import weakref
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -1804,7 +1802,7 @@ def prefetch(batches: Iterable, size: int = 2) -> Iterator:
 
 
 # ---------------------------------------------------------------------------------
-# Checkpoints: a tree in one file, whole and verified or not at all
+# Checkpoints: a tree in one safetensors file, whole and verified or not at all
 # ---------------------------------------------------------------------------------
 
 
@@ -1830,16 +1828,11 @@ def replace_file(path: str | os.PathLike) -> Iterator[Any]:
     folder, name = os.path.split(path)
     temporary = os.path.join(folder, f".{name}.{os.urandom(4).hex()}.tmp")
     try:
-        try:
-            with open(temporary, "x+b") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        with open(temporary, "x+b") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
         if hasattr(os, "O_DIRECTORY"):  # where folders can be opened and synced
             handle = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY)
             try:
@@ -1848,167 +1841,190 @@ def replace_file(path: str | os.PathLike) -> Iterator[Any]:
                 os.close(handle)
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), path) from error
+    finally:
+        with contextlib.suppress(OSError):  # it is there where something failed
+            os.unlink(temporary)
 
 
-class _Entry(NamedTuple):
-    """A leaf as it is stored: a `.npy` file in the archive."""
-
-    name: str  # its path in the tree, and its type where NumPy has no such type
-    header: bytes
-    shape: tuple[int, ...]  # of what is stored
-    dtype: np.dtype
-    restore: Callable  # array as stored -> leaf
-
-
-def _entry(path: tuple, leaf: Any) -> _Entry:
-    """Say how a leaf is stored; `leaf` needs a shape and a type, not a value."""
-    name, restore = jax.tree_util.keystr(path), lambda array: array
-    if not hasattr(leaf, "dtype"):
-        leaf = np.asarray(leaf)
-    dtype = leaf.dtype
-    if _is_key(leaf):
-        name, impl = f"{name} {dtype}", jax.random.key_impl(leaf)
-        restore = functools.partial(jax.random.wrap_key_data, impl=impl)
-        leaf = jax.eval_shape(jax.random.key_data, leaf)
-        dtype = np.dtype(leaf.dtype)
-    elif dtype.kind not in "biufc" and jnp.issubdtype(dtype, np.number):
-        name = f"{name} {dtype.name}"  # bfloat16 and the like: stored as their bits
-        restore = operator.methodcaller("view", dtype)
-        dtype = np.dtype(f"u{dtype.itemsize}")
-    elif dtype.kind not in "biufc":
-        raise ValueError(
-            f"leaf '{name}' is {dtype}; expected numbers, booleans or random keys"
-        )
-    dtype, shape = dtype.newbyteorder("<"), tuple(map(int, leaf.shape))
-    text = f"{{'descr': {dtype.str!r}, 'fortran_order': False, 'shape': {shape}, }}"
-    text += " " * (-(len(text) + 11) % 64) + "\n"  # NumPy's .npy format, version 1.0
-    header = b"\x93NUMPY\1\0" + struct.pack("<H", len(text)) + text.encode()
-    return _Entry(name, header, shape, dtype, restore)
+# The safetensors format's names of NumPy's types, but for float8's: its reader for
+# NumPy knows none of these.
+_CODES = {"bool": "BOOL", "bfloat16": "BF16", "complex64": "C64"}
+_CODES |= {f"float{n}": f"F{n}" for n in (16, 32, 64)}
+_CODES |= {f"int{n}": f"I{n}" for n in (8, 16, 32, 64)}
+_CODES |= {f"uint{n}": f"U{n}" for n in (8, 16, 32, 64)}
+_START = b'{"__metadata__":{"sha256":"'  # of every header; then come 64 digits
+# What JSON, NumPy and JAX raise for headers that `save` does not write.
+_WRONG = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+_DIGEST = slice(8 + len(_START), 8 + len(_START) + 64)  # where these are in a file
 
 
-def _entries(tree: PyTree) -> dict[str, _Entry]:
-    """Return how each leaf is stored, by the file's name in the archive."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    entries = [_entry(*path_and_leaf) for path_and_leaf in leaves]
-    by_name = {f"{entry.name}.npy": entry for entry in entries}
-    if len(by_name) < len(leaves):
-        raise ValueError("two leaves of the tree have the same path")
-    return by_name
+def _stored(tree: PyTree) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the leaves by path as the format can have them, and what they really are.
+
+    The latter is for those alone whose types it lacks.  Of a leaf that is none but a
+    shape and a type, such as those of `jax.eval_shape`, another such is returned.
+    """
+    leaves, stored, types = jax.tree_util.tree_leaves_with_path(tree), {}, {}
+    for path, leaf in leaves:
+        name = jax.tree_util.keystr(path)
+        leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            keys = leaf if isinstance(leaf, Array) else jnp.empty_like(leaf)
+            leaf = jax.random.key_data(keys)
+            types[name] = f"key<{jax.random.key_impl(keys)}>"
+        elif leaf.dtype.name not in _CODES:
+            types[name] = leaf.dtype.name
+            if leaf.dtype.kind not in "fcV" or leaf.dtype.type is np.void:
+                expected = "numbers, booleans or random keys"
+                raise ValueError(f"leaf '{name}' is {leaf.dtype}; expected {expected}")
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                leaf = np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
+            leaf = np.asarray(leaf, leaf.dtype.newbyteorder("<"))
+            leaf = leaf[..., None].view(np.uint8)
+        stored[name] = leaf
+    if len({"__metadata__", "sha256", *stored}) < len(leaves) + 2:
+        raise ValueError("two leaves of the tree, or one and the header, share a path")
+    return stored, types
 
 
-_DIGEST = b"sha256:"  # the archive's comment: this and 64 digits, the end of the file
-_DIGEST_BYTES = len(_DIGEST) + 64
-_PIECE = 1 << 20  # bytes that are read at once
-
-
-def _digest(file: Any) -> tuple[bytes, bytes]:
-    """Return the digest that all before it asks for, and the one at the file's end."""
-    left = file.seek(0, os.SEEK_END) - _DIGEST_BYTES
-    content = hashlib.sha256()
-    file.seek(0)
-    while left > 0 and (piece := file.read(min(left, _PIECE))):
-        content.update(piece)
-        left -= len(piece)
-    return _DIGEST + content.hexdigest().encode(), file.read(_DIGEST_BYTES)
+def _head(stored: dict[str, Any], types: dict[str, str]) -> bytes:
+    """Return all that stands before the arrays, with zeros for the digest."""
+    header: dict = {"__metadata__": {"sha256": "0" * 64, **types}}
+    end = 0
+    for name, leaf in stored.items():
+        begin, end = end, end + leaf.size * leaf.dtype.itemsize
+        entry = {"dtype": _CODES[leaf.dtype.name], "shape": leaf.shape}
+        header[name] = {**entry, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def save(path: str | os.PathLike, tree: PyTree) -> None:
     """Write a tree of arrays to one file, whole or not at all: see `replace_file`.
 
-    The file is an uncompressed `.npz` archive without pickles, which `numpy.load` reads
-    too, with a leaf's path in the tree for its name.  It ends with the SHA-256 of all
-    before, so names, types, shapes, values and the archive's own records.  bfloat16 and
-    its like are stored as their bits, typed random keys as their data, both with the
-    type in the name.
+    The file is in the safetensors format (https://github.com/huggingface/safetensors):
+    8 bytes with the length of a header, the header, JSON with each leaf's path in the
+    tree, type, shape and place, and the arrays.  `safetensors.numpy.load_file` and its
+    like for other frameworks read it (bfloat16 in NumPy once JAX is imported).
+
+    Types that the format or its reader for NumPy lacks (complex128, float8, int4) are
+    stored as bytes, uint8 [..., bytes of a number], typed random keys as their data,
+    both with the type beside the path in the header's `__metadata__`.  There `sha256`
+    is that of all that follows its own 64 digits.
 
     Raises ValueError for leaves that are neither numbers, booleans nor random keys, and
     for a path that is no regular file; OSError as `replace_file` does.
     """
-    entries = _entries(tree)
+    stored, types = _stored(tree)
+    head = _head(stored, types)
+    digest = hashlib.sha256(head[_DIGEST.stop :])
     with replace_file(path) as file:
-        with zipfile.ZipFile(file, "w") as archive:
-            for (name, entry), leaf in zip(entries.items(), jax.tree.leaves(tree)):
-                if _is_key(leaf):
-                    leaf = jax.random.key_data(leaf)
-                array = np.asarray(leaf).reshape(-1)
-                info = zipfile.ZipInfo(name)
-                info.file_size = len(entry.header) + array.nbytes
-                with archive.open(info, "w") as stream:
-                    stream.write(entry.header)
-                    if array.dtype.kind in "biufc":
-                        array = array.astype(entry.dtype, copy=False)
-                    stream.write(array.view(np.uint8).data)
-            archive.comment = _DIGEST.ljust(_DIGEST_BYTES, b"0")
-        digest, _ = _digest(file)
-        file.seek(-_DIGEST_BYTES, os.SEEK_END)
-        file.write(digest)
+        file.write(head)
+        for leaf in stored.values():
+            array = np.ascontiguousarray(leaf, leaf.dtype.newbyteorder("<"))
+            memory = array.reshape(-1).view(np.uint8).data
+            file.write(memory)
+            digest.update(memory)
+        file.seek(_DIGEST.start)
+        file.write(digest.hexdigest().encode())
 
 
-def _read_entry(file: Any, entry: _Entry) -> Any:
-    """Read the leaf that comes next in the archive.  Raises ValueError."""
-    record = struct.unpack("<4s4xH8x2I2H", file.read(30).ljust(30))
-    signature, method, packed, size, name_size, extra_size = record
-    if signature != b"PK\3\4":
-        raise ValueError(f"ends where leaf '{entry.name}' is expected")
-    name = file.read(name_size).decode(errors="replace").removesuffix(".npy")
-    if name != entry.name:
-        raise ValueError(f"holds leaf '{name}' where '{entry.name}' is expected")
-    if method != zipfile.ZIP_STORED:
-        raise ValueError(f"leaf '{name}' is compressed, by method {method}")
-    file.seek(extra_size, os.SEEK_CUR)
-    header = file.read(len(entry.header))
-    if header != entry.header:
-        found, expected = (
-            text[10:].decode("latin1").strip() for text in (header, entry.header)
+def _stored_in(file: Any, most: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """Verify a file; then say what it holds as `_stored` does, but without values.
+
+    Raises ValueError, also for a header of more than `most` bytes, and other errors for
+    a header that `save` does not write.
+    """
+    start = file.read(_DIGEST.stop)
+    if start[8 : _DIGEST.start] != _START:
+        raise ValueError(
+            "has no digest of save's: damaged, or written by another program, whose "
+            "files safetensors.numpy.load_file reads"
         )
-        raise ValueError(f"leaf '{name}' is stored as {found!r}; expected {expected!r}")
-    array = np.empty(entry.shape, entry.dtype)
-    expected = len(header) + array.nbytes
-    if {packed, size} - {expected, 0xFFFFFFFF}:  # or it stands in the extra record
-        raise ValueError(f"leaf '{name}' has {packed} bytes of {size}, not {expected}")
-    if file.readinto(array.reshape(-1).view(np.uint8)) < array.nbytes:
-        raise ValueError(f"ends in leaf '{name}'")
-    return entry.restore(array)
+    digest = hashlib.sha256()
+    while piece := file.read(1 << 20):
+        digest.update(piece)
+    if digest.hexdigest().encode() != start[_DIGEST]:
+        raise ValueError("damaged or cut short: its digest is not that of its content")
+    length = int.from_bytes(start[:8], "little")
+    if length > most:
+        raise ValueError(f"has a header of {length} bytes; expected at most {most}")
+    file.seek(8)
+    header = json.loads(file.read(length))
+    types, names = header.pop("__metadata__"), dict(zip(_CODES.values(), _CODES))
+    types.pop("sha256")
+    stored = {}
+    for name, entry in header.items():  # no memory, and an error for what no array has
+        zero = np.zeros((), names[entry["dtype"]])
+        stored[name] = np.broadcast_to(zero, entry["shape"])
+    return stored, types
 
 
-def load(path: str | os.PathLike, like: PyTree) -> PyTree:
-    """Read the tree that `save` wrote; `like` is one of the same structure.
+def _forms(stored: dict[str, Any], types: dict[str, str]) -> dict[str, str]:
+    """Say of what type and shape leaves are."""
+    return {n: f"{types.get(n, x.dtype.name)} {[*x.shape]}" for n, x in stored.items()}
 
-    Of `like`, the paths, shapes and types of the leaves matter, not their values.  The
-    digest is verified before anything in the file is believed, its names, types and
-    shapes are compared before an array is made, and no more memory is taken than the
-    arrays of `like` have.  Leaves are NumPy arrays, typed random keys JAX arrays.
+
+def _read(file: Any, stored: dict[str, Any], types: dict[str, str]) -> dict[str, Any]:
+    """Read what `_stored` says, where all else in the file is what that asks for."""
+    head = _head(stored, types)
+    size = len(head) + sum(leaf.size * leaf.dtype.itemsize for leaf in stored.values())
+    found = file.read(len(head))
+    expected = head.replace(b"0" * 64, found[_DIGEST], 1)
+    if found != expected or os.fstat(file.fileno()).st_size != size:
+        file.seek(0)
+        mine = _forms(stored, types)
+        theirs = _forms(*_stored_in(file, most=2 * len(head) + 2**16))
+        for name in [*mine, *theirs]:
+            form, wanted = (forms.get(name, "not there") for forms in (theirs, mine))
+            if form != wanted:
+                raise ValueError(f"leaf '{name}' is {form}; expected {wanted}")
+        raise ValueError("its header is not one that save writes")
+    digest, arrays = hashlib.sha256(head[_DIGEST.stop :]), dict[str, Any]()
+    for name, leaf in stored.items():
+        arrays[name] = np.empty(leaf.shape, leaf.dtype.newbyteorder("<"))
+        memory = arrays[name].reshape(-1).view(np.uint8).data
+        file.readinto(memory)
+        digest.update(memory)
+    if digest.hexdigest().encode() != found[_DIGEST]:
+        raise ValueError("damaged: its digest is not that of its content")
+    for name, kind in types.items():
+        if kind.startswith("key<"):
+            arrays[name] = jax.random.wrap_key_data(arrays[name], impl=kind[4:-1])
+        else:
+            shape = arrays[name].shape[:-1]
+            arrays[name] = arrays[name].view(kind).reshape(shape)
+    return arrays
+
+
+def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
+    """Read what `save` wrote: the tree, with `like`, or a dict of leaves by path.
+
+    Of `like`, a tree of the same structure, the paths, shapes and types of the leaves
+    matter, not their values.  All that comes before the arrays has to be what `save`
+    writes for it, to the byte, and the digest that of the content, before anything is
+    returned; no more memory is taken than the arrays have.  Leaves are NumPy arrays,
+    typed random keys JAX arrays.
 
     Raises ValueError, with the file and what is wrong, for content that is damaged, cut
     short or foreign, for leaves that are not those of `like`, and for what is not a
     regular file, links included; OSError if it cannot be read.
     """
-    entries = _entries(like)
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise ValueError(f"{path}: not a regular file")
+    stored, types = _stored(like)
     with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        arrays = sum(math.prod(e.shape) * e.dtype.itemsize for e in entries.values())
-        records = sum(2 * len(name.encode()) + 512 for name in ["", *entries])
-        if size > arrays + records:
-            raise ValueError(
-                f"{path}: {size} bytes; at most {arrays + records} are expected for "
-                f"the {len(entries)} leaves of this tree"
-            )
-        expected, found = _digest(file)
-        if found != expected:
-            raise ValueError(
-                f"{path}: damaged, cut short or not written by save: the digest at its "
-                "end is not that of its content"
-            )
-        file.seek(0)
         try:
-            leaves = [_read_entry(file, entry) for entry in entries.values()]
-            if file.read(4) == b"PK\3\4":
-                raise ValueError(f"holds more than the {len(leaves)} leaves expected")
-        except ValueError as error:
+            if like is None:
+                stored, types = _stored_in(file, most=os.fstat(file.fileno()).st_size)
+                file.seek(0)
+            arrays = _read(file, stored, types)
+        except _WRONG as error:
             raise ValueError(f"{path}: {error}") from error
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+    if like is None:
+        return arrays
+    return jax.tree.unflatten(jax.tree.structure(like), arrays.values())
 
 
 # ---------------------------------------------------------------------------------

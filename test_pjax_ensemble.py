@@ -47,6 +47,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
@@ -2028,53 +2029,78 @@ LEAVES = {
     "float8": jnp.asarray([0.5, 2], jnp.float8_e4m3fn),
     "int4": jnp.asarray([-8, 7], jnp.int4),
     "empty": np.zeros((0, 3), np.int16),
-    "transposed": np.arange(12.0).reshape(3, 4).T,
+    "empty float8": np.zeros((2, 0), jnp.float8_e5m2),
     "bool": np.array([True, False]),
-    "complex": np.array(1 + 2j),
+    "complex64": np.complex64([1 + 2j]),
+    "complex128": np.array(1 + 2j),
+    "complex128, big-endian": np.array([1 + 2j], ">c16"),
+    "float64, big-endian": np.arange(3, dtype=">f8"),
     "number": np.int64(5),
+    "transposed": np.arange(12.0).reshape(3, 4).T,
+    "column": np.arange(12.0).reshape(3, 4)[:, 0],
+    "column of float8": np.ones((3, 4), jnp.float8_e5m2)[:, 0],
+    "reversed": np.arange(5)[::-1],
+    "broadcast": np.broadcast_to(np.float32(3), (4, 2)),
     "old key": jax.random.PRNGKey(3),
     "key": jax.random.key(3),
     "keys": jax.random.split(jax.random.key(4, impl="rbg"), 2),
 }
 
 
+def assert_same_leaves(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+        y = y.astype(y.dtype.newbyteorder("<")) if isinstance(y, np.ndarray) else y
+        assert (x.dtype, x.shape) == (y.dtype, y.shape) and as_bytes(x) == as_bytes(y)
+
+
 @pytest.mark.parametrize("name", LEAVES)
 def test_load_returns_the_bits_that_were_saved(tmp_path, name):
-    tree = {"a": [LEAVES[name], None], "b": (np.float32(1), LEAVES[name])}
-    pe.save(tmp_path / "x.npz", tree)
-    back = pe.load(tmp_path / "x.npz", tree)
-    assert jax.tree.structure(back) == jax.tree.structure(tree)
-    for leaf, expected in zip(jax.tree.leaves(back), jax.tree.leaves(tree)):
-        assert (leaf.dtype, leaf.shape) == (expected.dtype, expected.shape)
-        assert as_bytes(leaf) == as_bytes(expected)
+    path, leaf, one = tmp_path / "x", LEAVES[name], np.float32(1)
+    tree = {"__metadata__": (one, leaf), "a" * 250: [leaf, None]}
+    pe.save(path, tree)
+    forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+    for like in (tree, forms):
+        assert_same_leaves(pe.load(path, like), tree)
+    paths = "['__metadata__'][0]", "['__metadata__'][1]", f"['{'a' * 250}'][0]"
+    assert_same_leaves(pe.load(path), dict(zip(paths, (one, leaf, leaf))))
 
 
 @settings(max_examples=30, deadline=None)
 @given(
     st.recursive(
         st.tuples(
-            st.sampled_from(["<f4", ">f8", "u1", "<i8", "?"]),
+            st.sampled_from(["<f4", ">f8", "u1", "<i8", "?", "c16"]),
             st.lists(st.integers(0, 3), max_size=3),
         ).map(lambda x: np.ones(x[1], x[0])),
         lambda tree: st.lists(tree, max_size=3) | st.dictionaries(st.text(), tree),
     )
 )
 def test_any_tree_of_arrays_comes_back(tmp_path_factory, tree):
-    path = tmp_path_factory.mktemp("tree") / "x.npz"
+    path = tmp_path_factory.mktemp("tree") / "x"
     pe.save(path, tree)
-    back = pe.load(path, tree)
-    assert jax.tree.structure(back) == jax.tree.structure(tree)
-    for leaf, expected in zip(jax.tree.leaves(back), jax.tree.leaves(tree)):
-        assert leaf.dtype == expected.dtype.newbyteorder("<")
-        assert_array_equal(leaf, expected)
+    assert_same_leaves(pe.load(path, tree), tree)
+    found = pe.load(path).values()
+    assert_same_leaves(list(found), jax.tree.leaves(tree))
+    assert len(safetensors.numpy.load_file(path)) == len(found)
 
 
-def test_numpy_reads_a_checkpoint(tmp_path):
-    state = pe.train_state(net_init(jax.random.key(0)), pe.sgd(0.1))
-    pe.save(tmp_path / "x.npz", state)
-    with np.load(tmp_path / "x.npz", allow_pickle=False) as archive:
-        assert_array_equal(archive[".params.dense.weight"], state.params.dense.weight)
-        assert len(archive.files) == len(jax.tree.leaves(state))
+def test_safetensors_reads_a_checkpoint(tmp_path):
+    path, native = tmp_path / "x", ("float32", "bfloat16", "empty", "bool", "number")
+    tree = {name: LEAVES[name] for name in (*native, "complex128", "key")}
+    pe.save(path, tree | {"int8": np.int8([[-1]])})
+    found = safetensors.numpy.load_file(path)
+    assert found["['int8']"].dtype == np.int8 and len(found) == 8
+    for name in native:
+        assert_same_leaves(found[f"['{name}']"], LEAVES[name])
+    assert found["['complex128']"].tobytes() == as_bytes(LEAVES["complex128"])
+    assert_array_equal(found["['key']"], jax.random.key_data(LEAVES["key"]))
+    with safetensors.safe_open(path, "np") as file:
+        types = file.metadata()
+    digits = types.pop("sha256")
+    assert types == {"['complex128']": "complex128", "['key']": "key<threefry2x32>"}
+    rest = path.read_bytes().partition(digits.encode())[2]
+    assert hashlib.sha256(rest).hexdigest() == digits
 
 
 def test_same_tree_gives_the_same_file(tmp_path):
@@ -2084,47 +2110,68 @@ def test_same_tree_gives_the_same_file(tmp_path):
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
+A, K = np.ones((2, 3), np.float32), jax.random.key(1)
+
+
 @pytest.mark.parametrize(
     "like, message",
     [
-        ({"a": np.zeros((2, 3), np.float32)}, "holds more than the 1 leaves"),
-        ({"b": np.zeros((2, 3), np.float32)}, "leaf '['a']' where '['b']' is expected"),
-        (
-            {"a": np.zeros((3, 2), np.float32), "k": jax.random.key(0)},
-            "\"{'descr': '<f4', 'fortran_order': False, 'shape': (3, 2), }\"",
-        ),
-        ({"a": np.zeros((2, 3), np.int32), "k": jax.random.key(0)}, "'descr': '<f4'"),
-        (
-            {"a": np.zeros((2, 3), np.float32), "k": jax.random.key(0, impl="rbg")},
-            "leaf '['k'] key<fry>' where '['k'] key<rbg>' is expected",
-        ),
-        (
-            {"a": np.zeros((2, 3), jnp.bfloat16), "k": jax.random.key(0)},
-            "leaf '['a']' where '['a'] bfloat16' is expected",
-        ),
-        (
-            {"a": np.zeros((2, 3), np.float32), "k": jax.random.key(0), "z": 0},
-            "ends where leaf '['z']' is expected",
-        ),
-        ((), "bytes; at most 512 are expected for the 0 leaves"),
+        ({"a": A}, "leaf '['k']' is key<threefry2x32> [2]; expected not there"),
+        ({"b": A, "k": K}, "leaf '['b']' is not there; expected float32 [2, 3]"),
+        ({"a": A.T, "k": K}, "leaf '['a']' is float32 [2, 3]; expected float32 [3, 2]"),
+        ({"a": A.astype(int), "k": K}, "'['a']' is float32 [2, 3]; expected int64 [2"),
+        ({"a": A.astype(jnp.bfloat16), "k": K}, "expected bfloat16 [2, 3]"),
+        ({"a": A, "k": jax.random.key(1, impl="rbg")}, "[2]; expected key<rbg> [4]"),
+        ({"a": A, "k": jax.random.key_data(K)}, "2> [2]; expected uint32 [2]"),
+        ({"a": A, "k": K, "z": 0}, "leaf '['z']' is not there; expected int64 []"),
+        ((), "leaf '['a']' is float32 [2, 3]; expected not there"),
     ],
 )
 def test_load_names_the_leaf_that_is_another(tmp_path, like, message):
-    path = tmp_path / "x.npz"
-    pe.save(path, {"a": np.ones((2, 3), np.float32), "k": jax.random.key(1)})
+    path = tmp_path / "x"
+    pe.save(path, {"a": A, "k": K})
     with pytest.raises(ValueError) as error:
         pe.load(path, like)
     assert str(error.value).startswith(f"{path}: ") and message in str(error.value)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "leaf", ["text", np.array([None]), object(), np.zeros(2, "M8[s]")]
+@pytest.mark.parametrize("like", [None, {"a": A}])
+def test_load_says_who_reads_the_files_of_others(tmp_path, like):
+    safetensors.numpy.save_file({"['a']": A}, tmp_path / "x")
+    with pytest.raises(
+        ValueError, match=r"x: has no digest .* safetensors.numpy.load_f"
+    ):
+        pe.load(tmp_path / "x", like)
+
+
+class Paths(tuple):
+    """A tree whose leaves have these paths."""
+
+
+jax.tree_util.register_pytree_with_keys(
+    Paths, lambda paths: ([(path, A) for path in paths], None), lambda *_: None
 )
-def test_save_refuses_leaves_that_are_no_numbers(tmp_path, leaf):
-    with pytest.raises(ValueError, match=r"leaf '\['a'\]' is .*; expected numbers"):
-        pe.save(tmp_path / "x.npz", {"a": leaf})
+
+
+@pytest.mark.parametrize(
+    "tree, message",
+    [
+        ("text", "leaf '' is <U4; expected numbers, booleans or random keys"),
+        ({"a": object()}, r"leaf '\['a'\]' is object; expected numbers"),
+        ({"a": np.zeros(2, "M8[s]")}, r"is datetime64\[s\]"),
+        ({"a": np.zeros(2, "m8[s]")}, r"is timedelta64\[s\]"),
+        ({"a": np.zeros(2, "f4,f4")}, "is .*; expected numbers"),
+        *((Paths(p), "share a path") for p in ("aa", ["__metadata__"], ["sha256"])),
+    ],
+)
+def test_save_refuses_what_it_could_not_bring_back(tmp_path, tree, message):
+    with pytest.raises(ValueError, match=message):
+        pe.save(tmp_path / "x", tree)
     assert not list(tmp_path.iterdir())
+    (tmp_path / "x").touch()
+    with pytest.raises(ValueError, match=message):
+        pe.load(tmp_path / "x", tree)
 
 
 def test_a_file_is_replaced_when_it_is_whole_and_not_before(tmp_path, monkeypatch):
@@ -2147,23 +2194,6 @@ def test_a_file_is_replaced_when_it_is_whole_and_not_before(tmp_path, monkeypatc
         file.write(b"newer")
         raise KeyError
     assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
-
-
-def test_error_of_the_disk_names_path_and_reason(tmp_path, monkeypatch):
-    path = tmp_path / "x.npz"
-    pe.save(path, {"a": np.zeros(3)})
-
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left") as error:
-        pe.save(path, {"a": np.ones(3)})
-    assert str(path) in str(error.value) and list(tmp_path.iterdir()) == [path]
-    assert_array_equal(pe.load(path, {"a": np.zeros(3)})["a"], np.zeros(3))
-    with pytest.raises(OSError, match="No such file") as error:
-        pe.save(tmp_path / "missing" / "x.npz", {"a": np.ones(3)})
-    assert str(tmp_path / "missing" / "x.npz") in str(error.value)
 
 
 @pytest.mark.parametrize("name", faults.TRIALS)
@@ -2733,7 +2763,7 @@ RUN += ["--batch-size", 32, "--train-size", 256]  # two epochs of 8 steps
 
 
 def checkpoints(folder):
-    return sorted(path.name for path in folder.glob("checkpoint_*.npz"))
+    return sorted(path.name for path in folder.glob("checkpoint_*.safetensors"))
 
 
 def stop_in(monkeypatch, segment, how=signal.SIGTERM):
@@ -2770,7 +2800,7 @@ def results(folder):
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         values = json.loads(line)
         metrics.append({k: v for k, v in values.items() if "second" not in k})
-    last = (folder / "checkpoint_00000016.npz").read_bytes()
+    last = (folder / "checkpoint_00000016.safetensors").read_bytes()
     return last, (folder / "report.json").read_text(), metrics
 
 
@@ -2789,7 +2819,7 @@ def test_resumed_run_ends_in_the_bits_of_one_that_was_never_stopped(
         assert status == 143 and err.count("\n") == 1
         assert f"SIGTERM: what is done is in {tmp_path}" in err
         newest = tmp_path / checkpoints(tmp_path)[-1]
-        assert newest.name == f"checkpoint_{ends[i]:08d}.npz"
+        assert newest.name == f"checkpoint_{ends[i]:08d}.safetensors"
     status, out, _ = run_script(capsys, *args, "--resume")
     assert status == 0 and f"resumed from {newest}" in out
     assert results(tmp_path) == results(whole_run)
@@ -2836,7 +2866,7 @@ def test_signal_during_evaluation_is_saved_and_seen(
     args += ["--save-every", 2]
     status, out, _ = run_script(capsys, *args)
     assert status == 143 and len(parts) == 2 and "epoch:" not in out
-    assert checkpoints(tmp_path) == [f"checkpoint_{n:08d}.npz" for n in (0, 8)]
+    assert checkpoints(tmp_path) == [f"checkpoint_{n:08d}.safetensors" for n in (0, 8)]
     monkeypatch.undo()
     status, out, _ = run_script(capsys, *args, "--resume")
     assert status == 0 and "epoch:  1," in out
@@ -2847,13 +2877,13 @@ def test_newest_valid_checkpoint_wins(tmp_path, capsys, small_folder, whole_run)
     folder = tmp_path / "run"
     shutil.copytree(whole_run, folder)
     names = checkpoints(folder)
-    assert names == [f"checkpoint_{n:08d}.npz" for n in (0, 8, 16)]
+    assert names == [f"checkpoint_{n:08d}.safetensors" for n in (0, 8, 16)]
     content = (folder / names[2]).read_bytes()
     (folder / names[2]).write_bytes(content[:-9] + b"x" + content[-8:])
-    (folder / "checkpoint_00000015.npz").symlink_to(folder / names[1])
-    other = tmp_path / "other.npz"
+    (folder / "checkpoint_00000015.safetensors").symlink_to(folder / names[1])
+    other = tmp_path / "other.safetensors"
     other.write_text("of somebody else")
-    (folder / "checkpoint_9.npz").write_text("of somebody else")
+    (folder / "checkpoint_9.safetensors").write_text("of somebody else")
     leftovers = [folder / f".{name}.1a2b3c4d.tmp" for name in (names[0], "report.png")]
     for path in leftovers:
         path.write_text("half a file")
@@ -2861,9 +2891,9 @@ def test_newest_valid_checkpoint_wins(tmp_path, capsys, small_folder, whole_run)
     status, out, err = run_script(capsys, *args, "--keep", 1)
     assert status == 0 and f"resumed from {folder / names[1]}" in out
     assert err.count("warning: skipped") == 2 and "damaged" in err
-    assert "checkpoint_00000015.npz: not a regular file" in err
+    assert "checkpoint_00000015.safetensors: not a regular file" in err
     assert results(folder) == results(whole_run)
-    assert checkpoints(folder) == [names[2], "checkpoint_9.npz"]
+    assert checkpoints(folder) == [names[2], "checkpoint_9.safetensors"]
     assert not any(path.exists() for path in leftovers)
 
 
@@ -3032,7 +3062,7 @@ def test_kill_at_any_point_of_a_save_leaves_a_checkpoint(tmp_path):
     points = out.split("\n")[:-1]
     assert {"before replace", "after replace", "before unlink"} <= set(points)
     assert points.count("before fsync") == 2 and len(points) >= 8
-    names = [f"checkpoint_{step:08d}.npz" for step in (10, 20, 30, 40)]
+    names = [f"checkpoint_{step:08d}.safetensors" for step in (10, 20, 30, 40)]
     replaced = points.index("after replace")
     for i, point in enumerate(points):
         folder = tmp_path / f"{i + 1}"
@@ -3048,12 +3078,12 @@ def test_kill_at_any_point_of_a_save_leaves_a_checkpoint(tmp_path):
 def test_pruning_counts_no_checkpoint_of_later_steps(tmp_path):
     """Those are damaged, or the run would have gone on from them."""
     folder = tm.Folder(tmp_path, False, 2)
-    (tmp_path / "checkpoint_00000099.npz").write_text("damaged")
-    (tmp_path / "checkpoint_copy.npz").write_text("of somebody else")
+    (tmp_path / "checkpoint_00000099.safetensors").write_text("damaged")
+    (tmp_path / "checkpoint_copy.safetensors").write_text("of somebody else")
     for step in (10, 20, 30):
         folder.save(tm.Checkpoint(np.uint8([1]), np.array(0), np.array(step), ()), step)
     steps = "00000020", "00000030", "00000099", "copy"
-    assert checkpoints(tmp_path) == [f"checkpoint_{step}.npz" for step in steps]
+    assert checkpoints(tmp_path) == [f"checkpoint_{step}.safetensors" for step in steps]
 
 
 def test_damaged_metrics_lose_no_more_than_their_lines(tmp_path):
@@ -3140,7 +3170,7 @@ def test_processes_stop_together_and_notice_one_that_dies(
     tmp_path, capsys, small_folder, monkeypatch
 ):
     args = [*RUN, "--devices", 1, "--data-dir", small_folder, "--epochs", 20000]
-    newest = "checkpoint_00000000.npz"
+    newest = "checkpoint_00000000.safetensors"
     for how, resume in (signal.SIGTERM, ()), (signal.SIGKILL, ("--resume",)):
         flags = process_flags(tmp_path, free_port())
         runs = [start_script(*args, *resume, *flags, i) for i in range(2)]

@@ -890,10 +890,10 @@ class Folder:
     process.
     """
 
-    CHECKPOINT = re.compile(r"checkpoint_(\d{8,18})\.npz")
+    CHECKPOINT = re.compile(r"checkpoint_(\d{8,18})\.safetensors")
     LEFTOVER = re.compile(
-        r"\.(checkpoint_\d+\.npz|(config|report)\.json|metrics\.jsonl|report\.png)"
-        r"\.\w+\.tmp"
+        r"\.(checkpoint_\d+\.safetensors|(config|report)\.json|metrics\.jsonl"
+        r"|report\.png)\.\w+\.tmp"
     )
 
     def __init__(self, path: Path, resume: bool, keep: int):
@@ -972,7 +972,7 @@ class Folder:
 
         Checkpoints of later steps, which were skipped as damaged, do not count.
         """
-        pe.save(self.path / f"checkpoint_{done:08d}.npz", checkpoint)
+        pe.save(self.path / f"checkpoint_{done:08d}.safetensors", checkpoint)
         older = [path for step, path in self.checkpoints() if step <= done]
         for path in older[self.keep :]:
             os.unlink(path)

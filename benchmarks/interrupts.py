@@ -24,6 +24,8 @@ once where asked (--jobs); cost measures, and wants the machine for itself.
 """
 
 import argparse
+import collections
+import contextlib
 import os
 import random
 import re
@@ -35,6 +37,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -98,8 +101,7 @@ def start(folder: Path, data: Path, *flags: str) -> subprocess.Popen:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints, the newest first."""
-    names = filter(tm.Folder.CHECKPOINT.fullmatch, os.listdir(folder))
-    return [folder / name for name in sorted(names, reverse=True)]
+    return sorted(folder.glob("checkpoint_*.safetensors"), reverse=True)
 
 
 def steps_of(path: Path) -> int:
@@ -113,102 +115,92 @@ def last_checkpoint(folder: Path, epochs: int = EPOCHS) -> bytes:
     return newest.read_bytes()
 
 
-def run_whole(folder: Path, data: Path, epochs: int = EPOCHS) -> tuple[bytes, float]:
-    """Run without interruption; return the last checkpoint, and the seconds it takes.
+@contextlib.contextmanager
+def prepared(epochs: int = EPOCHS) -> Iterator[tuple[Path, Path, bytes, float]]:
+    """Yield a folder, its data, a whole run's last checkpoint, and the seconds it takes.
 
     The second of two runs finds the compiled programs of the first, as those after it.
     """
-    for _ in range(2):
-        shutil.rmtree(folder, ignore_errors=True)
-        began = time.monotonic()
-        if start(folder, data, "--epochs", str(epochs)).wait():
-            raise RuntimeError((folder / "log").read_text())
-    return last_checkpoint(folder, epochs), time.monotonic() - began
+    with tempfile.TemporaryDirectory() as name:
+        data, whole = Path(name, "data"), Path(name, "whole")
+        data.mkdir()
+        write_data(data)
+        for _ in range(2):
+            shutil.rmtree(whole, ignore_errors=True)
+            began = time.monotonic()
+            if start(whole, data, "--epochs", str(epochs)).wait():
+                raise RuntimeError((whole / "log").read_text())
+        seconds = time.monotonic() - began
+        yield Path(name), data, last_checkpoint(whole, epochs), seconds
 
 
-def like_of(path: Path):
-    """Return a tree in the form of a checkpoint that is known to be good."""
-    settings = np.load(path)[".settings"]
-    recipe = tm.RECIPES["batchnorm"]._replace(epochs=EPOCHS, batch_size=32)
-    trainer = tm.make_trainer(recipe, 2, 1, EPOCHS * STEPS_AN_EPOCH)
-    state = trainer.gather(trainer.init(tm.jax.random.key(0)))
-    return tm.Checkpoint(settings, np.array(0), np.array(0), state)
+def look(folder: Path, interval: int) -> collections.Counter:
+    """Count what is wrong with the checkpoints of a run that was interrupted."""
+    found, counts = checkpoints(folder), collections.Counter()
+    counts["before"] += not found
+    for path in found:
+        try:
+            pe.load(path)
+        except Exception as error:
+            print(f"unloadable: {error}")
+            counts["unloadable"] += 1
+    steps = (folder / "steps").read_text() if found else ""
+    if steps and int(steps) - steps_of(found[0]) > interval:
+        print(f"lost: {found[0].name} of {steps} steps")
+        counts["lost"] += 1
+    return counts
 
 
 def interrupt(how: signal.Signals, trials: int, seed: int = 0, jobs: int = 1) -> dict:
     """Send SIGKILL or SIGTERM to runs at random moments, resume; return the counts."""
-    interval = INTERVAL if how == signal.SIGKILL else 0
-    with tempfile.TemporaryDirectory() as name:
-        root = Path(name)
-        data = root / "data"
-        data.mkdir()
-        write_data(data)
-        expected, longest = run_whole(root / "whole", data)
-        like = like_of(checkpoints(root / "whole")[0])
+    # -15 is a process that has not come as far as to listen.
+    interval, expected_status = INTERVAL, (-9,)
+    if how == signal.SIGTERM:
+        interval, expected_status = 0, (143, -15)
+    names = "signals", "before", "unloadable", "lost", "ended", "different", "refused"
+    total = collections.Counter(dict.fromkeys(names, 0))
 
-        def chain(job: int) -> dict:
-            rng, number = random.Random(f"{seed} {job}"), 0
-            names = "signals", "before", "unloadable", "lost", "ended", "different"
-            counts = dict.fromkeys((*names, "refused"), 0)
-            folder = root / f"run {job} {number}"
-            while counts["signals"] < trials // jobs:
-                some = folder.exists() and checkpoints(folder)
-                if folder.exists() and not some:
-                    shutil.rmtree(folder)  # killed before the first checkpoint
-                process = start(folder, data, *["--resume"] * bool(some))
-                try:
-                    status = process.wait(timeout=rng.uniform(0.5, 0.7 * longest))
-                except subprocess.TimeoutExpired:
-                    process.send_signal(how)
-                    status = process.wait()
-                    # -15 is a process that has not come as far as to listen.
-                    if status not in ((-9,) if interval else (143, -15)):
-                        counts["refused"] += 1
-                        print(f"status {status}: {(folder / 'log').read_text()[-500:]}")
-                    counts["signals"] += 1
-                    found = checkpoints(folder)
-                    counts["before"] += not found
-                    for path in found:
-                        try:
-                            pe.load(path, like)
-                        except Exception as error:
-                            print(f"unloadable: {error}")
-                            counts["unloadable"] += 1
-                    steps = (folder / "steps").read_text() if found else ""
-                    if steps and int(steps) - steps_of(found[0]) > interval:
-                        print(f"lost: {found[0].name} of {steps} steps")
-                        counts["lost"] += 1
-                    continue
+    def chain(job: int) -> collections.Counter:
+        rng, counts = random.Random(f"{seed} {job}"), collections.Counter()
+        folder = root / f"run {job}"
+        while True:
+            last = counts["signals"] >= trials // jobs
+            if folder.exists() and not checkpoints(folder):
+                shutil.rmtree(folder)  # killed before the first checkpoint
+            process = start(folder, data, *["--resume"] * folder.exists())
+            try:
+                most = None if last else rng.uniform(0.5, 0.7 * longest)
+                status = process.wait(timeout=most)
+            except subprocess.TimeoutExpired:
+                process.send_signal(how)
+                status = process.wait()
+                counts["signals"] += 1
+                wrong = status not in expected_status
+                counts += look(folder, interval)
+            else:
                 counts["ended"] += 1
-                if status:
-                    print(f"refused: {(folder / 'log').read_text()[-1000:]}")
-                    counts["refused"] += 1
-                elif last_checkpoint(folder) != expected:
-                    print(f"different: {folder.name}")
-                    counts["different"] += 1
+                wrong = status != 0
+                different = not wrong and last_checkpoint(folder) != expected
+                counts["different"] += different
+            if wrong:
+                counts["refused"] += 1
+                print(f"status {status}: {(folder / 'log').read_text()[-1000:]}")
+            if process.returncode == 0:
                 shutil.rmtree(folder)
-                number += 1
-                folder = root / f"run {job} {number}"
-            process = start(folder, data, *["--resume"] * bool(checkpoints(folder)))
-            counts["ended"] += 1
-            counts["refused"] += process.wait() != 0
-            counts["different"] += last_checkpoint(folder) != expected
-            return counts
+            if last:
+                return counts
 
+    with prepared() as (root, data, expected, longest):
         with ThreadPoolExecutor(jobs) as pool:
-            results = list(pool.map(chain, range(jobs)))
-    return {name: sum(result[name] for result in results) for name in results[0]}
+            for counts in pool.map(chain, range(jobs)):
+                total.update(counts)
+    return total
 
 
 def processes(trials: int, epochs: int = 3, seconds: float = 300) -> dict:
     """Run two processes of one device, again and again; return the counts."""
-    counts = {"runs": 0, "hung": 0, "failed": 0, "different": 0}
-    with tempfile.TemporaryDirectory() as name:
-        root = Path(name)
-        data = root / "data"
-        data.mkdir()
-        write_data(data)
-        expected, _ = run_whole(root / "whole", data, epochs)
+    counts = {"runs": trials, "hung": 0, "failed": 0, "different": 0}
+    with prepared(epochs) as (root, data, expected, _):
         for trial in range(trials):
             with socket.socket() as probe:
                 probe.bind(("localhost", 0))
@@ -217,21 +209,17 @@ def processes(trials: int, epochs: int = 3, seconds: float = 300) -> dict:
             flags = ["--epochs", str(epochs), "--devices", "1", "--num-processes", "2"]
             flags += ["--coordinator", f"localhost:{port}", "--process-id"]
             runs = [start(f, data, *flags, str(i)) for i, f in enumerate(folders)]
-            counts["runs"] += 1
             try:
                 limit = time.monotonic() + seconds
-                status = [run.wait(limit - time.monotonic()) for run in runs]
-                counts["failed"] += any(status)
-                if any(status):
+                if any([run.wait(limit - time.monotonic()) for run in runs]):
+                    counts["failed"] += 1
                     print((folders[0] / "log").read_text()[-1000:])
-                else:
-                    counts["different"] += (
-                        last_checkpoint(folders[0], epochs) != expected
-                    )
+                elif last_checkpoint(folders[0], epochs) != expected:
+                    counts["different"] += 1
             except subprocess.TimeoutExpired:
                 counts["hung"] += 1
                 for run in runs:
-                    run.send_signal(signal.SIGKILL)
+                    run.kill()
             for folder in folders:
                 shutil.rmtree(folder)
     return counts
@@ -258,7 +246,7 @@ def cost(rounds: int) -> dict:
             np.asarray(losses)
             seconds["whole"].append(time.perf_counter() - began)
             began = time.perf_counter()
-            pe.save(Path(folder) / "checkpoint.npz", trainer.gather(state))
+            pe.save(Path(folder) / "checkpoint.safetensors", trainer.gather(state))
             seconds["save"].append(time.perf_counter() - began)
     save, pieces, whole = (statistics.median(s[1:]) for s in seconds.values())
     epoch = whole * len(data.train_images) / len(images)
@@ -274,11 +262,9 @@ def cost(rounds: int) -> dict:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trial", choices=("kill", "stop", "processes", "cost"))
-    parser.add_argument("--trials", type=int, default=20, help="(default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="runs at once (default: %(default)s)"
-    )
+    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     args = parser.parse_args()
     if args.trial in ("kill", "stop"):
         how = signal.SIGKILL if args.trial == "kill" else signal.SIGTERM
