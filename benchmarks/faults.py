@@ -66,8 +66,8 @@ class Result(NamedTuple):
 
 class Trial(NamedTuple):
     function: Callable  # returns a Result
-    long: dict = {}  # its arguments
-    quick: dict = {}
+    long: dict  # its arguments
+    quick: dict
 
 
 def summarize(title: str, outcomes: Iterable[tuple], *good: str) -> Result:
@@ -384,7 +384,7 @@ def make_places(folder: Path, content: bytes) -> list[Path]:
     with open(folder / "huge", "wb") as file:
         file.truncate(100 * 10**9)
     places = [path for path in folder.iterdir() if path.name != "sound"]
-    return places + [*filter(os.path.exists, (Path("/dev/zero"), Path("/dev/full")))]
+    return [*places, *filter(Path.exists, (Path("/dev/zero"), Path("/dev/full")))]
 
 
 def places() -> Result:
@@ -416,17 +416,10 @@ def places() -> Result:
 
 def run_child(call: str, prefix: Iterable[str] = ()) -> subprocess.CompletedProcess:
     """Run a call of this file's functions in a new interpreter."""
-    return subprocess.run(
-        [*prefix, sys.executable, "-c", f"import faults; {call}"],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(Path(__file__).parent),
-            "JAX_PLATFORMS": "cpu",
-        },
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [*prefix, sys.executable, "-c", f"import faults; {call}"]
+    env = os.environ | {"PYTHONPATH": os.path.dirname(os.path.abspath(__file__))}
+    env["JAX_PLATFORMS"] = "cpu"
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
 
 
 def save_watched(path: str, seed: int, stop: tuple | None = None) -> None:
@@ -568,8 +561,8 @@ def save_refused(case: str, folder: Path) -> str:
     pe.save(path, old)
     files = sorted(os.listdir(folder))
     with refusal.during(folder):
-        call = partial(pe.save, target, new)
-        kind, detail = judge(call, target, OSError, lambda _: "nothing raised")
+        save = partial(pe.save, target, new)
+        kind, detail = judge(save, target, OSError, lambda _: "nothing raised")
     if kind != REFUSED or os.strerror(refusal.number) not in detail:
         return f"{kind} {detail}, not {os.strerror(refusal.number)}"
     if sorted(os.listdir(folder)) != files:
@@ -628,10 +621,10 @@ TRIALS = {
     ],
     "hostile": [
         Trial(partial(damage, hostile, measure=True), {"size": 10**6}, {"size": 10**5}),
-        Trial(places),
+        Trial(places, {}, {}),
     ],
     "save-points": [Trial(save_points, {}, {"writes": 2})],
-    "disk": [Trial(disk)],
+    "disk": [Trial(disk, {}, {})],
 }
 
 
@@ -641,9 +634,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few of each, for a look")
     args = parser.parse_args()
     if unknown := set(args.names) - set(TRIALS):
-        parser.error(
-            f"no trial is called {unknown.pop()}; there are {', '.join(TRIALS)}"
-        )
+        parser.error(f"no trial {unknown.pop()}; there are {', '.join(TRIALS)}")
     pe.use_cpu_devices(1)
     failed = 0
     for trial in itertools.chain.from_iterable(map(TRIALS.get, args.names or TRIALS)):

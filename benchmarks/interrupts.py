@@ -117,7 +117,7 @@ def last_checkpoint(folder: Path, epochs: int = EPOCHS) -> bytes:
 
 @contextlib.contextmanager
 def prepared(epochs: int = EPOCHS) -> Iterator[tuple[Path, Path, bytes, float]]:
-    """Yield a folder, its data, a whole run's last checkpoint, and the seconds it takes.
+    """Yield a folder, data, and a whole run's last checkpoint and seconds.
 
     The second of two runs finds the compiled programs of the first, as those after it.
     """
@@ -180,8 +180,7 @@ def interrupt(how: signal.Signals, trials: int, seed: int = 0, jobs: int = 1) ->
             else:
                 counts["ended"] += 1
                 wrong = status != 0
-                different = not wrong and last_checkpoint(folder) != expected
-                counts["different"] += different
+                counts["different"] += not wrong and last_checkpoint(folder) != expected
             if wrong:
                 counts["refused"] += 1
                 print(f"status {status}: {(folder / 'log').read_text()[-1000:]}")
@@ -190,10 +189,12 @@ def interrupt(how: signal.Signals, trials: int, seed: int = 0, jobs: int = 1) ->
             if last:
                 return counts
 
-    with prepared() as (root, data, expected, longest):
-        with ThreadPoolExecutor(jobs) as pool:
-            for counts in pool.map(chain, range(jobs)):
-                total.update(counts)
+    with (
+        prepared() as (root, data, expected, longest),
+        ThreadPoolExecutor(jobs) as pool,
+    ):
+        for counts in pool.map(chain, range(jobs)):
+            total.update(counts)
     return total
 
 
