@@ -2137,12 +2137,20 @@ def test_load_names_the_leaf_that_is_another(tmp_path, like, message):
 
 
 @pytest.mark.parametrize("like", [None, {"a": A}])
-def test_load_says_who_reads_the_files_of_others(tmp_path, like):
-    safetensors.numpy.save_file({"['a']": A}, tmp_path / "x")
-    with pytest.raises(
-        ValueError, match=r"x: has no digest .* safetensors.numpy.load_f"
+def test_load_says_what_is_wrong_with_a_file(tmp_path, like):
+    path = tmp_path / "x"
+    pe.save(path, {"a": A})
+    sound = path.read_bytes()
+    others = safetensors.numpy.save({"['a']": A})
+    for content, message in (
+        (sound.replace(b"['a']", b"['b']"), "damaged or cut short"),
+        (sound[:-1], "damaged or cut short"),
+        (sound[:50], "damaged or cut short"),
+        (others, "has no digest .* whose files safetensors.numpy.load_file reads"),
     ):
-        pe.load(tmp_path / "x", like)
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"{path}: {message}"):
+            pe.load(path, like)
 
 
 class Paths(tuple):
