@@ -2549,11 +2549,13 @@ def test_trainer_of_the_script_learns_from_bytes():
     data = tm.generate_digits(0, num_train=256, num_test=10)
     images, labels = data.train_images, data.train_labels
     trainer = tm.make_trainer(recipe, 1, 2, num_steps=32)
-    first, *_, last = tm.train(trainer, recipe, images, labels, seed=0)
-    assert first.losses.shape == (1, 0) and last.losses.shape == (1, 8)
-    assert last.losses.mean() < 1.5
-    probs = trainer.predict_members(last.state, images[:40])
-    gathered = trainer.gather(last.state)
+    state, placed = trainer.init(jax.random.key(0)), trainer.place((images, labels))
+    for epoch in range(4):
+        order = tm.member_orders(256, recipe, seed=0, epoch=epoch, members=1)
+        state, losses = trainer.epoch(state, placed, order)
+    assert losses.shape == (1, 8) and losses.mean() < 1.5
+    probs = trainer.predict_members(state, images[:40])
+    gathered = trainer.gather(state)
     params, stats = (member(x, 0) for x in (gathered.params, gathered.model_state))
     x = jnp.asarray(images[:40], jnp.float32) / 255
     logits, _ = jax.jit(tm.NETWORKS[network].logits)(params, stats, x)
@@ -2744,53 +2746,8 @@ def test_picture_of_one_model(tmp_path, drawn):
 # ---------------------------------------------------------------------------------
 
 
-def test_results_of_an_earlier_run_are_not_overwritten(tmp_path, capsys, small_folder):
-    (tmp_path / "report.json").write_text("{}")
-    status, _, err = run_script(
-        capsys, "--data-dir", small_folder, "--workdir", tmp_path
-    )
-    assert status == 2 and "holds report.json of an earlier run" in err
-    assert (tmp_path / "report.json").read_text() == "{}"
-    tm.Folder(tmp_path, True, 3)  # which the refused run holds no longer
-
-
-def test_folder_that_takes_no_files_is_refused_before_training(
-    tmp_path, capsys, small_folder, monkeypatch
-):
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(tm.tempfile, "TemporaryFile", full)
-    args = ["--data-dir", small_folder, "--workdir", tmp_path]
-    status, out, err = run_script(capsys, *args)
-    assert status == 2 and "No space left on device" in err and out == ""
-
-
 RUN = ["--members", 2, "--devices", 2, "--network", "tiny", "--epochs", 2]
 RUN += ["--batch-size", 32, "--train-size", 256]  # two epochs of 8 steps
-
-
-def checkpoints(folder):
-    return sorted(path.name for path in folder.glob("checkpoint_*.safetensors"))
-
-
-def stop_in(monkeypatch, segment, how=signal.SIGTERM):
-    """Let a run receive a signal in a segment: two have up to 4 steps, all others 1."""
-    train = tm.train
-
-    def stopping(*args, agree, **kwargs):
-        segments = itertools.count(1)
-
-        def interrupted(seconds):
-            if next(segments) == segment:
-                os.kill(os.getpid(), how)
-                time.sleep(0.2)  # until the thread that listens has it
-            return agree(seconds)
-
-        return train(*args, agree=interrupted, **kwargs)
-
-    monkeypatch.setattr(tm, "train", stopping)
-    monkeypatch.setattr(tm, "SEGMENT_SECONDS", 0)
 
 
 @pytest.fixture(scope="module")
@@ -2802,312 +2759,262 @@ def whole_run(tmp_path_factory, small_folder):
     return folder
 
 
+@pytest.fixture
+def run_in(capsys, small_folder):
+    """Return a function that trains in a folder: status, output, errors."""
+
+    def run(folder, *flags):
+        args = [*RUN, "--data-dir", small_folder, "--workdir", folder]
+        return run_script(capsys, *args, *flags)
+
+    return run
+
+
+def checkpoints(folder):
+    return sorted(path.name for path in folder.glob("checkpoint_*"))
+
+
+def names_of(*steps):
+    return [f"checkpoint_{step:08d}.safetensors" for step in steps]
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
+
+
 def results(folder):
     """Return what a run ends with: checkpoint, report, and metrics but for times."""
     metrics = []
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         values = json.loads(line)
         metrics.append({k: v for k, v in values.items() if "second" not in k})
-    last = (folder / "checkpoint_00000016.safetensors").read_bytes()
+    last = (folder / names_of(16)[0]).read_bytes()
     return last, (folder / "report.json").read_text(), metrics
 
 
+def stop_in(monkeypatch, segment, how=signal.SIGTERM):
+    """Let a run receive a signal in a segment: the first has 4 steps, all others 1."""
+    listen, segments = tm.Stop.listen, itertools.count(1)
+
+    def listening(stop):
+        listen(stop)
+        if next(segments) == segment:
+            os.kill(os.getpid(), how)
+
+    monkeypatch.setattr(tm.Stop, "listen", listening)
+    monkeypatch.setattr(tm, "SEGMENT_SECONDS", 0)
+
+
 @pytest.mark.parametrize(
-    "segments, ends", [((1, 2, 1), (3, 8, 9)), ((5,), (9,)), ((3, 6), (7, 13))]
+    "segments, ends, how, devices",
+    [
+        ((1, 2, 2), (3, 7, 9), signal.SIGTERM, 2),
+        ((6,), (8,), signal.SIGINT, 2),
+        ((4, 5), (6, 12), signal.SIGTERM, 1),
+    ],
 )
 def test_resumed_run_ends_in_the_bits_of_one_that_was_never_stopped(
-    tmp_path, capsys, small_folder, whole_run, monkeypatch, segments, ends
+    tmp_path, run_in, whole_run, monkeypatch, segments, ends, how, devices
 ):
-    args = [*RUN, "--data-dir", small_folder, "--workdir", tmp_path]
-    args += ["--save-every", 0.375]  # every 3 steps, so a segment may be shorter
+    every = "--save-every", 0.375  # every 3 steps, so a segment may be shorter
     for i, segment in enumerate(segments):
-        stop_in(monkeypatch, segment)
-        status, _, err = run_script(capsys, *args, *["--resume"] * (i > 0))
+        stop_in(monkeypatch, segment, how)
+        status, _, err = run_in(tmp_path, *every, *["--resume"] * (i > 0))
         monkeypatch.undo()
-        assert status == 143 and err.count("\n") == 1
-        assert f"SIGTERM: what is done is in {tmp_path}" in err
-        newest = tmp_path / checkpoints(tmp_path)[-1]
-        assert newest.name == f"checkpoint_{ends[i]:08d}.safetensors"
-    status, out, _ = run_script(capsys, *args, "--resume")
-    assert status == 0 and f"resumed from {newest}" in out
-    assert results(tmp_path) == results(whole_run)
-
-
-def test_run_resumes_on_other_devices(
-    tmp_path, capsys, small_folder, whole_run, monkeypatch
-):
-    args = [*RUN, "--data-dir", small_folder, "--workdir", tmp_path]
-    stop_in(monkeypatch, 7, signal.SIGINT)
-    status, _, err = run_script(capsys, *args)
-    monkeypatch.undo()
-    assert status == 130 and "SIGINT: what is done is in" in err
-    status, _, _ = run_script(capsys, *args, "--resume", "--devices", 1)
-    assert status == 0
-    assert results(tmp_path)[0] == results(whole_run)[0]
-    assert results(tmp_path)[2] == results(whole_run)[2]
+        assert status == 128 + how and err.count("\n") == 1
+        assert f"{how.name}: what is done is in {tmp_path}" in err
+        assert checkpoints(tmp_path)[-1:] == names_of(ends[i])
+    status, out, _ = run_in(tmp_path, *every, "--resume", "--devices", devices)
+    assert status == 0 and f"resumed from {tmp_path / names_of(ends[-1])[0]}" in out
+    last, report, metrics = results(tmp_path)
+    expected = results(whole_run)
+    assert (last, metrics) == expected[::2]
+    assert (report == expected[1]) == (devices == 2)  # which it names
 
 
 def test_signal_during_evaluation_is_saved_and_seen(
-    tmp_path, capsys, small_folder, whole_run, monkeypatch
+    tmp_path, run_in, whole_run, monkeypatch
 ):
-    parts = []
+    parts, look = [], tm.Run.look
+
+    def stopping(run, *seconds):
+        if not seconds:  # between the parts of an evaluation
+            parts.append(run.done)
+        if len(parts) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return look(run, *seconds)
+
+    monkeypatch.setattr(tm.Run, "look", stopping)
     monkeypatch.setattr(tm, "CHUNK_ROWS", 2)
-
-    def stopping(predict):
-        def predict_members(state, images):
-            parts.append(len(images))
-            if len(parts) == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(0.2)
-            return predict(state, images)
-
-        return predict_members
-
-    make = tm.make_trainer
-
-    def watched(*args):
-        trainer = make(*args)
-        return trainer._replace(predict_members=stopping(trainer.predict_members))
-
-    monkeypatch.setattr(tm, "make_trainer", watched)
-    args = [*RUN, "--data-dir", small_folder, "--workdir", tmp_path]
-    args += ["--save-every", 2]
-    status, out, _ = run_script(capsys, *args)
-    assert status == 143 and len(parts) == 2 and "epoch:" not in out
-    assert checkpoints(tmp_path) == [f"checkpoint_{n:08d}.safetensors" for n in (0, 8)]
+    status, out, _ = run_in(tmp_path, "--save-every", 2)
+    assert status == 143 and parts == [8, 8] and "epoch:" not in out
+    assert checkpoints(tmp_path) == names_of(0, 8)
     monkeypatch.undo()
-    status, out, _ = run_script(capsys, *args, "--resume")
+    status, out, _ = run_in(tmp_path, "--save-every", 2, "--resume")
     assert status == 0 and "epoch:  1," in out
     assert results(tmp_path) == results(whole_run)
 
 
-def test_newest_valid_checkpoint_wins(tmp_path, capsys, small_folder, whole_run):
+def test_newest_valid_checkpoint_wins(tmp_path, run_in, whole_run):
     folder = tmp_path / "run"
     shutil.copytree(whole_run, folder)
-    names = checkpoints(folder)
-    assert names == [f"checkpoint_{n:08d}.safetensors" for n in (0, 8, 16)]
-    content = (folder / names[2]).read_bytes()
-    (folder / names[2]).write_bytes(content[:-9] + b"x" + content[-8:])
-    (folder / "checkpoint_00000015.safetensors").symlink_to(folder / names[1])
-    other = tmp_path / "other.safetensors"
-    other.write_text("of somebody else")
+    first, middle, last = names_of(0, 8, 16)
+    assert checkpoints(folder) == [first, middle, last]
+    content = (folder / last).read_bytes()
+    (folder / last).write_bytes(content[:-9] + b"x" + content[-8:])
+    (folder / names_of(15)[0]).symlink_to(folder / middle)
     (folder / "checkpoint_9.safetensors").write_text("of somebody else")
-    leftovers = [folder / f".{name}.1a2b3c4d.tmp" for name in (names[0], "report.png")]
+    (folder / "config.json").write_text('{"seed": ')
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"epoch": 3, "trai')
+    leftovers = [folder / f".{name}.1a2b3c4d.tmp" for name in (first, "report.png")]
     for path in leftovers:
         path.write_text("half a file")
-    args = [*RUN, "--data-dir", small_folder, "--workdir", folder, "--resume"]
-    status, out, err = run_script(capsys, *args, "--keep", 1)
-    assert status == 0 and f"resumed from {folder / names[1]}" in out
+    status, out, err = run_in(folder, "--resume", "--keep", 1)
+    assert status == 0 and f"resumed from {folder / middle}" in out
     assert err.count("warning: skipped") == 2 and "damaged" in err
-    assert "checkpoint_00000015.safetensors: not a regular file" in err
+    assert f"{names_of(15)[0]}: not a regular file" in err
     assert results(folder) == results(whole_run)
-    assert checkpoints(folder) == [names[2], "checkpoint_9.safetensors"]
+    assert checkpoints(folder) == [last, "checkpoint_9.safetensors"]
     assert not any(path.exists() for path in leftovers)
+    config = json.loads((folder / "config.json").read_text())
+    assert config == json.loads((whole_run / "config.json").read_text())
+    assert config["seed"] == 0 and config["data"] == "auto"
+    assert Path(config["data_dir"]).is_absolute() and config["save_every"] == 1
 
 
-def test_no_valid_checkpoint_is_an_error_and_no_new_start(
-    tmp_path, capsys, small_folder, whole_run
+def test_run_that_cannot_be_resumed_is_an_error_and_no_new_start(
+    tmp_path, run_in, whole_run
 ):
-    args = [*RUN, "--data-dir", small_folder, "--resume", "--workdir"]
-    status, _, err = run_script(capsys, *args, tmp_path / "new")
-    assert status == 2 and "--resume: " in err and "holds no checkpoint" in err
+    def refused(*flags):
+        before = contents(folder)
+        status, _, err = run_in(folder, "--resume", *flags)
+        assert status == 2 and before == contents(folder)
+        return err.splitlines()[-1]
+
+    folder = tmp_path / "new"
+    folder.mkdir()
+    assert f"--resume: {folder} holds no valid checkpoint, of 0" in refused()
     folder = tmp_path / "run"
     shutil.copytree(whole_run, folder)
+    (folder / "config.json").unlink()  # a checkpoint has the settings, too
+    for flag, other, was in [("seed", 1, 0), ("learning_rate", 0.1, 0.001)]:
+        text = f"--resume: {flag} is {other} here, {was} there, in {folder}"
+        assert text in refused(f"--{flag.replace('_', '-')}", other)
+    assert "train_size is 288 here, 256 there" in refused("--train-size", 288)
     for name in checkpoints(folder):
         (folder / name).write_bytes((folder / name).read_bytes()[:1000])
-    before = {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
-    status, _, err = run_script(capsys, *args, folder)
-    assert status == 2 and "none of the 3 checkpoints" in err
-    assert before == {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
+    assert "holds no valid checkpoint, of 3" in refused()
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--learning-rate", 0.1], "learning_rate is 0.1 here, 0.001 there"),
-        (["--members", 3], "members is 3 here, 2 there"),
-        (["--seed", 1], "seed is 1 here, 0 there"),
-        (["--train-size", 288], "train_size is 288 here, 256 there"),
-    ],
-)
-def test_resuming_with_another_recipe_is_refused(
-    capsys, small_folder, whole_run, flags, message
-):
-    before = sorted(whole_run.iterdir())
-    args = [*RUN, "--data-dir", small_folder, "--workdir", whole_run, "--resume"]
-    status, _, err = run_script(capsys, *args, *flags)
-    assert status == 2 and f"--resume: {message}" in err
-    assert sorted(whole_run.iterdir()) == before
-
-
-def test_recipe_is_also_that_of_the_checkpoint(
-    tmp_path, capsys, small_folder, whole_run
-):
-    folder = tmp_path / "run"
-    shutil.copytree(whole_run, folder)
-    (folder / "config.json").unlink()
-    args = [*RUN, "--data-dir", small_folder, "--workdir", folder, "--resume"]
-    status, _, err = run_script(capsys, *args, "--seed", 1)
-    assert status == 2 and err.count("is of a run with other settings") == 3
-
-
-def test_second_run_in_a_folder_is_refused(tmp_path, capsys, small_folder):
+def test_folder_is_one_runs(tmp_path, run_in):
     code = "import time, train_mnist as tm; from pathlib import Path; import sys\n"
     code += "folder = tm.Folder(Path(sys.argv[1]), False, 3); print('held', flush=True)"
     holder = start_python(code + "; time.sleep(600)", tmp_path)
     assert holder.stdout.readline() == "held\n"
-    args = ["--data-dir", small_folder, "--epochs", 0, "--workdir", tmp_path]
-    status, _, err = run_script(capsys, *args)
-    assert status == 2 and f"in use by process {holder.pid} on" in err
+    status, out, err = run_in(tmp_path)
+    assert status == 2 and f"in use by process {holder.pid} on" in err and not out
     holder.kill()
     holder.communicate()
-    status, _, _ = run_script(capsys, *args)
-    assert status == 0
+    (tmp_path / "report.json").write_text("{}")
+    status, out, err = run_in(tmp_path)
+    assert status == 2 and "holds report.json of an earlier run" in err and not out
+    assert contents(tmp_path) == {"report.json": b"{}"}
+    tm.Folder(tmp_path, True, 3).close()  # which the refused run holds no longer
 
 
-def test_disk_that_refuses_a_checkpoint_ends_the_run_with_its_reason(
-    tmp_path, capsys, small_folder, monkeypatch
+@pytest.mark.parametrize("name", ["config.json", *names_of(8)])
+def test_disk_that_refuses_a_file_ends_the_run_with_its_reason(
+    tmp_path, run_in, monkeypatch, name
 ):
-    save, calls = pe.save, []
+    replace_file = pe.replace_file
 
-    def full(path, tree):
-        calls.append(path)
-        if len(calls) == 2:
+    def full(path):
+        if path.name == name:
             raise OSError(28, "No space left on device", str(path))
-        save(path, tree)
+        return replace_file(path)
 
-    monkeypatch.setattr(pe, "save", full)
-    args = [*RUN, "--data-dir", small_folder, "--workdir", tmp_path]
-    status, _, err = run_script(capsys, *args)
+    monkeypatch.setattr(pe, "replace_file", full)
+    status, _, err = run_in(tmp_path)
     assert status == 2 and err.count("\n") == 1
-    assert f"error: {calls[1]}: No space left on device" in err
+    assert f"error: {tmp_path / name}: No space left on device" in err
     monkeypatch.undo()
-    status, out, _ = run_script(capsys, *args, "--resume")
-    assert status == 0 and "resumed from" in out
+    started = name != "config.json"
+    assert checkpoints(tmp_path) == names_of(0)[:started]
+    status, out, _ = run_in(tmp_path, *["--resume"] * started)
+    assert status == 0 and ("resumed from" in out) == started
 
 
-def spoil_images(monkeypatch, share):
-    """Turn a share of the training batches, at random, into nan."""
+def spoil_images(monkeypatch):
+    """Turn a fifth of the training batches, at random, into nan."""
 
     def shift(key, images, max_shift):
-        bad = jax.random.bernoulli(key, share)
+        bad = jax.random.bernoulli(key, 0.2)
         return jnp.where(bad, jnp.nan, images.astype(jnp.float32))
 
     monkeypatch.setattr(tm, "shift_images", shift)
 
 
 def test_one_model_that_is_not_finite_stops_with_its_last_checkpoint(
-    tmp_path, capsys, small_folder, monkeypatch
+    tmp_path, run_in, monkeypatch
 ):
-    spoil_images(monkeypatch, 0.2)
-    args = [*RUN, "--members", 1, "--data-dir", small_folder, "--workdir", tmp_path]
-    args += ["--mode", "sync", "--save-every", 0.125]
-    status, _, err = run_script(capsys, *args)
+    spoil_images(monkeypatch)
+    sync = "--members", 1, "--mode", "sync"
+    status, _, err = run_in(tmp_path / "a", *sync, "--save-every", 0.125)
     assert status == 3 and err.count("\n") == 1 and "no model is finite after" in err
-    newest = checkpoints(tmp_path)[-1]
+    newest = checkpoints(tmp_path / "a")[-1]
     assert f"the checkpoint of step {int(newest[11:19])} is good" in err
-    arrays = safetensors.numpy.load_file(tmp_path / newest).values()
-    assert arrays and all(np.isfinite(array).all() for array in arrays)
-
-
-def test_steps_that_are_not_finite_can_be_skipped(
-    tmp_path, capsys, small_folder, monkeypatch
-):
-    spoil_images(monkeypatch, 0.2)
-    args = [*RUN, "--members", 1, "--data-dir", small_folder, "--workdir", tmp_path]
-    status, out, _ = run_script(capsys, *args, "--mode", "sync", "--skip-nonfinite")
+    status, _, err = run_in(tmp_path / "a", *sync, "--resume")
+    assert status == 3 and "warning" not in err
+    status, out, _ = run_in(tmp_path / "b", *sync, "--skip-nonfinite")
     assert status == 0 and "notice: member 0 skipped" in out
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = json.loads((tmp_path / "b" / "report.json").read_text())
     assert report["failed"] == [] and report["config"]["skip_nonfinite"]
 
 
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-import numpy as np
-import train_mnist as tm
+def save_steps(folder, *steps):
+    for step in steps:
+        folder.save(tm.Checkpoint(np.uint8([1]), np.array(0), np.array(step), ()), step)
 
-def save(folder, step):
-    folder.save(tm.Checkpoint(np.uint8([1]), np.array(0), np.array(step), ()), step)
 
-def run(path, point):
-    folder, seen = tm.Folder(Path(path), True, 2), []
-    for step in (10, 20, 30):
-        save(folder, step)
+def test_at_any_point_of_a_save_the_folder_holds_whole_checkpoints(
+    tmp_path, monkeypatch
+):
+    """Which are what a kill would leave."""
+    whole, folder = tmp_path / "whole", tm.Folder(tmp_path / "run", False, 2)
+    save_steps(tm.Folder(whole, False, 4), 10, 20, 30, 40)
+    others = [*names_of(99), "checkpoint_copy.safetensors"]
+    for name in others:  # damaged, or the run would go on from it; somebody else's
+        (folder.path / name).write_bytes(b"")
+    save_steps(folder, 10, 20, 30)
+    points = []
 
-    def watch(name):
-        call = getattr(os, name)
+    def watch(name, call):
         def watched(*args, **kwargs):
-            for when in ("before", "after"):
-                seen.append(f"{when} {name}")
-                if len(seen) == point:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                result = call(*args, **kwargs) if when == "before" else result
+            points.append((f"before {name}", contents(folder.path)))
+            result = call(*args, **kwargs)
+            points.append((f"after {name}", contents(folder.path)))
             return result
-        setattr(os, name, watched)
+
+        monkeypatch.setattr(os, name, watched)
 
     for name in ("open", "write", "fsync", "replace", "unlink"):
-        watch(name)
-    save(folder, 40)
-    print(*seen, sep="\\n", flush=True)
-
-point = 0
-while True:
-    point += 1
-    child = os.fork()
-    if not child:
-        run(f"{sys.argv[1]}/{point}", point)
-        os._exit(0)
-    if os.waitpid(child, 0)[1] == 0:
-        break
-"""
-
-
-def test_kill_at_any_point_of_a_save_leaves_a_checkpoint(tmp_path):
-    run = start_python(KILLED, tmp_path)
-    out, err = run.communicate(timeout=60)
-    assert run.returncode == 0, err
-    points = out.split("\n")[:-1]
-    assert {"before replace", "after replace", "before unlink"} <= set(points)
-    assert points.count("before fsync") == 2 and len(points) >= 8
-    names = [f"checkpoint_{step:08d}.safetensors" for step in (10, 20, 30, 40)]
-    replaced = points.index("after replace")
-    for i, point in enumerate(points):
-        folder = tmp_path / f"{i + 1}"
+        watch(name, getattr(os, name))
+    save_steps(folder, 40)
+    monkeypatch.undo()
+    names = [name for name, _ in points]
+    replaced, removed = names.index("after replace"), names.index("after unlink")
+    assert names.count("before fsync") == 2 and names.count("before unlink") == 1
+    for i, (point, found) in enumerate(points):
         # Two of three are kept; the oldest goes when the newest has its name.
-        gone = 2 if i >= points.index("after unlink") else 1
-        assert checkpoints(folder) == names[gone : 4 if i >= replaced else 3], point
-        for name in checkpoints(folder):
-            like = tm.Checkpoint(np.uint8([0]), np.array(0), np.array(0), ())
-            found = pe.load(folder / name, like)
-            assert f"{found.step:08d}" in name and found.settings == 1
-
-
-def test_pruning_counts_no_checkpoint_of_later_steps(tmp_path):
-    """Those are damaged, or the run would have gone on from them."""
-    folder = tm.Folder(tmp_path, False, 2)
-    (tmp_path / "checkpoint_00000099.safetensors").write_text("damaged")
-    (tmp_path / "checkpoint_copy.safetensors").write_text("of somebody else")
-    for step in (10, 20, 30):
-        folder.save(tm.Checkpoint(np.uint8([1]), np.array(0), np.array(step), ()), step)
-    steps = "00000020", "00000030", "00000099", "copy"
-    assert checkpoints(tmp_path) == [f"checkpoint_{step}.safetensors" for step in steps]
-
-
-def test_damaged_metrics_lose_no_more_than_their_lines(tmp_path):
-    folder = tm.Folder(tmp_path, False, 3)
-    lines = ['{"epoch": 1}', '{"epoch": 2}', '{"epoch": 3, "trai']
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    folder._read_metrics(5)
-    assert [m["epoch"] for m in folder.metrics] == [1, 2]
-    folder.metrics.clear()
-    folder._read_metrics(1)
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"epoch": 1}\n'
+        steps = (20, 30, 40)[i >= removed : 3 if i >= replaced else 2]
+        expected = {name: (whole / name).read_bytes() for name in names_of(*steps)}
+        assert found == {**expected, **dict.fromkeys(others, b"")}, point
 
 
 def start_script(*args, **env):
     # As many threads as here, where there are 8 devices: a product's bits depend on it.
-    return start_python(SCRIPT, *args, NPROC=str(D), **env)
+    return start_python(SCRIPT, *args, **{"NPROC": str(D), **ENVIRONMENT, **env})
 
 
 def wait_for(found, seconds=100):
@@ -3118,27 +3025,33 @@ def wait_for(found, seconds=100):
         time.sleep(0.05)
 
 
-def test_signal_ends_a_run_with_its_status_and_a_second_one_at_once(
+STUCK = f"""{TINY}
+def save(run, whenever=False):
+    if run.stop.received:
+        print("noted", flush=True)
+        tm.time.sleep(600)
+
+tm.Run.save = save
+sys.exit(tm.main(sys.argv[1:]))"""
+
+
+def test_second_signal_and_one_while_nothing_is_to_be_saved_end_a_run_at_once(
     tmp_path, small_folder
 ):
-    args = [*RUN, "--epochs", 20000, "--data-dir", small_folder, "--workdir", tmp_path]
-    run = start_script(*args)
-    wait_for(lambda: len(checkpoints(tmp_path)) == 3)
-    run.send_signal(signal.SIGTERM)
-    _, err = run.communicate(timeout=30)
-    assert run.returncode == 143 and err.count("\n") == 1
-    newest = checkpoints(tmp_path)[-1]
-    run = start_script(*args, "--resume")
-    wait_for(lambda: checkpoints(tmp_path)[-1] > newest)
-    newest = checkpoints(tmp_path)[-1]
-    run.send_signal(signal.SIGSTOP)  # so that both are there before it goes on
-    run.send_signal(signal.SIGINT)
-    run.send_signal(signal.SIGTERM)
-    run.send_signal(signal.SIGCONT)
-    time.sleep(0.05)
-    run.send_signal(signal.SIGINT)
-    run.communicate(timeout=30)
-    assert run.returncode == 130
+    args = [*RUN, "--epochs", 20000, "--data-dir", small_folder, "--workdir"]
+    runs = [start_python(STUCK, *args, tmp_path / f"{i}") for i in range(2)]
+    for run, signals in zip(
+        runs,
+        [
+            {"notice: ": signal.SIGTERM},  # while JAX compiles
+            {"epoch:  1": signal.SIGTERM, "noted": signal.SIGINT},
+        ],
+    ):
+        for text, number in signals.items():
+            next(line for line in run.stdout if line.startswith(text))
+            run.send_signal(number)
+        run.communicate(timeout=5)
+        assert run.returncode == -number
 
 
 def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback(tmp_path):
@@ -3150,9 +3063,10 @@ def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback(tmp_path):
     assert done.returncode == -signal.SIGINT and done.stderr == ""
 
 
-def process_flags(folder, port, count=2):
+def process_flags(folder, port, index, count=2, timeout=20):
     where = ["--workdir", folder, "--coordinator", f"localhost:{port}"]
-    return [*where, "--num-processes", count, "--connect-timeout", 20, "--process-id"]
+    where += ["--num-processes", count, "--process-id", index]
+    return [*where, "--connect-timeout", timeout]
 
 
 def test_processes_of_a_run_end_as_one(tmp_path, small_folder, whole_run):
@@ -3170,7 +3084,7 @@ def test_processes_of_a_run_end_as_one(tmp_path, small_folder, whole_run):
     ]
     outs = [run.communicate(timeout=100) for run in runs]
     assert [run.returncode for run in runs] == [0, 0], outs
-    assert "of 2 processes" in outs[0][0] and "epoch" not in outs[1][0]
+    assert "processes 2" in outs[0][0] and "epoch" not in outs[1][0]
     assert results(tmp_path)[0] == results(whole_run)[0]
 
 
@@ -3178,10 +3092,12 @@ def test_processes_stop_together_and_notice_one_that_dies(
     tmp_path, capsys, small_folder, monkeypatch
 ):
     args = [*RUN, "--devices", 1, "--data-dir", small_folder, "--epochs", 20000]
-    newest = "checkpoint_00000000.safetensors"
+    newest = names_of(0)[0]
     for how, resume in (signal.SIGTERM, ()), (signal.SIGKILL, ("--resume",)):
-        flags = process_flags(tmp_path, free_port())
-        runs = [start_script(*args, *resume, *flags, i) for i in range(2)]
+        flags = tmp_path, free_port()
+        runs = [
+            start_script(*args, *resume, *process_flags(*flags, i)) for i in range(2)
+        ]
         wait_for(lambda last=newest: [last, *checkpoints(tmp_path)][-1] > last)
         runs[1].send_signal(how)
         outs = [run.communicate(timeout=60) for run in runs]
@@ -3190,40 +3106,35 @@ def test_processes_stop_together_and_notice_one_that_dies(
         newest = checkpoints(tmp_path)[-1]
     assert "lost contact with another process" in outs[0][1]
     stop_in(monkeypatch, 1)
-    args += ["--workdir", tmp_path, "--resume"]
-    status, out, _ = run_script(capsys, *args, "--devices", 2)
+    args += ["--workdir", tmp_path, "--resume", "--devices", 2]
+    status, out, _ = run_script(capsys, *args)
     assert status == 143 and f"resumed from {tmp_path / newest}" in out
 
 
 def test_processes_that_do_not_fit_together_end_with_an_error(tmp_path, small_folder):
     args = [*RUN, "--devices", 1, "--data-dir", small_folder]
-    missing = process_flags(tmp_path, free_port())
-    missing[missing.index(20)] = 4
-    port = free_port()
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        busy = process_flags(tmp_path, taken.getsockname()[1])
+    port, alone = free_port(), free_port()
+    with socket.create_server(("", 0)) as taken:
         runs = [
-            start_script(*args, *flags)
+            start_script(*args, *process_flags(tmp_path, *flags))
             for flags in (
-                [*missing, 0],
-                [*busy, 0],
-                [*process_flags(tmp_path, port), 0],
-                [*process_flags(tmp_path, port, 3), 1],
+                (alone, 0, 2, 4),
+                (taken.getsockname()[1], 0),
+                (port, 1, 3),
+                (port, 0),
             )
         ]
-        outs = [runs[i].communicate(timeout=60)[1] for i in (0, 1, 3)]
-    assert all(runs[i].returncode for i in (0, 1, 3))
-    runs[2].kill()  # which would notice, too, after half a minute
-    runs[2].communicate()
+        outs = [run.communicate(timeout=60)[1] for run in runs[:3]]
+    assert all(run.returncode for run in runs[:3])
+    runs[3].kill()  # which would notice, too, after half a minute
+    runs[3].communicate()
     assert "the processes did not meet within 4 seconds" in outs[0]
     assert "Address already in use" in outs[1]
     assert "--num-processes 3: the process at" in outs[2]
 
 
 def test_process_with_other_settings_than_the_first_names_them(monkeypatch):
-    theirs = np.frombuffer(json.dumps({"seed": 0, "epochs": 5}).encode(), np.uint8)
+    theirs = tm.encode({"seed": 0, "epochs": 5})
     monkeypatch.setattr(tm, "share", lambda mine: theirs)
     tm.check_same_run({"seed": 0, "epochs": 5})
     with pytest.raises(tm.Failure, match="epochs is 6 here, 5 there, in the first"):
@@ -3431,22 +3342,30 @@ def test_out_of_memory_is_one_line(capsys, monkeypatch, small_folder, error):
 # ---------------------------------------------------------------------------------
 
 
-def test_first_line_says_what_is_about_to_run(capsys, small_folder):
-    args = ["--data-dir", small_folder, "--epochs", 0, "--devices", 2]
-    for flags, expected in [
-        (["--members", 5], ": an ensemble of 5 on 2 CPU devices (3 a device); network"),
-        (["--devices", 4, "--members", 2], " 2 on 4 CPU devices (2 replicas of each "),
-        (["--mode", "sync"], "test images: one model on 2 CPU devices (2 replicas); "),
+def test_run_without_epochs_says_what_it_is_and_reports_the_initial_models(
+    tmp_path, capsys, small_folder
+):
+    args = ["--data-dir", small_folder, "--epochs", 0, "--bootstrap", "--seed", 7]
+    for mode, *expected in [
+        ("ensemble", 5, 2, 3, 1),
+        ("ensemble", 2, 4, 1, 2),
+        ("sync", 1, 2, 1, 2),
     ]:
-        flags += ["--bootstrap", "--seed", 7]
-        status, out, _ = run_script(capsys, *args, *flags)
+        folder, layout = tmp_path / f"{expected}", pe.Layout(*expected)
+        flags = ["--mode", mode, "--members", layout.members, "--workdir", folder]
+        status, out, _ = run_script(capsys, *args, *flags, "--devices", layout.devices)
         notice, line, *_ = out.splitlines()
         assert status == 0 and notice.startswith("notice: ")
         assert line.startswith(f"data in MNIST's form from {small_folder}, 768 train")
-        assert expected in line
+        stands = [f"{name} {value}" for name, value in layout._asdict().items()]
+        expected = ", ".join([f"mode {mode}", *stands, "platform cpu, processes 1"])
+        assert f" 200 test images: {expected}, network cnn" in line
         assert "learning_rate 0.15, momentum 0.9, schedule linear, max_shift 2" in line
-        assert f", bootstrap, seed 7; pjax_ensemble {pe.__version__}, jax" in line
-        assert "skip_nonfinite" not in line
+        assert "bootstrap True, skip_nonfinite False, seed 7" in line
+        assert f", pjax_ensemble {pe.__version__}, jax" in line
+        assert "epoch:" not in out and (folder / "metrics.jsonl").read_text() == ""
+        report = json.loads((folder / "report.json").read_text())
+        assert report["ensemble"]["negative_log_likelihood"] > 1.5
 
 
 def test_show_batch_draws_the_devices(capsys, small_folder):
@@ -3503,15 +3422,6 @@ def test_script_learns_and_reports(tmp_path, capsys, small_folder, mode, members
         assert f"{100 * report['by_size'][1]['accuracy']:.2f}%" in table[3]
 
 
-def test_epochs_0_reports_the_initial_members(tmp_path, capsys, small_folder):
-    args = ["--epochs", 0, "--devices", 2, "--data-dir", small_folder]
-    status, out, _ = run_script(capsys, *args, "--workdir", tmp_path)
-    assert status == 0 and "epoch:" not in out and "member 1" in out
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["ensemble"]["negative_log_likelihood"] > 1.5
-
-
 def test_member_that_fails_is_named_and_left_out(
     tmp_path, capsys, small_folder, monkeypatch
 ):
@@ -3550,7 +3460,7 @@ def test_diverged_run_ends_with_status_3(tmp_path, capsys, small_folder):
     args = ["--devices", 1, "--data-dir", small_folder, "--epochs", 1]
     args += ["--learning-rate", 1e30, "--workdir", tmp_path]
     status, _, err = run_script(capsys, *args)
-    assert status == 3 and "no model is finite after step 4 of epoch 1" in err
+    assert status == 3 and "no model is finite after step 4;" in err
     assert "the checkpoint of step 0 is good" in err
     assert not (tmp_path / "report.json").exists()
 

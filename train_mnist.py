@@ -83,7 +83,6 @@ import argparse
 import collections
 import contextlib
 import difflib
-import functools
 import gzip
 import hashlib
 import http.client
@@ -97,7 +96,6 @@ import re
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import urllib.error
@@ -559,64 +557,6 @@ def member_orders(
     return np.stack(orders)
 
 
-class Progress(NamedTuple):
-    """Where training stands, and what the last steps gave."""
-
-    state: pe.TrainState
-    epoch: int  # epochs that are complete
-    step: int  # steps of the next one
-    losses: np.ndarray  # [K, n], of the n steps since the last
-    seconds: float  # that they took
-
-
-SEGMENT_SECONDS = 1.0  # what a call of the trainer should take: signals wait for it
-SEGMENT_STEPS = 256  # at most
-
-
-def train(
-    trainer: pe.Trainer,
-    recipe: Recipe,
-    images,
-    labels,
-    *,
-    seed: int,
-    start: tuple[int, int, pe.TrainState] | None = None,
-    save_steps: int = sys.maxsize,
-    agree: Callable[[float], float] = lambda seconds: seconds,
-) -> Iterator[Progress]:
-    """Yield the state at the start, with no losses, and after each few steps.
-
-    The steps are as many as take about a second, and end with each epoch and at every
-    multiple of `save_steps`.  `start` is where to go on, (epoch, step, state).  Several
-    processes need the same number: `agree` makes one duration of theirs.
-
-    A state that was yielded is consumed when the next is asked for.
-    """
-    members = trainer.layout.members
-    num_steps = len(images) // recipe.batch_size
-    epoch, step, state = start or (0, 0, trainer.init(jax.random.key(seed)))
-    data = trainer.place((images, labels))
-    yield Progress(state, epoch, step, np.empty((members, 0)), 0.0)
-    length, order = 0, None
-    done, total = epoch * num_steps + step, recipe.epochs * num_steps
-    while done < total:
-        started = time.perf_counter()
-        epoch, step = divmod(done, num_steps)
-        if step == 0 or order is None:
-            order = member_orders(
-                len(images), recipe, seed=seed, epoch=epoch, members=members
-            )
-        size = min(length or 4, num_steps - step, save_steps - done % save_steps)
-        state, losses = trainer.epoch(state, data, order[:, step : step + size])
-        losses = np.asarray(losses)
-        seconds = agree(time.perf_counter() - started)
-        # The first steps' time is that of compiling; doublings keep slices few.
-        fitting = SEGMENT_SECONDS / seconds * size if length else 4
-        length = 2 ** int(math.log2(min(max(fitting, 1), SEGMENT_STEPS)))
-        done += size
-        yield Progress(state, *divmod(done, num_steps), losses, seconds)
-
-
 @contextlib.contextmanager
 def progress_bar(what: str, total: int, done: int = 0) -> Iterator[Callable]:
     """Draw how far a loop is, on a terminal where tqdm is; yield what advances it.
@@ -632,24 +572,6 @@ def progress_bar(what: str, total: int, done: int = 0) -> Iterator[Callable]:
     form = {"unit": " images", "unit_scale": True, "dynamic_ncols": True}
     with tqdm(desc=what, total=total, initial=done, leave=False, **form) as bar:
         yield bar.update
-
-
-def with_bars(
-    progress: Iterator[Progress], members: int, recipe: Recipe, num_steps: int
-) -> Iterator[Progress]:
-    """Yield what `train` yields, and draw how far each epoch is."""
-    now = next(progress)
-    yield now
-    images = members * recipe.batch_size  # a step
-    while now.epoch < recipe.epochs:
-        what = f"epoch {now.epoch + 1} of {recipe.epochs}"
-        with progress_bar(what, num_steps * images, now.step * images) as advance:
-            for now in progress:
-                advance(now.losses.shape[1] * images)
-                if now.step == 0:
-                    break
-                yield now
-        yield now
 
 
 # ---------------------------------------------------------------------------------
@@ -695,7 +617,7 @@ def print_epoch(metrics: dict) -> None:
 
 
 def print_failed(
-    failed: set, now: Progress, segments: list, members: list, recipe: Recipe
+    failed: set, now: Run, segments: list, members: list, recipe: Recipe
 ) -> None:
     """Name each member that has failed, once, and put it into `failed`.
 
@@ -867,18 +789,23 @@ class Failure(Exception):
 class Checkpoint(NamedTuple):
     """What a run goes on from, on any number of devices."""
 
-    settings: np.ndarray  # uint8 [n], what determines the run's numbers, as JSON
+    settings: np.ndarray  # uint8 [8192], what determines the run's numbers
     epoch: np.ndarray  # [], epochs that are complete
     step: np.ndarray  # [], steps of the next one
     state: pe.TrainState  # every leaf [K, ...]
 
 
-def first_difference(mine: dict, theirs: dict) -> str | None:
+def encode(settings: dict) -> np.ndarray:
+    """Write settings as bytes of one length, whatever they are."""
+    return np.frombuffer(json.dumps(settings).ljust(8192).encode(), np.uint8)
+
+
+def first_difference(ours: np.ndarray, theirs: np.ndarray) -> str | None:
     """Name the first setting in which two runs differ, and both values."""
-    for name in [*mine, *theirs]:
-        here, there = mine.get(name), theirs.get(name)
-        if here != there:
-            return f"{name} is {here} here, {there} there"
+    here, there = (json.loads(settings.tobytes()) for settings in (ours, theirs))
+    for name in [*here, *there]:
+        if here.get(name) != there.get(name):
+            return f"{name} is {here.get(name)} here, {there.get(name)} there"
     return None
 
 
@@ -891,66 +818,51 @@ class Folder:
     """
 
     CHECKPOINT = re.compile(r"checkpoint_(\d{8,18})\.safetensors")
-    LEFTOVER = re.compile(
-        r"\.(checkpoint_\d+\.safetensors|(config|report)\.json|metrics\.jsonl"
-        r"|report\.png)\.\w+\.tmp"
-    )
+    LEFTOVER = re.compile(r"\.(checkpoint_\d+|config|metrics|report)\.\w+\.\w+\.tmp")
 
     def __init__(self, path: Path, resume: bool, keep: int):
         """Make and lock the folder.  Raises Failure when it is another run's."""
-        self.path, self.keep, self.metrics = path, keep, []
+        self.path, self.keep = path, keep
+        self.metrics: list[dict] = []
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock()
-            try:
+            with contextlib.ExitStack() as stack:
+                path.mkdir(parents=True, exist_ok=True)
+                flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+                lock = os.open(path / ".lock", flags, 0o644)
+                stack.callback(os.close, lock)
+                self._lock(lock)
                 self._look(resume)
-            except BaseException:
-                os.close(self.lock)
-                raise
+                self.close = stack.pop_all().close
         except OSError as error:
             raise Failure(f"--workdir {path}: {error.strerror or error}") from error
 
-    def _lock(self) -> None:
+    def _lock(self, lock: int) -> None:
         # The lock is the system's, and ends with the process, however that ends.
-        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-        self.lock = os.open(self.path / ".lock", flags, 0o644)
         if fcntl is None:
             return
         try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(self.lock, 100).decode(errors="replace").strip()
-            os.close(self.lock)
+            holder = os.read(lock, 100).decode(errors="replace").strip()
             raise Failure(
                 f"--workdir {self.path}: in use by process {holder}; wait for it, or "
                 "choose another folder"
             ) from None
-        os.ftruncate(self.lock, 0)
-        os.write(self.lock, f"{os.getpid()} on {platform.node()}\n".encode())
+        os.ftruncate(lock, 0)
+        os.write(lock, f"{os.getpid()} on {platform.node()}\n".encode())
 
     def _look(self, resume: bool) -> None:
         """Remove what a dead process left half written; refuse earlier results."""
-        for name in os.listdir(self.path):
-            if self.LEFTOVER.fullmatch(name):
-                os.unlink(self.path / name)
-        names = [n for n in ("report.json", "metrics.jsonl") if self._has(n)]
-        names += [file.name for _, file in self.checkpoints()]
-        if names and not resume:
+        for name in filter(self.LEFTOVER.fullmatch, os.listdir(self.path)):
+            os.unlink(self.path / name)
+        found = [self.path / "report.json", self.path / "metrics.jsonl"]
+        found = [path for path in found if path.exists() and path.stat().st_size]
+        found += [path for _, path in self.checkpoints()]
+        if found and not resume:
             raise Failure(
-                f"--workdir {self.path}: holds {names[0]} of an earlier run; go on "
-                "with it (--resume), choose another folder, or remove it"
+                f"--workdir {self.path}: holds {found[0].name} of an earlier run; go "
+                "on with it (--resume), choose another folder, or remove it"
             )
-        with tempfile.TemporaryFile(dir=self.path):  # there will be new files
-            pass
-
-    def __enter__(self) -> Folder:
-        return self
-
-    def __exit__(self, *_) -> None:
-        os.close(self.lock)
-
-    def _has(self, name: str) -> bool:
-        return (self.path / name).exists() and (self.path / name).stat().st_size > 0
 
     def checkpoints(self) -> list[tuple[int, Path]]:
         """Return the steps and paths of what is named as a checkpoint, newest first."""
@@ -958,14 +870,11 @@ class Folder:
         found = [(int(match[1]), self.path / match[0]) for match in matches if match]
         return sorted(found, reverse=True)
 
-    def write_json(self, name: str, value: dict) -> None:
+    def write(self, name: str, *values: dict, indent: int | None = None) -> None:
+        """Write a file of JSON, a value after the other."""
+        texts = [json.dumps(x, indent=indent, allow_nan=False) + "\n" for x in values]
         with pe.replace_file(self.path / name) as file:
-            file.write(json.dumps(value, indent=2, allow_nan=False).encode() + b"\n")
-
-    def write_metrics(self) -> None:
-        lines = "".join(json.dumps(m, allow_nan=False) + "\n" for m in self.metrics)
-        with pe.replace_file(self.path / "metrics.jsonl") as file:
-            file.write(lines.encode())
+            file.write("".join(texts).encode())
 
     def save(self, checkpoint: Checkpoint, done: int) -> None:
         """Write a checkpoint after `done` steps; remove what is older than the newest.
@@ -977,53 +886,37 @@ class Folder:
         for path in older[self.keep :]:
             os.unlink(path)
 
-    def begin(self, settings: dict) -> None:
-        """Start a new run's files."""
-        self.write_json("config.json", settings)
-        self.write_metrics()
-
-    def restore(self, like: Checkpoint, settings: dict) -> Checkpoint:
-        """Load the newest valid checkpoint, and the metrics up to it.
+    def restore(self, like: Checkpoint) -> Checkpoint:
+        """Load the newest valid checkpoint, and the metrics of its epochs.
 
         Raises Failure when there is none, and for a run with other settings.
         """
-        # If they cannot be read: a checkpoint holds them too.
-        with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-            theirs = json.loads((self.path / "config.json").read_text())
-            difference = first_difference(settings, theirs)
-            if difference:
-                raise Failure(
-                    f"--resume: {difference}, in {self.path}; give that run's flags"
-                )
         found = self.checkpoints()
-        if not found:
-            raise Failure(f"--resume: {self.path} holds no checkpoint")
         for _, path in found:
             try:
                 checkpoint = pe.load(path, like)
-                if checkpoint.settings.tobytes() != like.settings.tobytes():
-                    raise ValueError(f"{path}: is of a run with other settings")
                 break
             except (OSError, ValueError) as error:
                 print(f"train_mnist.py: warning: skipped {error}", file=sys.stderr)
         else:
             raise Failure(
-                f"--resume: none of the {len(found)} checkpoints in {self.path} is "
-                "valid; the warnings above say why"
+                f"--resume: {self.path} holds no valid checkpoint, of {len(found)}"
             )
+        difference = first_difference(like.settings, checkpoint.settings)
+        if difference:
+            raise Failure(f"--resume: {difference}, in {path}; give that run's flags")
         print(f"resumed from {path}", flush=True)
-        self._read_metrics(int(checkpoint.epoch))
+        self.read_metrics(int(checkpoint.epoch))
         return checkpoint
 
-    def _read_metrics(self, epochs: int) -> None:
-        """Keep the lines of the epochs that are complete, and no others."""
+    def read_metrics(self, epochs: int) -> None:
+        """Take the lines of the epochs that are complete, and no others."""
         with contextlib.suppress(OSError):
             for line in (self.path / "metrics.jsonl").read_text().splitlines():
                 with contextlib.suppress(ValueError, TypeError, KeyError):
                     metrics = json.loads(line)
                     if metrics["epoch"] == len(self.metrics) + 1 <= epochs:
                         self.metrics.append(metrics)
-        self.write_metrics()
 
 
 # ---------------------------------------------------------------------------------
@@ -1031,96 +924,46 @@ class Folder:
 # ---------------------------------------------------------------------------------
 
 
-class Stopped(Exception):
+class Stopped(Failure):
     """A run that was asked to end, and can go on from where it did."""
-
-    def __init__(self, signal_number: int):
-        super().__init__(signal.Signals(signal_number).name)
-        self.status = 128 + signal_number
 
 
 class Stop:
     """SIGTERM and SIGINT, as a request that training and evaluation look for.
 
-    A second SIGINT, and any signal while nothing is to be saved, ends the process at
-    once, from a thread: the main one may be inside a long computation.
+    So they are from `listen` to `close`.  Else, while nothing is to be saved, they end
+    the process at once, as a second SIGINT always does.
     """
 
     def __init__(self):
-        self.waits = False  # whether somebody looks for the request
         self.received = 0  # the signal, here
-        self.signal = 0  # the signal that all processes have agreed on
+        self.handlers = {}  # those before ours
 
-    def __enter__(self) -> Stop:
-        self.handlers = {}
-        if threading.current_thread() is threading.main_thread():
-            self.ours, theirs = socket.socketpair()
-            self.ours.setblocking(False)
-            self.wakeup = signal.set_wakeup_fd(self.ours.fileno())
-            self.handlers = self.listen()
-            threading.Thread(target=self._watch, args=(theirs,), daemon=True).start()
-        return self
+    def listen(self) -> None:
+        if not self.handlers and threading.current_thread() is threading.main_thread():
+            numbers = signal.SIGINT, signal.SIGTERM
+            self.handlers = {n: signal.signal(n, self.note) for n in numbers}
 
-    def listen(self) -> dict:
-        """Take the signals, also back from JAX, and return who had them."""
-        numbers = signal.SIGINT, signal.SIGTERM
-        return {number: signal.signal(number, lambda *_: None) for number in numbers}
+    def note(self, number: int, frame: Any) -> None:
+        self.received = self.received or number
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    def __exit__(self, *_) -> None:
-        if self.handlers:
-            for number, handler in self.handlers.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(self.wakeup)
-            self.ours.close()
+    def close(self) -> None:
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
 
-    def _watch(self, theirs: socket.socket) -> None:
-        with theirs:
-            while content := theirs.recv(1):
-                number = content[0]
-                again = self.received and number == signal.SIGINT
-                if again or not self.waits:
-                    os.write(2, b"train_mnist.py: interrupted\n")
-                    os._exit(128 + number)
-                self.received = self.received or number
-
-    def agree(self, seconds: float = 0.0) -> float:
-        """Let all processes know of a signal to one; return the longest `seconds`."""
+    def agree(self, seconds: float = 0.0) -> tuple[int, float]:
+        """Return the signal of any process, or 0, and the longest `seconds` of all."""
         mine = np.array([self.received, seconds], np.float32)
         received, seconds = pe.every_process(mine).max(axis=0)
-        self.signal = int(received)
-        return float(seconds)
-
-    def check(self) -> None:
-        """Raise Stopped when a process has received a signal."""
-        self.agree()
-        if self.signal:
-            raise Stopped(self.signal)
+        return int(received), float(seconds)
 
 
-def connect(args: argparse.Namespace) -> bool:
+def connect(args: argparse.Namespace) -> None:
     """Join the processes of the run, if it has several.  Raises Failure."""
     if not (args.distributed or args.coordinator):
-        return False
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    options: dict[str, Any] = {"initialization_timeout": args.connect_timeout + 60}
-    known = inspect.signature(jax.distributed.initialize).parameters
-    if "heartbeat_timeout_seconds" in known:  # newer JAX: how long a process may hang
-        options["heartbeat_timeout_seconds"] = 30
-    where = "--distributed"
-    if args.coordinator:
-        where = f"--coordinator {args.coordinator}"
-        options |= {
-            "coordinator_address": args.coordinator,
-            "num_processes": args.num_processes,
-            "process_id": args.process_id,
-        }
-    if args.process_id == 0:
-        try:  # JAX would end the process without a word
-            with socket.socket() as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(("", int(args.coordinator.rpartition(":")[2])))
-        except OSError as error:
-            raise Failure(f"{where}: {error.strerror}", status=1) from error
+        return
+    where = f"--coordinator {args.coordinator}" if args.coordinator else "--distributed"
 
     def give_up():  # JAX would abort, with a trace of C++
         os.write(
@@ -1131,27 +974,36 @@ def connect(args: argparse.Namespace) -> bool:
         )
         os._exit(1)
 
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    options = {"initialization_timeout": args.connect_timeout + 60}
+    known = inspect.signature(jax.distributed.initialize).parameters
+    if "heartbeat_timeout_seconds" in known:  # newer JAX: how long a process may hang
+        options["heartbeat_timeout_seconds"] = 30
     timer = threading.Timer(args.connect_timeout, give_up)
     timer.daemon = True
     timer.start()
     try:
-        jax.distributed.initialize(**options)
-    except (ValueError, RuntimeError) as error:
-        raise Failure(f"{where}: {str(error).splitlines()[0]}", status=1) from error
+        if args.process_id == 0:  # a busy port: JAX would end without a word
+            port = int(args.coordinator.rpartition(":")[2])
+            socket.create_server(("", port)).close()
+        jax.distributed.initialize(
+            args.coordinator, args.num_processes, args.process_id, **options
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise Failure(f"{where}: {reason}", status=1) from error
     finally:
         timer.cancel()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX has taken it for itself
     if args.num_processes not in (None, jax.process_count()):
         raise Failure(
             f"--num-processes {args.num_processes}: the process at {args.coordinator} "
             f"counts {jax.process_count()}"
         )
-    return True
 
 
 def share(tree: Any) -> Any:
     """Give every process the first one's tree of arrays, bit for bit."""
-    if jax.process_count() == 1:
-        return tree
 
     def share_leaf(x):
         if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -1161,14 +1013,13 @@ def share(tree: Any) -> Any:
         content = pe.every_process(content)[0].tobytes()
         return np.frombuffer(content, x.dtype).reshape(x.shape)
 
-    return jax.tree.map(share_leaf, tree)
+    return jax.tree.map(share_leaf, tree) if jax.process_count() > 1 else tree
 
 
 def check_same_run(settings: dict) -> None:
     """Raise Failure in a process that trains with other settings than the first."""
-    text = json.dumps(settings).ljust(4096).encode()
-    theirs = json.loads(share(np.frombuffer(text, np.uint8)).tobytes())
-    difference = first_difference(settings, theirs)
+    ours = encode(settings)
+    difference = first_difference(ours, share(ours))
     if difference:
         raise Failure(f"--process-id {jax.process_index()}: {difference}, in the first")
 
@@ -1363,76 +1214,52 @@ def check_processes(args: argparse.Namespace) -> None:
 # ---------------------------------------------------------------------------------
 
 
-def prepare(args: argparse.Namespace) -> tuple[Dataset, pe.Layout]:
+def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
     """Load the data, lay out the models.  Raises Failure where flags do not fit."""
-    for flag, package in (("show_batch", "rich"), ("plot", "matplotlib")):
-        if getattr(args, flag) and not importlib.util.find_spec(package):
-            raise Failure(
-                f"--{flag.replace('_', '-')} needs {package}: "
-                f"python -m pip install {package}"
-            )
-    if args.show_batch and jax.process_count() > 1:
+
+    def check(flag: str, ok: bool, message: str) -> None:
+        if not ok:
+            value = getattr(args, flag.replace("-", "_"))
+            raise Failure(f"--{flag} {value}: {message}")
+
+    for flag, package in (("show-batch", "rich"), ("plot", "matplotlib")):
+        wanted = getattr(args, flag.replace("-", "_"))
+        if wanted and not importlib.util.find_spec(package):
+            raise Failure(f"--{flag} needs {package}: python -m pip install {package}")
+    processes, here = jax.process_count(), jax.local_device_count()
+    if args.show_batch and processes > 1:
         raise Failure("--show-batch: draws the devices of one process; there are more")
-    try:
-        data = load_data(args.data, args.data_dir)
-    except DataError as error:
-        raise Failure(f"--data-dir: {error}") from error
-    size = args.train_size or len(data.train_images)
-    if size > len(data.train_images):
-        raise Failure(
-            f"--train-size {size}: {data.name} has {len(data.train_images)} training "
-            "images"
-        )
-    if args.batch_size > size:
-        raise Failure(
-            f"--batch-size {args.batch_size}: more than the {size} training images"
-        )
-    data = data._replace(
-        train_images=data.train_images[:size], train_labels=data.train_labels[:size]
-    )
-    processes, available = jax.process_count(), jax.local_device_count()
-    num_devices = args.devices or available
-    kind = jax.default_backend().upper()
-    if num_devices > available:
-        raise Failure(f"--devices {num_devices}: there are {available} {kind} devices")
-    if processes > 1:
-        if num_devices < available:
-            raise Failure(
-                f"--devices {num_devices}: several processes use all of their "
-                f"{available} {kind} devices each"
-            )
-        num_devices = jax.device_count()
-    members = 1 if args.mode == "sync" else args.members or num_devices
-    layout = pe.layout(members, num_devices, processes)
-    if args.batch_size % layout.replicas:
-        below = args.batch_size - args.batch_size % layout.replicas
-        raise Failure(
-            f"--batch-size {args.batch_size}: does not split over the "
-            f"{layout.replicas} devices of a model; use a multiple of "
-            f"{layout.replicas}, for example {below or layout.replicas}"
-        )
-    return data, layout
+    data = load_data(args.data, args.data_dir)
+    images, labels = data.train_images, data.train_labels
+    size = args.train_size or len(images)
+    has = f"{data.name} has {len(images)} training images"
+    check("train-size", size <= len(images), has)
+    few = f"more than the {size} training images"
+    check("batch-size", args.batch_size <= size, few)
+    data = data._replace(train_images=images[:size], train_labels=labels[:size])
+    devices, kind = args.devices or here, jax.default_backend().upper()
+    check("devices", devices <= here, f"there are {here} {kind} devices")
+    each = f"several processes use all of their {here} {kind} devices each"
+    check("devices", processes == 1 or devices == here, each)
+    devices = devices if processes == 1 else jax.device_count()
+    members = 1 if args.mode == "sync" else args.members or devices
+    layout = pe.layout(members, devices, processes)
+    n, rest = layout.replicas, args.batch_size % layout.replicas
+    other = f"use a multiple of {n}, for example {args.batch_size - rest or n}"
+    split = f"does not split over the {n} devices of a model; {other}"
+    check("batch-size", rest == 0, split)
+    recipe = Recipe(**{name: getattr(args, name) for name in Recipe._fields})
+    return recipe, data, layout
 
 
 def announce(args: argparse.Namespace, recipe: Recipe, data: Dataset, layout) -> None:
     """Say in a line what is about to run: data, models, devices, recipe, versions."""
-    members, devices, shared, replicas = layout
-    models = "one model" if args.mode == "sync" else f"an ensemble of {members}"
-    processes = jax.process_count()
-    processes = f" of {processes} processes" if processes > 1 else ""
-    place = f" ({shared} a device)" if shared > 1 else ""
-    if replicas > 1:
-        place = f" ({replicas} replicas{' of each member' if members > 1 else ''})"
-    settings = [
-        name if value is True else f"{name} {value}"
-        for name, value in recipe._asdict().items()
-        if value is not False
-    ]
+    where = {"platform": jax.default_backend(), "processes": jax.process_count()}
+    what = {"mode": args.mode, **layout._asdict(), **where, **recipe._asdict()}
+    what = {**what, "seed": args.seed, **versions()}
     print(
         f"{data.name}, {len(data.train_images)} training and {len(data.test_images)} "
-        f"test images: {models} on {devices} {jax.default_backend().upper()} devices"
-        f"{processes}{place}; {', '.join(settings)}, seed {args.seed}; "
-        + ", ".join(f"{name} {version}" for name, version in versions().items()),
+        "test images: " + ", ".join(f"{name} {value}" for name, value in what.items()),
         flush=True,
     )
 
@@ -1441,36 +1268,19 @@ def show_batch(layout: pe.Layout, batch_size: int) -> None:
     """Draw which rows of a step's images lie on which device, as Keras's guide does."""
     rows = layout.members_per_device * layout.devices * batch_size // layout.replicas
     mesh = jax.sharding.Mesh(jax.local_devices()[: layout.devices], ("devices",))
-    spec = jax.sharding.PartitionSpec("devices")
-    images = jax.device_put(
-        np.zeros((rows, 28 * 28), np.uint8), jax.sharding.NamedSharding(mesh, spec)
-    )
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices"))
     print(f"a step's images [{rows}, 784], member after member, on the devices:")
-    jax.debug.visualize_array_sharding(images)
+    jax.debug.visualize_sharding((rows, 28 * 28), sharding)
 
 
-def evaluate(predict, state, data: Dataset) -> Evaluation:
-    """Evaluate on the test images, and on as many training images, measured alike."""
-    started = time.perf_counter()
-    probs = predict(state, data.test_images)
-    seconds = time.perf_counter() - started
-    test = report_finite(probs, data.test_labels)
-    sample = slice(len(data.test_images))
-    train_probs = predict(state, data.train_images[sample])
-    train = report_finite(train_probs, data.train_labels[sample])
-    return Evaluation(probs, test, train, seconds)
-
-
-def print_report(args: argparse.Namespace, data: Dataset, report: dict) -> None:
+def print_report(mode: str, report: dict) -> None:
     """Print the final tables: members and ensemble, or the one model; then by size."""
-    members = report["member"]
-    rows = [(f"member {i}", scores) for i, scores in enumerate(members)]
-    if args.mode == "sync":
-        rows = [("model", members[0])]
-    else:
-        rows.append(("ensemble", report["ensemble"]))
-    print_table(f"{data.name}, {len(data.test_images)} test images", rows)
-    if len(members) == 1:
+    rows = [(f"member {i}", scores) for i, scores in enumerate(report["member"])]
+    rows.append(("ensemble", report["ensemble"]))
+    if mode == "sync":
+        rows = [("model", report["ensemble"])]
+    print_table(f"{report['dataset']}, {report['test_examples']} test images", rows)
+    if report["members"] == 1:
         return
     sizes = [(f"first {n}", scores) for n, scores in enumerate(report["by_size"], 1)]
     print_table("ensemble by size, of the members that are finite", sizes)
@@ -1479,20 +1289,6 @@ def print_report(args: argparse.Namespace, data: Dataset, report: dict) -> None:
         f"entropy {report['predictive_entropy']:.4f} nats, of which mutual information "
         f"{report['mutual_information']:.4f}"
     )
-
-
-def predict_in_parts(trainer: pe.Trainer, stop: Stop, state, images) -> np.ndarray:
-    """Predict [K, N, C] in parts of about a second, looking for a signal between."""
-    spread = trainer.layout
-    rows = CHUNK_ROWS * spread.replicas * max(1, 32 // spread.members_per_device)
-    parts = []
-    with progress_bar("predicting", spread.members * len(images)) as advance:
-        for start in range(0, len(images), rows):
-            part = images[start : start + rows]
-            parts.append(trainer.predict_members(state, part))
-            advance(spread.members * len(part))
-            stop.check()
-    return np.concatenate(parts, axis=1)
 
 
 def any_finite(state: pe.TrainState) -> bool:
@@ -1518,256 +1314,254 @@ def describe(args, recipe: Recipe, data: Dataset, members: int) -> dict:
     }
 
 
-class Saver:
-    """Saves a run every so many steps, and says where it goes on from.
+SEGMENT_SECONDS = 1.0  # what a call of the trainer should take: signals wait for it
+SEGMENT_STEPS = 256  # at most
 
-    Only the first of several processes has the folder; `save_steps` is None where none
-    has.
+
+class Run:
+    """A run: what it trains and where it is kept, and how far it is.
+
+    Only the first of several processes has the folder.
     """
 
-    def __init__(
-        self,
-        trainer: pe.Trainer,
-        folder: Folder | None,
-        settings: dict,
-        num_steps: int,  # an epoch
-        save_steps: int | None,
-    ):
-        self.trainer, self.folder = trainer, folder
-        self.num_steps, self.save_steps = num_steps, save_steps
-        self.settings = np.frombuffer(json.dumps(settings).encode(), np.uint8)
-        self.done = -1  # steps at the last save
+    def __init__(self, args, recipe, data, layout, folder: Folder | None = None):
+        """Begin a run, or go on with that of the folder.  Raises Failure."""
+        self.args, self.recipe, self.data, self.folder = args, recipe, data, folder
+        self.num_steps = len(data.train_images) // recipe.batch_size  # an epoch
+        self.save_steps = max(1, round(args.save_every * self.num_steps))
+        self.settings = describe(args, recipe, data, layout.members)
+        check_same_run(self.settings)
+        total = recipe.epochs * self.num_steps
+        self.trainer = make_trainer(recipe, layout.members, layout.devices, total)
+        self.images = self.trainer.place((data.train_images, data.train_labels))
+        self.stop = Stop()
+        self.length = 4  # steps of the next segment, at most
+        self.done, self.saved = 0, -1  # steps so far, and at the last save
+        self.losses = [np.empty((layout.members, 0))]  # [K, n], of this epoch, here
+        self.seconds = 0.0  # that their steps took
+        self.failed: set[int] = set()  # members that are not finite
+        key = jax.random.key(args.seed)
+        self.state = self.restore(key) if args.resume else self.trainer.init(key)
+        if folder:
+            where = {"data": args.data, "data_dir": str(args.data_dir.absolute())}
+            more = {**where, "save_every": args.save_every}
+            folder.write("config.json", {**self.settings, **more}, indent=2)
+            folder.write("metrics.jsonl", *folder.metrics)
 
-    def restore(self, settings: dict, seed: int) -> tuple[int, int, pe.TrainState]:
-        """Return where the newest valid checkpoint stands: see `train`."""
-        state = self.trainer.gather(self.trainer.init(jax.random.key(seed)))
-        found = Checkpoint(self.settings, np.array(0), np.array(0), state)
-        if self.folder:
-            found = self.folder.restore(found, settings)
-        found = share(found)
-        epoch, step = int(found.epoch), int(found.step)
-        self.done = epoch * self.num_steps + step
-        return epoch, step, self.trainer.scatter(found.state)
+    @property
+    def epoch(self) -> int:
+        """Epochs that are complete."""
+        return self.done // self.num_steps
 
-    def save(self, now: Progress, whenever: bool = False) -> None:
+    def checkpoint(self, state: pe.TrainState) -> Checkpoint:
+        at = map(np.array, divmod(self.done, self.num_steps))
+        return Checkpoint(encode(self.settings), *at, state)
+
+    def restore(self, key: jax.Array) -> pe.TrainState:
+        """Return the state of the newest valid checkpoint, and go on from there."""
+        found = self.checkpoint(self.trainer.gather(self.trainer.init(key)))
+        found = share(self.folder.restore(found) if self.folder else found)
+        self.done = self.saved = int(found.epoch) * self.num_steps + int(found.step)
+        return self.trainer.scatter(found.state)
+
+    def save(self, whenever: bool = False) -> None:
         """Save, if it is due or `whenever`.  Raises Failure for a state of no use."""
-        done = now.epoch * self.num_steps + now.step
-        if self.save_steps is None or done == self.done:
-            return
-        if done % self.save_steps and not whenever:
+        due = whenever or self.done % self.save_steps == 0
+        if not (self.args.workdir and due) or self.done == self.saved:
             return
         try:
-            state = self.trainer.gather(now.state)
+            state = self.trainer.gather(self.state)
         except RuntimeError as error:
             if type(error) is not RuntimeError:  # JAX's own: a process is lost
                 raise
-            raise Failure(f"after step {done}, {error}", status=3) from error
+            raise Failure(f"after step {self.done}, {error}", status=3) from error
         if not any_finite(state):
-            raise diverged(now, self.done)
+            raise self.diverged()
         if self.folder:
-            epoch, step = np.array(now.epoch), np.array(now.step)
-            self.folder.save(Checkpoint(self.settings, epoch, step, state), done)
-        self.done = done
+            self.folder.save(self.checkpoint(state), self.done)
+        self.saved = self.done
+
+    def diverged(self) -> Failure:
+        text = f"no model is finite after step {self.done}; lower --learning-rate"
+        if self.saved >= 0:
+            text += f" (the checkpoint of step {self.saved} is good)"
+        return Failure(text, status=3)
+
+    def look(self, seconds: float = 0.0) -> float:
+        """Save and raise Stopped if a process has a signal; else agree on `seconds`."""
+        number, seconds = self.stop.agree(seconds)
+        if not number:
+            return seconds
+        self.save(whenever=True)
+        self.stop.agree()  # nobody leaves before the first process has saved
+        text = "nothing is saved without --workdir"
+        if self.args.workdir:
+            text = f"what is done is in {self.args.workdir}; --resume goes on with it"
+        raise Stopped(f"{signal.Signals(number).name}: {text}", status=128 + number)
+
+    def advance(self, order: np.ndarray) -> None:
+        """Take the steps [K, n, B] of a segment; save if it is due."""
+        started = time.perf_counter()
+        self.state, losses = self.trainer.epoch(self.state, self.images, order)
+        self.losses.append(np.asarray(losses))
+        self.done += order.shape[1]
+        finite = np.isfinite(self.losses[-1][:, -1])
+        if not (finite.any() or self.recipe.skip_nonfinite):
+            raise self.diverged()
+        self.stop.listen()  # until now, while JAX compiled, there was nothing to lose
+        seconds = self.look(time.perf_counter() - started)
+        self.seconds += seconds
+        fitting = SEGMENT_SECONDS / seconds * order.shape[1]
+        # Lengths double, so that there are few slices to compile.
+        self.length = 2 ** int(math.log2(min(max(fitting, 1), SEGMENT_STEPS)))
+        self.save()
+
+    def predict(self, images: np.ndarray) -> np.ndarray:
+        """Predict [K, N, C] in parts of about a second; look for signals between."""
+        spread = self.trainer.layout
+        rows = CHUNK_ROWS * spread.replicas * max(1, 32 // spread.members_per_device)
+        parts = []
+        with progress_bar("predicting", spread.members * len(images)) as advance:
+            for start in range(0, len(images), rows):
+                part = images[start : start + rows]
+                parts.append(self.trainer.predict_members(self.state, part))
+                advance(spread.members * len(part))
+                self.look()
+        return np.concatenate(parts, axis=1)
+
+    def evaluate(self) -> Evaluation:
+        """Evaluate on the test images, and on as many training images, alike."""
+        data, started = self.data, time.perf_counter()
+        probs = self.predict(data.test_images)
+        seconds = time.perf_counter() - started
+        test = report_finite(probs, data.test_labels)
+        sample = slice(len(data.test_images))
+        train_probs = self.predict(data.train_images[sample])
+        train = report_finite(train_probs, data.train_labels[sample])
+        if test is None or train is None:
+            raise self.diverged()
+        return Evaluation(probs, test, train, seconds)
+
+    def record(self, found: Evaluation) -> None:
+        """Print an epoch, and write its line of metrics, unless it was before."""
+        members = found.test["member"]
+        print_failed(self.failed, self, self.losses, members, self.recipe)
+        if self.folder and len(self.folder.metrics) >= self.epoch:
+            return
+        test, train = found.test, found.train
+        num_images = sum(x.size for x in self.losses) * self.recipe.batch_size
+        loss = "negative_log_likelihood"
+        metrics = {
+            "epoch": self.epoch,
+            "train_loss": mean_loss(train),
+            "train_accuracy": train["ensemble"]["accuracy"],
+            "test_loss": mean_loss(test),
+            "test_accuracy": test["ensemble"]["accuracy"],
+            "ensemble_test_loss": test["ensemble"][loss],
+            "member_test_loss": [m and m[loss] for m in members],
+            "member_test_accuracy": [m and m["accuracy"] for m in members],
+            "train_seconds": self.seconds,
+            "test_seconds": found.seconds,
+            "member_images_per_second": num_images / (self.seconds or math.inf) or None,
+        }
+        print_epoch(metrics)
+        if self.folder:
+            self.folder.metrics.append(metrics)
+            self.folder.write("metrics.jsonl", *self.folder.metrics)
 
 
-def diverged(now: Progress, saved: int) -> Failure:
-    place = f"step {now.step} of epoch {now.epoch + 1}" if now.step else ""
-    return Failure(
-        f"no model is finite after {place or f'epoch {now.epoch}'}; lower "
-        "--learning-rate"
-        + (f" (the checkpoint of step {saved} is good)" if saved >= 0 else ""),
-        status=3,
-    )
+def train(run: Run) -> Evaluation:
+    """Train to the last epoch, in segments of about a second that end at saves.
 
-
-def epoch_metrics(
-    now: Progress, losses: list, seconds: float, batch_size: int, found: Evaluation
-) -> dict:
-    """Return a line of metrics.jsonl; `losses` and `seconds` are of training, here."""
-    report, train = found.test, found.train
-    num_images = sum(x.size for x in losses) * batch_size
-    loss = "negative_log_likelihood"
-    return {
-        "epoch": now.epoch,
-        "train_loss": mean_loss(train),
-        "train_accuracy": train["ensemble"]["accuracy"],
-        "test_loss": mean_loss(report),
-        "test_accuracy": report["ensemble"]["accuracy"],
-        "ensemble_test_loss": report["ensemble"][loss],
-        "member_test_loss": [m and m[loss] for m in report["member"]],
-        "member_test_accuracy": [m and m["accuracy"] for m in report["member"]],
-        "train_seconds": seconds,
-        "test_seconds": found.seconds,
-        "member_images_per_second": num_images / seconds if seconds else None,
-    }
-
-
-def final_report(
-    args, data: Dataset, layout: pe.Layout, recipe: Recipe, failed: set, report: dict
-) -> dict:
-    """Return what report.json holds."""
-    return {
-        "dataset": data.name,
-        "test_examples": len(data.test_images),
-        "members": layout.members,
-        "failed": sorted(failed),
-        **report,
-        "config": {
-            "mode": args.mode,
-            **layout._asdict(),
-            **recipe._asdict(),
-            "seed": args.seed,
-            "train_size": len(data.train_images),
-        },
-        "versions": versions(),
-    }
-
-
-def follow(
-    progress: Iterator[Progress],
-    saver: Saver,
-    stop: Stop,
-    recipe: Recipe,
-    data: Dataset,
-) -> tuple[set, Evaluation]:
-    """Save, evaluate, print and record what `train` yields, to the last epoch.
-
-    Returns the members that have failed, and the last evaluation.
+    Each epoch is saved, if it is due, evaluated, printed and recorded.  Returns the
+    last evaluation.  Raises Failure, and Stopped.
     """
-    folder = saver.folder
-    recorded = int(share(np.array(len(folder.metrics) if folder else 0)))
-    predict = functools.partial(predict_in_parts, saver.trainer, stop)
-    failed: set[int] = set()
-    losses, seconds = [], 0.0  # of this epoch, here
-    for now in progress:
-        losses.append(now.losses)
-        seconds += now.seconds
-        last = now.losses[:, -1:]
-        if last.size and not (recipe.skip_nonfinite or np.isfinite(last).any()):
-            raise diverged(now, saver.done)
-        at_end = now.epoch == recipe.epochs
-        saver.save(now, whenever=at_end)
-        try:
-            if stop.signal:
-                raise Stopped(stop.signal)
-            if now.step or not (now.epoch > recorded or at_end):
-                continue
-            found = evaluate(predict, now.state, data)
-        except Stopped:
-            saver.save(now, whenever=True)
-            stop.agree()  # nobody leaves before the first process has saved
-            raise
-        if found.test is None or found.train is None:
-            raise diverged(now, saver.done)
-        print_failed(failed, now, losses, found.test["member"], recipe)
-        if now.epoch > recorded:
-            metrics = epoch_metrics(now, losses, seconds, recipe.batch_size, found)
-            print_epoch(metrics)
-            if folder:
-                folder.metrics.append(metrics)
-                folder.write_metrics()
-        losses, seconds = [], 0.0
-    return failed, found
+    seed, recipe, members = run.args.seed, run.recipe, run.trainer.layout.members
+    size, images = len(run.data.train_images), members * recipe.batch_size  # a step's
+    for epoch in range(run.epoch, recipe.epochs + 1):
+        last, step = epoch == recipe.epochs, run.done - epoch * run.num_steps
+        run.save(whenever=last)
+        if step == 0 and (epoch or last):
+            found = run.evaluate()
+            run.record(found)
+        if last:
+            return found
+        order = member_orders(size, recipe, seed=seed, epoch=epoch, members=members)
+        run.losses, run.seconds = run.losses[:0], 0.0
+        what = f"epoch {epoch + 1} of {recipe.epochs}"
+        with progress_bar(what, run.num_steps * images, step * images) as advance:
+            while run.epoch == epoch:
+                until_saved = run.save_steps - run.done % run.save_steps
+                steps = order[:, step:][:, : min(run.length, until_saved)]
+                run.advance(steps)
+                step += steps.shape[1]
+                advance(steps.shape[1] * images)
 
 
-def train_and_report(
-    args: argparse.Namespace, stop: Stop, folder: Folder | None
-) -> dict:
-    """Train, save and report; return what report.json holds."""
-    data, layout = prepare(args)
-    recipe = Recipe(**{name: getattr(args, name) for name in Recipe._fields})
-    settings = describe(args, recipe, data, layout.members)
-    check_same_run(settings)
-    announce(args, recipe, data, layout)
-    if args.show_batch:
-        show_batch(layout, recipe.batch_size)
-    num_steps = len(data.train_images) // recipe.batch_size
-    save_steps = max(1, round(args.save_every * num_steps)) if args.workdir else None
-    trainer = make_trainer(
-        recipe, layout.members, layout.devices, recipe.epochs * num_steps
-    )
-    saver = Saver(trainer, folder, settings, num_steps, save_steps)
-    start = None
-    if args.resume:
-        start = saver.restore(settings, args.seed)
-    elif folder:
-        folder.begin(settings)
-
-    stop.waits = True
-    progress = train(
-        trainer,
-        recipe,
-        data.train_images,
-        data.train_labels,
-        seed=args.seed,
-        start=start,
-        save_steps=save_steps or sys.maxsize,
-        agree=stop.agree,
-    )
-    progress = with_bars(progress, layout.members, recipe, num_steps)
-    with contextlib.closing(progress):  # a bar makes way for what is printed
-        failed, found = follow(progress, saver, stop, recipe, data)
-    stop.waits = False
-
-    print_report(args, data, found.test)
-    report = final_report(args, data, layout, recipe, failed, found.test)
-    if folder:
-        folder.write_json("report.json", report)
-        if args.plot:
+def run(args: argparse.Namespace) -> None:
+    """Join the processes, take the folder, train, report.  Raises Failure."""
+    pe.use_cpu_devices(args.devices)
+    connect(args)
+    with contextlib.ExitStack() as stack:
+        folder = None
+        if jax.process_index():  # all compute what is printed: one of them is enough
+            stack.enter_context(contextlib.redirect_stdout(None))
+        elif args.workdir:
+            folder = Folder(args.workdir, args.resume, args.keep)
+            stack.callback(folder.close)
+        recipe, data, layout = prepare(args)
+        announce(args, recipe, data, layout)
+        if args.show_batch:
+            show_batch(layout, recipe.batch_size)
+        this = Run(args, recipe, data, layout, folder)
+        with contextlib.closing(this.stop):
+            found = train(this)
+        report = {
+            "dataset": data.name,
+            "test_examples": len(data.test_images),
+            "members": layout.members,
+            "failed": sorted(this.failed),
+            **found.test,
+            "config": {**this.settings, **layout._asdict()},
+            "versions": versions(),
+        }
+        print_report(args.mode, report)
+        if folder:
+            folder.write("report.json", report, indent=2)
+        if folder and args.plot:
             path = folder.path / "report.png"
             draw_report(path, folder.metrics, report, found.probs, data)
-    return report
-
-
-def run(args: argparse.Namespace, stop: Stop) -> dict:
-    """Join the processes, take the folder, train.  Raises Failure and Stopped."""
-    pe.use_cpu_devices(args.devices)
-    if connect(args) and stop.handlers:
-        stop.listen()  # jax.distributed takes SIGTERM for itself
-    if args.workdir and jax.process_index() == 0:
-        folder = Folder(args.workdir, args.resume, args.keep)
-    else:
-        folder = contextlib.nullcontext()
-    with folder as folder:
-        # The processes all compute what they print: one of them is enough.
-        quiet = contextlib.redirect_stdout(None) if jax.process_index() else None
-        with quiet or contextlib.nullcontext():
-            return train_and_report(args, stop, folder)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status, after one line of what is wrong."""
-    several, status, text = False, 0, ""
-    with Stop() as stop:
-        try:
-            args = parse_arguments(argv)
-            several = bool(args.coordinator or args.distributed)
-            run(args, stop)
-        except Stopped as stopped:
-            what = f"what is done is in {args.workdir}; --resume goes on with it"
-            lost = "nothing is saved without --workdir"
-            text = f"{stopped}: {what if args.workdir else lost}"
-            print(f"train_mnist.py: {text}", file=sys.stderr)
-            return stopped.status
-        except Failure as failure:
-            text, status = str(failure), failure.status
-        except OSError as error:
-            where = f"{error.filename}: " if error.filename else ""
-            text, status = f"{where}{error.strerror or error}", 2
-        except (MemoryError, RuntimeError, ValueError) as error:
-            reason, _, _ = str(error).partition("\n")
-            if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in reason:
-                less = "fewer --members on more --devices, or a smaller --batch-size"
-                text = f"out of memory; try {less}: {reason}"
-            elif several:
-                text = f"lost contact with another process: {reason}"
-            else:
-                raise
-            status = 1
-    if status:
-        print(f"train_mnist.py: error: {text}", file=sys.stderr, flush=True)
-        if several:
-            os._exit(status)  # JAX would wait for the others, which wait for this one
+    several = False
+    try:
+        args = parse_arguments(argv)
+        several = bool(args.coordinator or args.distributed)
+        run(args)
+        return 0
+    except Failure as failure:
+        text, status = str(failure), failure.status
+    except DataError as error:
+        text, status = f"--data-dir: {error}", 2
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        text, status = f"{where}{error.strerror or error}", 2
+    except (MemoryError, RuntimeError, ValueError) as error:
+        reason, status = str(error).partition("\n")[0], 1
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in reason:
+            less = "fewer --members on more --devices, or a smaller --batch-size"
+            text = f"out of memory; try {less}: {reason}"
+        elif several:
+            text = f"lost contact with another process: {reason}"
+        else:
+            raise
+    stopped = status > 128
+    text = text if stopped else f"error: {text}"
+    print(f"train_mnist.py: {text}", file=sys.stderr, flush=True)
+    if several and not stopped:
+        os._exit(status)  # JAX would wait for the others, which wait for this one
     return status
 
 

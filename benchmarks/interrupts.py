@@ -60,12 +60,11 @@ WORKER = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
 import train_mnist as tm
-train, steps = tm.train, os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT)
-def counted(*args, **kwargs):
-    for now in train(*args, **kwargs):
-        os.pwrite(steps, b"%08d" % (now.epoch * 16 + now.step), 0)
-        yield now
-tm.train = counted
+save, steps = tm.Run.save, os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT)
+def counted(run, **options):
+    os.pwrite(steps, b"%08d" % run.done, 0)
+    save(run, **options)
+tm.Run.save = counted
 sys.exit(tm.main(sys.argv[3:]))
 """
 
@@ -229,33 +228,32 @@ def processes(trials: int, epochs: int = 3, seconds: float = 300) -> dict:
 def cost(rounds: int) -> dict:
     """Time a save, and epochs in pieces against whole ones in one call, in turn."""
     pe.use_cpu_devices(2)
-    data = tm.load_data("auto", tm.default_folder())
-    images, labels = data.train_images[:16384], data.train_labels[:16384]
-    recipe = tm.RECIPES["cnn"]._replace(epochs=2)
-    trainer = tm.make_trainer(recipe, 2, 2, 2 * 256)
-    placed = trainer.place((images, labels))
+    flags = ["--members", "2", "--epochs", "2", "--train-size", "16384"]
+    args = tm.parse_arguments(flags)
+    recipe, data, layout = tm.prepare(args)
     seconds = {"save": [], "pieces": [], "whole": []}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(rounds + 1):
+            run = tm.Run(args, recipe, data, layout)
+            with contextlib.closing(run.stop):
+                tm.train(run)
             # The second epoch, by which time the pieces have found their length.
-            run = list(tm.train(trainer, recipe, images, labels, seed=0))
-            second = [p.seconds for p in run if (p.epoch, p.step) > (1, 0)]
-            seconds["pieces"].append(sum(second))
+            seconds["pieces"].append(run.seconds)
             began = time.perf_counter()
-            order = tm.member_orders(len(images), recipe, seed=0, epoch=1, members=2)
-            state, losses = trainer.epoch(run[-1].state, placed, order)
+            order = tm.member_orders(16384, recipe, seed=0, epoch=1, members=2)
+            state, losses = run.trainer.epoch(run.state, run.images, order)
             np.asarray(losses)
             seconds["whole"].append(time.perf_counter() - began)
             began = time.perf_counter()
-            pe.save(Path(folder) / "checkpoint.safetensors", trainer.gather(state))
+            pe.save(Path(folder) / "checkpoint.safetensors", run.trainer.gather(state))
             seconds["save"].append(time.perf_counter() - began)
     save, pieces, whole = (statistics.median(s[1:]) for s in seconds.values())
-    epoch = whole * len(data.train_images) / len(images)
+    epoch = whole * 60_000 / 16384
     return {
         "save, ms": round(1000 * save, 1),
         "of an epoch of all images, %": round(100 * save / epoch, 2),
         "training in pieces, % slower": round(100 * (pieces / whole - 1), 2),
-        "pieces in the last epoch": len(second),
+        "pieces in the last epoch": len(run.losses),
         "rounds": rounds,
     }
 

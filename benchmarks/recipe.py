@@ -12,6 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -35,10 +36,14 @@ def score(recipe: train_mnist.Recipe, data, members: int, devices: int, seed: in
     images, labels = data.train_images, data.train_labels
     num_steps = recipe.epochs * (NUM_TRAIN // recipe.batch_size)
     trainer = train_mnist.make_trainer(recipe, members, devices, num_steps)
-    *_, last = train_mnist.train(
-        trainer, recipe, images[:NUM_TRAIN], labels[:NUM_TRAIN], seed=seed
-    )
-    probs = trainer.predict_members(last.state, images[NUM_TRAIN:])
+    state = trainer.init(jax.random.key(seed))
+    placed = trainer.place((images[:NUM_TRAIN], labels[:NUM_TRAIN]))
+    for epoch in range(recipe.epochs):
+        order = train_mnist.member_orders(
+            NUM_TRAIN, recipe, seed=seed, epoch=epoch, members=members
+        )
+        state, _ = trainer.epoch(state, placed, order)
+    probs = trainer.predict_members(state, images[NUM_TRAIN:])
     report = pe.ensemble_report(probs, labels[NUM_TRAIN:])
     accuracy, nll, _, calibration = report["ensemble"].values()
     member_accuracy = np.mean([m["accuracy"] for m in report["member"]])
