@@ -2865,8 +2865,9 @@ def test_newest_valid_checkpoint_wins(tmp_path, run_in, whole_run):
     (folder / names_of(15)[0]).symlink_to(folder / middle)
     (folder / "checkpoint_9.safetensors").write_text("of somebody else")
     (folder / "config.json").write_text('{"seed": ')
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write('{"epoch": 3, "trai')
+    metrics = (folder / "metrics.jsonl").read_text().splitlines()[:1]
+    metrics += ['{"epoch": 2}', '{"epoch": 3, "trai']  # after the checkpoint; damaged
+    (folder / "metrics.jsonl").write_text("\n".join(metrics))
     leftovers = [folder / f".{name}.1a2b3c4d.tmp" for name in (first, "report.png")]
     for path in leftovers:
         path.write_text("half a file")
@@ -3027,9 +3028,8 @@ def wait_for(found, seconds=100):
 
 STUCK = f"""{TINY}
 def save(run, whenever=False):
-    if run.stop.received:
-        print("noted", flush=True)
-        tm.time.sleep(600)
+    print("stopping" if run.stop.received else "training", flush=True)
+    tm.time.sleep(600 if run.stop.received else run.done == 0)
 
 tm.Run.save = save
 sys.exit(tm.main(sys.argv[1:]))"""
@@ -3043,8 +3043,8 @@ def test_second_signal_and_one_while_nothing_is_to_be_saved_end_a_run_at_once(
     for run, signals in zip(
         runs,
         [
-            {"notice: ": signal.SIGTERM},  # while JAX compiles
-            {"epoch:  1": signal.SIGTERM, "noted": signal.SIGINT},
+            {"training": signal.SIGTERM},  # while JAX compiles
+            {"epoch:  1": signal.SIGTERM, "stopping": signal.SIGINT},
         ],
     ):
         for text, number in signals.items():
