@@ -1858,22 +1858,21 @@ _WRONG = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 _DIGEST = slice(8 + len(_START), 8 + len(_START) + 64)  # where these are in a file
 
 
-def _stored(tree: PyTree) -> tuple[dict[str, Any], dict[str, str]]:
+def _stored(tree: PyTree) -> dict[str, tuple[Any, str]]:
     """Return the leaves by path as the format can have them, and what they really are.
 
-    The latter is for those alone whose types it lacks.  Of a leaf that is none but a
-    shape and a type, such as those of `jax.eval_shape`, another such is returned.
+    Of a leaf that is none but a shape and a type, such as those of `jax.eval_shape`,
+    another such is returned.
     """
-    leaves, stored, types = jax.tree_util.tree_leaves_with_path(tree), {}, {}
+    leaves, stored = jax.tree_util.tree_leaves_with_path(tree), {}
     for path, leaf in leaves:
         name = jax.tree_util.keystr(path)
         leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
+        kind = leaf.dtype.name
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             keys = leaf if isinstance(leaf, Array) else jnp.empty_like(leaf)
-            leaf = jax.random.key_data(keys)
-            types[name] = f"key<{jax.random.key_impl(keys)}>"
-        elif leaf.dtype.name not in _CODES:
-            types[name] = leaf.dtype.name
+            leaf, kind = jax.random.key_data(keys), f"key<{jax.random.key_impl(keys)}>"
+        elif kind not in _CODES:
             if leaf.dtype.kind not in "fcV" or leaf.dtype.type is np.void:
                 expected = "numbers, booleans or random keys"
                 raise ValueError(f"leaf '{name}' is {leaf.dtype}; expected {expected}")
@@ -1881,17 +1880,18 @@ def _stored(tree: PyTree) -> tuple[dict[str, Any], dict[str, str]]:
                 leaf = np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
             leaf = np.asarray(leaf, leaf.dtype.newbyteorder("<"))
             leaf = leaf[..., None].view(np.uint8)
-        stored[name] = leaf
+        stored[name] = leaf, kind
     if len({"__metadata__", "sha256", *stored}) < len(leaves) + 2:
         raise ValueError("two leaves of the tree, or one and the header, share a path")
-    return stored, types
+    return stored
 
 
-def _head(stored: dict[str, Any], types: dict[str, str]) -> bytes:
+def _head(stored: dict[str, tuple[Any, str]]) -> bytes:
     """Return all that stands before the arrays, with zeros for the digest."""
+    types = {name: kind for name, (_, kind) in stored.items() if kind not in _CODES}
     header: dict = {"__metadata__": {"sha256": "0" * 64, **types}}
     end = 0
-    for name, leaf in stored.items():
+    for name, (leaf, _) in stored.items():
         begin, end = end, end + leaf.size * leaf.dtype.itemsize
         entry = {"dtype": _CODES[leaf.dtype.name], "shape": leaf.shape}
         header[name] = {**entry, "data_offsets": [begin, end]}
@@ -1916,12 +1916,12 @@ def save(path: str | os.PathLike, tree: PyTree) -> None:
     Raises ValueError for leaves that are neither numbers, booleans nor random keys, and
     for a path that is no regular file; OSError as `replace_file` does.
     """
-    stored, types = _stored(tree)
-    head = _head(stored, types)
+    stored = _stored(tree)
+    head = _head(stored)
     digest = hashlib.sha256(head[_DIGEST.stop :])
     with replace_file(path) as file:
         file.write(head)
-        for leaf in stored.values():
+        for leaf, _ in stored.values():
             array = np.ascontiguousarray(leaf, leaf.dtype.newbyteorder("<"))
             memory = array.reshape(-1).view(np.uint8).data
             file.write(memory)
@@ -1930,72 +1930,51 @@ def save(path: str | os.PathLike, tree: PyTree) -> None:
         file.write(digest.hexdigest().encode())
 
 
-def _stored_in(file: Any, most: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """Verify a file; then say what it holds as `_stored` does, but without values.
+def _verified(file: Any, most: int) -> dict[str, tuple[Any, str]]:
+    """Verify a file up to its arrays; return what `_stored` does, but without values.
 
     Raises ValueError, also for a header of more than `most` bytes, and other errors for
     a header that `save` does not write.
     """
-    start = file.read(_DIGEST.stop)
+    start, digest = file.read(_DIGEST.stop), hashlib.sha256()
     if start[8 : _DIGEST.start] != _START:
         raise ValueError(
             "has no digest of save's: damaged, or written by another program, whose "
             "files safetensors.numpy.load_file reads"
         )
-    digest = hashlib.sha256()
     while piece := file.read(1 << 20):
         digest.update(piece)
     if digest.hexdigest().encode() != start[_DIGEST]:
         raise ValueError("damaged or cut short: its digest is not that of its content")
-    length = int.from_bytes(start[:8], "little")
+    size, length = file.tell(), int.from_bytes(start[:8], "little")
     if length > most:
         raise ValueError(f"has a header of {length} bytes; expected at most {most}")
     file.seek(8)
-    header = json.loads(file.read(length))
-    types, names = header.pop("__metadata__"), dict(zip(_CODES.values(), _CODES))
-    types.pop("sha256")
-    stored = {}
+    header, names = json.loads(file.read(length)), dict(zip(_CODES.values(), _CODES))
+    types, stored = header.pop("__metadata__"), {}
     for name, entry in header.items():  # no memory, and an error for what no array has
-        zero = np.zeros((), names[entry["dtype"]])
-        stored[name] = np.broadcast_to(zero, entry["shape"])
-    return stored, types
-
-
-def _forms(stored: dict[str, Any], types: dict[str, str]) -> dict[str, str]:
-    """Say of what type and shape leaves are."""
-    return {n: f"{types.get(n, x.dtype.name)} {[*x.shape]}" for n, x in stored.items()}
-
-
-def _read(file: Any, stored: dict[str, Any], types: dict[str, str]) -> dict[str, Any]:
-    """Read what `_stored` says, where all else in the file is what that asks for."""
-    head = _head(stored, types)
-    size = len(head) + sum(leaf.size * leaf.dtype.itemsize for leaf in stored.values())
-    found = file.read(len(head))
-    expected = head.replace(b"0" * 64, found[_DIGEST], 1)
-    if found != expected or os.fstat(file.fileno()).st_size != size:
-        file.seek(0)
-        mine = _forms(stored, types)
-        theirs = _forms(*_stored_in(file, most=2 * len(head) + 2**16))
-        for name in [*mine, *theirs]:
-            form, wanted = (forms.get(name, "not there") for forms in (theirs, mine))
-            if form != wanted:
-                raise ValueError(f"leaf '{name}' is {form}; expected {wanted}")
+        leaf = np.broadcast_to(np.zeros((), names[entry["dtype"]]), entry["shape"])
+        stored[name] = leaf, types.get(name, leaf.dtype.name)
+    head = _head(stored)
+    file.seek(0)
+    found = file.read(len(head)).replace(start[_DIGEST], b"0" * 64, 1)
+    if found != head or size != len(head) + sum(x.nbytes for x, _ in stored.values()):
         raise ValueError("its header is not one that save writes")
-    digest, arrays = hashlib.sha256(head[_DIGEST.stop :]), dict[str, Any]()
-    for name, leaf in stored.items():
-        arrays[name] = np.empty(leaf.shape, leaf.dtype.newbyteorder("<"))
-        memory = arrays[name].reshape(-1).view(np.uint8).data
-        file.readinto(memory)
-        digest.update(memory)
-    if digest.hexdigest().encode() != found[_DIGEST]:
-        raise ValueError("damaged: its digest is not that of its content")
-    for name, kind in types.items():
-        if kind.startswith("key<"):
-            arrays[name] = jax.random.wrap_key_data(arrays[name], impl=kind[4:-1])
-        else:
-            shape = arrays[name].shape[:-1]
-            arrays[name] = arrays[name].view(kind).reshape(shape)
-    return arrays
+    return stored
+
+
+def _forms(stored: dict[str, tuple[Any, str]]) -> dict[str, str]:
+    """Say of what type and shape leaves are."""
+    return {name: f"{kind} {[*leaf.shape]}" for name, (leaf, kind) in stored.items()}
+
+
+def _read(file: Any, leaf: Any, kind: str) -> Any:
+    """Read the next array of a verified file, and make of it what it really is."""
+    array: Any = np.empty(leaf.shape, leaf.dtype.newbyteorder("<"))
+    file.readinto(array.reshape(-1).view(np.uint8).data)
+    if kind.startswith("key<"):
+        return jax.random.wrap_key_data(array, impl=kind[4:-1])
+    return array if kind in _CODES else array.view(kind).reshape(array.shape[:-1])
 
 
 def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
@@ -2013,18 +1992,23 @@ def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
     """
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise ValueError(f"{path}: not a regular file")
-    stored, types = _stored(like)
+    wanted = _stored(like)
     with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        most = size if like is None else 2 * len(_head(wanted)) + 2**16
         try:
-            if like is None:
-                stored, types = _stored_in(file, most=os.fstat(file.fileno()).st_size)
-                file.seek(0)
-            arrays = _read(file, stored, types)
+            stored = _verified(file, most)
+            mine, theirs = _forms(wanted), _forms(stored)
+            for name in [] if like is None else [*mine, *theirs]:
+                form, other = (forms.get(name, "not there") for forms in (theirs, mine))
+                if form != other:
+                    raise ValueError(f"leaf '{name}' is {form}; expected {other}")
+            arrays = {name: _read(file, *leaf) for name, leaf in stored.items()}
         except _WRONG as error:
             raise ValueError(f"{path}: {error}") from error
     if like is None:
         return arrays
-    return jax.tree.unflatten(jax.tree.structure(like), arrays.values())
+    return jax.tree.unflatten(jax.tree.structure(like), [arrays[n] for n in wanted])
 
 
 # ---------------------------------------------------------------------------------
