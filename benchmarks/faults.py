@@ -17,7 +17,6 @@ import errno
 import gzip
 import hashlib
 import io
-import itertools
 import json
 import math
 import os
@@ -32,7 +31,7 @@ import sys
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,41 +54,7 @@ EQUAL = "loaded with equal values"
 REFUSED = "refused"
 
 SECONDS = 2  # that a refusal may take
-SPARE_BYTES = 4_000_000  # that `load` may take beside twice the data
-
-
-class Result(NamedTuple):
-    title: str
-    counts: dict[str, int]  # how often each outcome came
-    failures: list[str]  # a line for each trial that failed
-
-
-class Trial(NamedTuple):
-    function: Callable  # returns a Result
-    long: dict  # its arguments
-    quick: dict
-
-
-def summarize(title: str, outcomes: Iterable[tuple], *good: str) -> Result:
-    """Count outcomes (which trial, what came of it, detail).
-
-    `{n}` in the title is the number of trials.
-    """
-    outcomes = list(outcomes)
-    counts = dict.fromkeys([*good, OTHER, FOREIGN], 0)
-    counts |= collections.Counter(kind for _, kind, _ in outcomes)
-    bad = [outcome for outcome in outcomes if outcome[1] not in good]
-    failures = [": ".join(map(str, outcome)) for outcome in bad]
-    return Result(title.format(n=f"{len(outcomes):,}"), counts, failures)
-
-
-@contextlib.contextmanager
-def scratch() -> Iterator[Path]:
-    """Make a folder for the time of a trial, in memory where there is such a disk."""
-    memory = "/dev/shm"
-    place = memory if os.access(memory, os.W_OK | os.X_OK) else None
-    with tempfile.TemporaryDirectory(prefix="faults.", dir=place) as folder:
-        yield Path(folder)
+SPARE_BYTES = 2_000_000  # that `load` may take beside three times the data
 
 
 # ---------------------------------------------------------------------------------
@@ -127,15 +92,13 @@ def values_of(tree: Any) -> list[tuple]:
     return sorted(values)
 
 
-def saved(tree: Any) -> bytes:
-    """Return a checkpoint's content, which loads as it is: else no trial says much."""
-    with scratch() as folder:
-        path = folder / "state"
-        pe.save(path, tree)
-        for like in (tree, None):
-            if values_of(pe.load(path, like)) != values_of(tree):
-                raise RuntimeError("a sound checkpoint loads with other values")
-        return path.read_bytes()
+def saved(path: Path, tree: Any) -> bytes:
+    """Save a tree; return the content, seen to load: else no trial says much."""
+    pe.save(path, tree)
+    for like in (tree, None):
+        if values_of(pe.load(path, like)) != values_of(tree):
+            raise RuntimeError("a sound checkpoint loads with other values")
+    return path.read_bytes()
 
 
 def seal(content: bytes) -> bytes:
@@ -145,36 +108,39 @@ def seal(content: bytes) -> bytes:
 
 
 def judge(
-    call: Callable, path: Path, refusal: type, accept: Callable
+    call: Callable,
+    path: Path,
+    refusal: type,
+    accept: Callable,
+    most: int = SPARE_BYTES,
 ) -> tuple[str, Any]:
     """Return what came of a call that reads or writes `path`, and the detail.
 
-    `accept` says what comes of a value that the call returns.
+    `accept` says what comes of a value that the call returns.  `most` is how many bytes
+    Python and NumPy may hold at a time.
     """
+    tracemalloc.start()
     started = time.perf_counter()
     try:
-        value = call()
+        kind, detail = accept(call()), ""
     except refusal as error:
         said = str(error)
         clear = str(path) in said and said.replace(str(path), "").strip(" :'")
         kind, detail = REFUSED if clear else FOREIGN, repr(error)
     except Exception as error:
         kind, detail = FOREIGN, repr(error)
-    else:
-        kind, detail = accept(value), ""
     seconds = time.perf_counter() - started
-    return (SLOW, f"{seconds:.1f} s") if seconds > SECONDS else (kind, detail)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    if seconds > SECONDS:
+        return SLOW, f"{seconds:.1f} s"
+    return (LARGE, f"{peak:,} of {most:,} bytes") if peak > most else (kind, detail)
 
 
-def judge_loads(
-    label: str, path: Path, tree: Any, *, measure: bool = False
-) -> Iterator[tuple]:
-    """Yield what comes of loading `path` as `tree`, and as what it says it is.
-
-    With `measure`, twice the tree's memory may be taken.
-    """
+def judge_loads(label: str, path: Path, tree: Any) -> Iterator[tuple]:
+    """Yield what comes of loading `path` as `tree`, and as what it says it is."""
     values = values_of(tree)
-    most = 2 * sum(len(content) for *_, content in values) + SPARE_BYTES
+    most = 3 * sum(len(content) for *_, content in values) + SPARE_BYTES
 
     def accept(found: Any) -> str:
         theirs = values_of(found)
@@ -183,41 +149,20 @@ def judge_loads(
 
     for like, form in (tree, ""), (None, ", as a dict"):
         call = partial(pe.load, path, like)
-        outcome = judge(call, path, ValueError, accept)
-        if measure and (peak := peak_memory(call)) > most:
-            outcome = LARGE, f"{peak:,} bytes, more than {most:,}"
-        yield label + form, *outcome
-
-
-def peak_memory(call: Callable) -> int:
-    """Return the most bytes that Python and NumPy hold at a time during the call."""
-    tracemalloc.start()
-    try:
-        with contextlib.suppress(Exception):
-            call()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+        yield label + form, *judge(call, path, ValueError, accept, most)
 
 
 def damage(
-    make: Callable, *good: str, size: int = 128, measure: bool = False, **options: Any
-) -> Result:
-    """Load what `make` yields (label, bytes) of a checkpoint's content.
+    folder: Path, make: Callable, size: int = 128, **options: Any
+) -> Iterator[tuple]:
+    """Load what `make` yields (label, bytes) of the content of a checkpoint.
 
-    `good` may come of it besides a refusal; the tree has an array of `size` floats.
+    The checkpoint is of a tree with an array of `size` floats.
     """
-    tree = make_tree(0, size)
-    content = saved(tree)
-
-    def outcomes(path: Path) -> Iterator[tuple]:
-        for label, damaged in make(content, **options):
-            path.write_bytes(damaged)
-            yield from judge_loads(label, path, tree, measure=measure)
-
-    with scratch() as folder:
-        title = f"{make.__name__}: {{n}} loads, from {len(content):,} bytes"
-        return summarize(title, outcomes(folder / "state"), REFUSED, *good)
+    tree, path = make_tree(0, size), folder / "state"
+    for label, damaged in make(saved(path, tree), **options):
+        path.write_bytes(damaged)
+        yield from judge_loads(label, path, tree)
 
 
 # ---------------------------------------------------------------------------------
@@ -258,18 +203,10 @@ def mutate(content: bytes, header: int, name: str) -> bytes:
             at = source.randrange(header)
         size = source.choice((1, 2, 4, 16, 46, 64, 1000))
         number = source.choice((*EXTREMES, len(data)))
-        there, here = data[other : other + size], data[at : at + size]
-        change = source.randrange(5)
-        if change == 0:  # other bytes in place of these, or more, or fewer
-            data[at : at + source.choice((0, size))] = source.randbytes(size)
-        elif change == 1:
-            del data[at : at + size]
-        elif change == 2:
-            data[at:at] = there
-        elif change == 3:
-            data[at : at + size], data[other : other + size] = there, here
-        else:
-            data[at : at + 4] = struct.pack(source.choice("<>") + "I", number)
+        number = number.to_bytes(4, source.choice(("little", "big")))
+        copied = data[other : other + size]
+        new = source.choice((b"", source.randbytes(size), copied, number))
+        data[at : at + source.choice((0, size, len(new)))] = new
     return bytes(data)
 
 
@@ -279,34 +216,29 @@ def mutations(content: bytes, trials: int) -> Iterator[tuple[str, bytes]]:
         yield f"mutation {number}", mutate(content, header, f"mutation {number}")
 
 
-def sealed_mutations(content: bytes, trials: int) -> Iterator[tuple[str, bytes]]:
+def sealed(content: bytes, trials: int) -> Iterator[tuple[str, bytes]]:
     """Make the digest right again: other values are then as good."""
     for label, damaged in mutations(content, trials):
         yield label, seal(damaged)
 
 
-def idx_mutations(trials: int, packed: bool = False) -> Result:
+def idx(folder: Path, trials: int, name: str) -> Iterator[tuple]:
     """Mutate an IDX file, gzipped or not: `read_content` returns, or says why not."""
     images = np.random.default_rng(0).integers(0, 4, (20, 28, 28), np.uint8) * 60
     content = struct.pack(">4I", 0x803, *images.shape) + images.tobytes()
-    stored = gzip.compress(content, mtime=0) if packed else content
+    path = folder / name
+    stored = gzip.compress(content, mtime=0) if path.suffix == ".gz" else content
+    read = partial(train_mnist.read_content, path, 3)
 
-    def accept(read: bytes) -> str:
-        promised = math.prod(struct.unpack_from(">3I", read, 4))
-        return "read" if len(read) == 16 + promised else OTHER
+    def accept(found: bytes) -> str:
+        promised = math.prod(struct.unpack_from(">3I", found, 4))
+        return "read" if len(found) == 16 + promised else OTHER
 
-    def outcomes(path: Path) -> Iterator[tuple]:
-        read = partial(train_mnist.read_content, path, 3)
-        path.write_bytes(stored)
-        yield "sound", "read" if read() == content else OTHER, ""
-        for number in range(trials):
-            path.write_bytes(mutate(stored, 20, f"{path.name} {number}"))
-            yield number, *judge(read, path, train_mnist.DataError, accept)
-
-    with scratch() as folder:
-        path = folder / ("images.gz" if packed else "images")
-        title = f"mutations of an IDX file{', gzipped' * packed}: {{n}}"
-        return summarize(title, outcomes(path), REFUSED, "read")
+    path.write_bytes(stored)
+    yield "sound", "read" if read() == content else OTHER, ""
+    for number in range(trials):
+        path.write_bytes(mutate(stored, 20, f"{name} {number}"))
+        yield number, *judge(read, path, train_mnist.DataError, accept)
 
 
 # ---------------------------------------------------------------------------------
@@ -372,41 +304,33 @@ def hostile(content: bytes) -> Iterator[tuple[str, bytes]]:
     yield "of another program", len(plain).to_bytes(8, "little") + plain
 
 
-def make_places(folder: Path, content: bytes) -> list[Path]:
-    """Make what is something other than a checkpoint of normal size."""
-    (folder / "sound").write_bytes(content)
+def places(folder: Path) -> Iterator[tuple]:
+    """Load what is no file of normal size, and save to what is no regular file."""
+    tree = make_tree(0)
+    saved(folder / "sound", tree)
     (folder / "link").symlink_to("sound")
     (folder / "dangling").symlink_to("nowhere")
     (folder / "loop").symlink_to("loop")
     os.mkfifo(folder / "fifo")
     (folder / "folder").mkdir()
-    (folder / "empty").write_bytes(b"")
-    with open(folder / "huge", "wb") as file:
-        file.truncate(100 * 10**9)
-    places = [path for path in folder.iterdir() if path.name != "sound"]
-    return [*places, *filter(Path.exists, (Path("/dev/zero"), Path("/dev/full")))]
-
-
-def places() -> Result:
-    """Load what is no file of normal size, and save to what is no regular file."""
-    tree = make_tree(0)
-
-    def outcomes(folder: Path) -> Iterator[tuple]:
-        for path in make_places(folder, saved(tree)):
-            signal.alarm(20 * SECONDS)  # ends the process where a pipe hangs
-            yield from judge_loads(path.name, path, tree, measure=True)
-            before = path.lstat(), sorted(os.listdir(folder))
-            if path.parent == folder and not stat.S_ISREG(before[0].st_mode):
-                save = partial(pe.save, path, make_tree(1))
-                yield path.name, *judge(save, path, ValueError, lambda _: "saved")
-            if (path.lstat(), sorted(os.listdir(folder))) != before:
-                yield path.name, "changed by save", ""
-            signal.alarm(0)
-        if values_of(pe.load(folder / "sound", tree)) != values_of(tree):
-            yield "the file behind the link", OTHER, ""
-
-    with scratch() as folder:
-        return summarize("links, pipes and the like: {n}", outcomes(folder), REFUSED)
+    (folder / "empty").touch()
+    (folder / "huge").touch()
+    os.truncate(folder / "huge", 100 * 10**9)
+    names = sorted(os.listdir(folder))
+    for path in *map(folder.joinpath, names), Path("/dev/zero"), Path("/dev/full"):
+        if path.name == "sound" or (path.parent != folder and not path.exists()):
+            continue
+        signal.alarm(20 * SECONDS)  # ends the process where a pipe hangs
+        yield from judge_loads(path.name, path, tree)
+        before = path.lstat()
+        if path.parent == folder and not stat.S_ISREG(before.st_mode):
+            save = partial(pe.save, path, make_tree(1))
+            yield path.name, *judge(save, path, ValueError, lambda _: "saved")
+        if (path.lstat(), sorted(os.listdir(folder))) != (before, names):
+            yield path.name, "changed by save", ""
+        signal.alarm(0)
+    if values_of(pe.load(folder / "sound", tree)) != values_of(tree):
+        yield "the file behind the link", OTHER, ""
 
 
 # ---------------------------------------------------------------------------------
@@ -414,9 +338,9 @@ def places() -> Result:
 # ---------------------------------------------------------------------------------
 
 
-def run_child(call: str, prefix: Iterable[str] = ()) -> subprocess.CompletedProcess:
+def run_child(call: str) -> subprocess.CompletedProcess:
     """Run a call of this file's functions in a new interpreter."""
-    command = [*prefix, sys.executable, "-c", f"import faults; {call}"]
+    command = [sys.executable, "-c", f"import faults; faults.{call}"]
     env = os.environ | {"PYTHONPATH": os.path.dirname(os.path.abspath(__file__))}
     env["JAX_PLATFORMS"] = "cpu"
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
@@ -451,50 +375,45 @@ def save_watched(path: str, seed: int, stop: tuple | None = None) -> None:
     step("end", print, json.dumps(events))
 
 
-def save_points(writes: int | None = None) -> Result:
+SAVED = ("the old tree", "the new tree")
+
+
+def kill_save(folder: Path, events: list[str], point: tuple[int, str]) -> tuple:
+    """Kill a save at a point, over an older file; say what is then there."""
+    number, moment = point
+    label = f"{moment} {events[number]} (call {number} of {len(events)})"
+    path = folder / f"{number}.{moment}" / "state"
+    path.parent.mkdir()
+    saved(path, make_tree(0))
+    child = run_child(f"save_watched({str(path)!r}, 1, {point})")
+    if child.returncode != -signal.SIGKILL:
+        return label, FOREIGN, f"status {child.returncode} {child.stderr[-300:]}"
+    replaced = number > events.index("replace")
+    expected = make_tree(int(replaced))
+
+    def accept(tree: Any) -> str:
+        return SAVED[replaced] if values_of(tree) == values_of(expected) else OTHER
+
+    return label, *judge(partial(pe.load, path, expected), path, ValueError, accept)
+
+
+def save_points(folder: Path, writes: int | None = None) -> Iterator[tuple]:
     """Kill `save` at its every step, where there is an older file of that name.
 
     `writes` limits at how many of the writes; the first and the last are among them.
     """
-    old, new = make_tree(0), make_tree(1)
-    good = ("the old tree", "the new tree")
-
-    def kill(folder: Path, events: list[str], point: tuple[int, str]) -> tuple:
-        number, moment = point
-        label = f"{moment} {events[number]} (call {number} of {len(events)})"
-        path = folder / f"{number}.{moment}" / "state"
-        path.parent.mkdir()
-        pe.save(path, old)
-        child = run_child(f"faults.save_watched({str(path)!r}, 1, {point})")
-        if child.returncode != -signal.SIGKILL:
-            return label, FOREIGN, f"status {child.returncode} {child.stderr[-300:]}"
-        try:
-            values = values_of(pe.load(path, old))
-            pe.save(path, new)  # whatever was left does not stand in the way
-            again = values_of(pe.load(path, new))
-        except Exception as error:
-            return label, FOREIGN, repr(error)
-        replaced = number > events.index("replace")
-        expected = values_of(new if replaced else old)
-        sound = values == expected and again == values_of(new)
-        return label, good[replaced] if sound else OTHER, ""
-
-    def outcomes(folder: Path) -> Iterator[tuple]:
-        child = run_child(f"faults.save_watched({str(folder / 'state')!r}, 0)")
-        events = [*json.loads(child.stdout), "end"]
-        at = [i for i, event in enumerate(events) if event == "write"]
-        order = ["create", *["write"] * len(at), "fsync", "replace", "open", "fsync"]
-        if events != [*order, "end"]:
-            yield "the order of a save", OTHER, ", ".join(events)
-        points = [(i, "before") for i in range(len(events)) if i not in at]
-        if writes is not None:
-            at = [at[i * (len(at) - 1) // (writes - 1)] for i in range(writes)]
-        points += [(i, moment) for i in at for moment in ("before", "amid")]
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            yield from pool.map(partial(kill, folder, events), points)
-
-    with scratch() as folder:
-        return summarize("killed while saving: {n} times", outcomes(folder), *good)
+    child = run_child(f"save_watched({str(folder / 'state')!r}, 0)")
+    events = [*json.loads(child.stdout), "end"]
+    at = [i for i, event in enumerate(events) if event == "write"]
+    order = ["create", *["write"] * len(at), "fsync", "replace", "open", "fsync"]
+    if events != [*order, "end"]:
+        yield "the order of a save", OTHER, ", ".join(events)
+    points = [(i, "before") for i in range(len(events)) if i not in at]
+    if writes is not None:
+        at = [at[i * (len(at) - 1) // (writes - 1)] for i in range(writes)]
+    points += [(i, moment) for i in at for moment in ("before", "amid")]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield from pool.map(partial(kill_save, folder, events), points)
 
 
 def failing(name: str, number: int, passing: int = 0) -> Callable:
@@ -514,17 +433,9 @@ def limited(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@contextlib.contextmanager
-def read_only(folder: Path) -> Iterator[None]:
-    """Let nothing be made in the folder, not even by root."""
-    user = os.geteuid()
-    folder.chmod(0o555)
-    os.seteuid(user or 65534)
-    try:
-        yield
-    finally:
-        os.seteuid(user)
-        folder.chmod(0o755)
+def full(folder: Path) -> Any:
+    """Let the disk be full: Linux has a device for that."""
+    return mock.patch.object(pe, "open", lambda *_: open("/dev/full", "wb"))
 
 
 class Refusal(NamedTuple):
@@ -535,13 +446,12 @@ class Refusal(NamedTuple):
 
 
 LARGER = 50_000  # floats of the tree that is saved where it does not fit
-FULL_DISK = "a full disk"  # the one that needs a disk of its own
 REFUSALS = {
     "a limit of 0 bytes": Refusal(errno.EFBIG, lambda _: limited(0)),
     "a limit amid the header": Refusal(errno.EFBIG, lambda _: limited(100)),
     "a limit half way": Refusal(errno.EFBIG, lambda _: limited(2 * LARGER)),
     "a limit near the end": Refusal(errno.EFBIG, lambda _: limited(4 * LARGER + 1000)),
-    FULL_DISK: Refusal(errno.ENOSPC),
+    "a full disk": Refusal(errno.ENOSPC, full),
     "a sync that fails": Refusal(errno.EIO, failing("fsync", errno.EIO)),
     "a replace that fails": Refusal(errno.EACCES, failing("replace", errno.EACCES)),
     "no folder to open": Refusal(errno.EIO, failing("open", errno.EIO), late=True),
@@ -549,59 +459,30 @@ REFUSALS = {
     "a folder that is missing": Refusal(errno.ENOENT, name="missing/state"),
     "a file for a folder": Refusal(errno.ENOTDIR, name="state/state"),
     "a name too long": Refusal(errno.ENAMETOOLONG, name="n" * 1000),
-    "a read-only folder": Refusal(errno.EACCES, read_only),
 }
 
 
-def save_refused(case: str, folder: Path) -> str:
-    """Save where it cannot succeed; return what is wrong with it, if anything."""
-    refusal, old = REFUSALS[case], make_tree(0)
-    new = make_tree(1) if refusal.late else make_tree(0, LARGER)
-    path, target = folder / "state", folder / refusal.name
-    pe.save(path, old)
-    files = sorted(os.listdir(folder))
-    with refusal.during(folder):
-        save = partial(pe.save, target, new)
-        kind, detail = judge(save, target, OSError, lambda _: "nothing raised")
-    if kind != REFUSED or os.strerror(refusal.number) not in detail:
-        return f"{kind} {detail}, not {os.strerror(refusal.number)}"
-    if sorted(os.listdir(folder)) != files:
-        return f"left {sorted(os.listdir(folder))}"
-    allowed = [values_of(old), *[values_of(new)] * refusal.late]
-    return "" if values_of(pe.load(path, old)) in allowed else OTHER
-
-
-def save_to_full_disk(folder: Path) -> str | None:
-    """Do so on a disk of 64 KB, mounted for one process; None where that cannot be."""
-    mount = 'mount -t tmpfs -o size=64k none "$0" && exec "$@"'
-    users = [] if os.geteuid() == 0 else ["--map-root-user"]
-    prefix = ["unshare", "--mount", *users, "sh", "-c", mount, str(folder)]
-    try:
-        subprocess.run([*prefix, "true"], check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    call = f"print(faults.save_refused(faults.FULL_DISK, faults.Path({str(folder)!r})))"
-    child = run_child(call, prefix)
-    return child.stdout.strip() or child.stderr
-
-
-def disk() -> Result:
-    """Save where the disk refuses: OSError says so, and the old file is as it was."""
-    good, skipped = "refused, a whole tree left", "skipped (no disk can be mounted)"
-
-    def outcomes(folder: Path) -> Iterator[tuple]:
-        for case in REFUSALS:
-            place = folder / case.replace(" ", "_")
-            place.mkdir()
-            full = case == FULL_DISK
-            wrong = save_to_full_disk(place) if full else save_refused(case, place)
-            kind = skipped if wrong is None else FOREIGN if wrong else good
-            yield case, kind, wrong
-
-    with scratch() as folder:
-        folder.chmod(0o755)
-        title = "saving to a disk that refuses: {n} ways"
-        return summarize(title, outcomes(folder), good, skipped)
+def disk(folder: Path) -> Iterator[tuple]:
+    """Save where it cannot succeed: OSError says so, and the old file is as it was."""
+    old = make_tree(0)
+    for case, refusal in REFUSALS.items():
+        place = folder / case.replace(" ", "_")
+        place.mkdir()
+        path, target = place / "state", place / refusal.name
+        saved(path, old)
+        new = make_tree(1) if refusal.late else make_tree(0, LARGER)
+        with refusal.during(place):
+            save = partial(pe.save, target, new)
+            kind, detail = judge(save, target, OSError, lambda _: "nothing raised")
+        if os.listdir(place) != ["state"]:
+            kind, detail = "files left", os.listdir(place)
+        elif os.strerror(refusal.number) not in detail:
+            kind, detail = FOREIGN, f"{detail}, not {os.strerror(refusal.number)}"
+        elif values_of(pe.load(path)) not in map(
+            values_of, (old, new)[: 1 + refusal.late]
+        ):
+            kind = OTHER
+        yield case, kind, detail
 
 
 # ---------------------------------------------------------------------------------
@@ -609,23 +490,39 @@ def disk() -> Result:
 # ---------------------------------------------------------------------------------
 
 
+class Trial(NamedTuple):
+    outcomes: Callable  # folder -> tuples: which one, what came of it, detail
+    good: tuple[str, ...]  # what may come of it
+    long: dict  # further arguments of `outcomes`
+    quick: dict
+
+
 MANY, FEW = {"trials": 100_000}, {"trials": 1000}
 TRIALS = {
-    "flips": [Trial(partial(damage, flips), {}, {"step": 37})],
-    "lengths": [Trial(partial(damage, lengths), {}, {"step": 11})],
-    "fuzz": [
-        Trial(idx_mutations, MANY, FEW),
-        Trial(partial(idx_mutations, packed=True), MANY, FEW),
-        Trial(partial(damage, mutations, EQUAL), MANY, FEW),
-        Trial(partial(damage, sealed_mutations, EQUAL, OTHER), MANY, FEW),
-    ],
-    "hostile": [
-        Trial(partial(damage, hostile, measure=True), {"size": 10**6}, {"size": 10**5}),
-        Trial(places, {}, {}),
-    ],
-    "save-points": [Trial(save_points, {}, {"writes": 2})],
-    "disk": [Trial(disk, {}, {})],
+    "flips": Trial(partial(damage, make=flips), (REFUSED,), {}, {"step": 37}),
+    "lengths": Trial(partial(damage, make=lengths), (REFUSED,), {}, {"step": 11}),
+    "idx": Trial(partial(idx, name="images"), (REFUSED, "read"), MANY, FEW),
+    "gzipped": Trial(partial(idx, name="images.gz"), (REFUSED, "read"), MANY, FEW),
+    "mutations": Trial(partial(damage, make=mutations), (REFUSED, EQUAL), MANY, FEW),
+    "sealed": Trial(partial(damage, make=sealed), (REFUSED, EQUAL, OTHER), MANY, FEW),
+    "hostile": Trial(partial(damage, make=hostile, size=10**6), (REFUSED,), {}, {}),
+    "places": Trial(places, (REFUSED,), {}, {}),
+    "save-points": Trial(save_points, SAVED, {}, {"writes": 2}),
+    "disk": Trial(disk, (REFUSED,), {}, {}),
 }
+
+
+def run(name: str, quick: bool) -> tuple[dict[str, int], list[str]]:
+    """Return how often each outcome of a trial came, and a line for each bad one."""
+    trial, memory = TRIALS[name], "/dev/shm"
+    place = memory if os.access(memory, os.W_OK | os.X_OK) else None
+    with tempfile.TemporaryDirectory(prefix="faults.", dir=place) as folder:
+        arguments = trial.quick if quick else trial.long
+        outcomes = list(trial.outcomes(Path(folder), **arguments))
+    counts = dict.fromkeys([*trial.good, OTHER, FOREIGN], 0)
+    counts |= collections.Counter(kind for _, kind, _ in outcomes)
+    bad = [outcome for outcome in outcomes if outcome[1] not in trial.good]
+    return counts, [": ".join(map(str, outcome)) for outcome in bad]
 
 
 def main() -> int:
@@ -637,15 +534,17 @@ def main() -> int:
         parser.error(f"no trial {unknown.pop()}; there are {', '.join(TRIALS)}")
     pe.use_cpu_devices(1)
     failed = 0
-    for trial in itertools.chain.from_iterable(map(TRIALS.get, args.names or TRIALS)):
+    for name in args.names or TRIALS:
         started = time.perf_counter()
-        result = trial.function(**(trial.quick if args.quick else trial.long))
-        counts = ", ".join(f"{n:,} {kind}" for kind, n in result.counts.items())
+        counts, failures = run(name, args.quick)
+        parts = ", ".join(f"{n:,} {kind}" for kind, n in counts.items())
         seconds = time.perf_counter() - started
-        print(f"{result.title}: {counts} ({seconds:.0f} s)", flush=True)
-        for failure in result.failures[:10]:
+        print(
+            f"{name}, {sum(counts.values()):,}: {parts} ({seconds:.0f} s)", flush=True
+        )
+        for failure in failures[:10]:
             print(f"  failed: {failure[:500]}", flush=True)
-        failed += len(result.failures)
+        failed += len(failures)
     print(f"{failed:,} failed")
     return 1 if failed else 0
 
