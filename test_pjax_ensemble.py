@@ -2023,11 +2023,7 @@ LEAVES = {
     "float64, big-endian": np.arange(3, dtype=">f8"),
     "number": np.int64(5),
     "transposed": np.arange(12.0).reshape(3, 4).T,
-    "column": np.arange(12.0).reshape(3, 4)[:, 0],
     "column of float8": np.ones((3, 4), jnp.float8_e5m2)[:, 0],
-    "reversed": np.arange(5)[::-1],
-    "broadcast": np.broadcast_to(np.float32(3), (4, 2)),
-    "old key": jax.random.PRNGKey(3),
     "key": jax.random.key(3),
     "keys": jax.random.split(jax.random.key(4, impl="rbg"), 2),
 }
@@ -2055,28 +2051,26 @@ def test_load_returns_the_bits_that_were_saved(tmp_path, name):
 @settings(max_examples=30, deadline=None)
 @given(
     st.recursive(
-        st.tuples(
-            st.sampled_from(["<f4", ">f8", "u1", "<i8", "?", "c16"]),
-            st.lists(st.integers(0, 3), max_size=3),
-        ).map(lambda x: np.ones(x[1], x[0])),
+        st.sampled_from([*LEAVES.values()]),
         lambda tree: st.lists(tree, max_size=3) | st.dictionaries(st.text(), tree),
     )
 )
-def test_any_tree_of_arrays_comes_back(tmp_path_factory, tree):
-    path = tmp_path_factory.mktemp("tree") / "x"
+def test_any_tree_of_arrays_comes_back_and_gives_the_same_file(tmp_path_factory, tree):
+    path, again = (tmp_path_factory.mktemp("tree") / name for name in "xy")
     pe.save(path, tree)
     assert_same_leaves(pe.load(path, tree), tree)
-    found = pe.load(path).values()
-    assert_same_leaves(list(found), jax.tree.leaves(tree))
-    assert len(safetensors.numpy.load_file(path)) == len(found)
+    found = pe.load(path)
+    assert_same_leaves([*found.values()], jax.tree.leaves(tree))
+    assert safetensors.numpy.load_file(path).keys() == found.keys()
+    pe.save(again, pe.load(path, tree))
+    assert again.read_bytes() == path.read_bytes()
 
 
 def test_safetensors_reads_a_checkpoint(tmp_path):
     path, native = tmp_path / "x", ("float32", "bfloat16", "empty", "bool", "number")
     tree = {name: LEAVES[name] for name in (*native, "complex128", "key")}
-    pe.save(path, tree | {"int8": np.int8([[-1]])})
+    pe.save(path, tree)
     found = safetensors.numpy.load_file(path)
-    assert found["['int8']"].dtype == np.int8 and len(found) == 8
     for name in native:
         assert_same_leaves(found[f"['{name}']"], LEAVES[name])
     assert found["['complex128']"].tobytes() == as_bytes(LEAVES["complex128"])
@@ -2089,27 +2083,17 @@ def test_safetensors_reads_a_checkpoint(tmp_path):
     assert hashlib.sha256(rest).hexdigest() == digits
 
 
-def test_same_tree_gives_the_same_file(tmp_path):
-    tree = {"x": np.arange(5), "key": jax.random.key(0)}
-    for name in "ab":
-        pe.save(tmp_path / name, tree)
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-
-
 A, K = np.ones((2, 3), np.float32), jax.random.key(1)
 
 
 @pytest.mark.parametrize(
     "like, message",
     [
-        ({"a": A}, "leaf '['k']' is key<threefry2x32> [2]; expected not there"),
         ({"b": A, "k": K}, "leaf '['b']' is not there; expected float32 [2, 3]"),
         ({"a": A.T, "k": K}, "leaf '['a']' is float32 [2, 3]; expected float32 [3, 2]"),
         ({"a": A.astype(int), "k": K}, "'['a']' is float32 [2, 3]; expected int64 [2"),
-        ({"a": A.astype(jnp.bfloat16), "k": K}, "expected bfloat16 [2, 3]"),
         ({"a": A, "k": jax.random.key(1, impl="rbg")}, "[2]; expected key<rbg> [4]"),
         ({"a": A, "k": jax.random.key_data(K)}, "2> [2]; expected uint32 [2]"),
-        ({"a": A, "k": K, "z": 0}, "leaf '['z']' is not there; expected int64 []"),
         ((), "leaf '['a']' is float32 [2, 3]; expected not there"),
     ],
 )
@@ -2126,13 +2110,10 @@ def test_load_names_the_leaf_that_is_another(tmp_path, like, message):
 def test_load_says_what_is_wrong_with_a_file(tmp_path, like):
     path = tmp_path / "x"
     pe.save(path, {"a": A})
-    sound = path.read_bytes()
-    others = safetensors.numpy.save({"['a']": A})
+    others = "has no digest .* whose files safetensors.numpy.load_file reads"
     for content, message in (
-        (sound.replace(b"['a']", b"['b']"), "damaged or cut short"),
-        (sound[:-1], "damaged or cut short"),
-        (sound[:50], "damaged or cut short"),
-        (others, "has no digest .* whose files safetensors.numpy.load_file reads"),
+        (path.read_bytes()[:-1], "damaged or cut short"),
+        (safetensors.numpy.save({"['a']": A}), others),
     ):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=f"{path}: {message}"):
@@ -2154,7 +2135,6 @@ jax.tree_util.register_pytree_with_keys(
         ("text", "leaf '' is <U4; expected numbers, booleans or random keys"),
         ({"a": object()}, r"leaf '\['a'\]' is object; expected numbers"),
         ({"a": np.zeros(2, "M8[s]")}, r"is datetime64\[s\]"),
-        ({"a": np.zeros(2, "m8[s]")}, r"is timedelta64\[s\]"),
         ({"a": np.zeros(2, "f4,f4")}, "is .*; expected numbers"),
         *((Paths(p), "share a path") for p in ("aa", ["__metadata__"], ["sha256"])),
     ],
@@ -2168,22 +2148,12 @@ def test_save_refuses_what_it_could_not_bring_back(tmp_path, tree, message):
         pe.load(tmp_path / "x", tree)
 
 
-def test_a_file_is_replaced_when_it_is_whole_and_not_before(tmp_path, monkeypatch):
+def test_a_file_is_replaced_when_it_is_whole_and_not_before(tmp_path):
     path = tmp_path / "x"
     path.write_bytes(b"old")
-    steps = []
-    for name in ("fsync", "replace"):
-        call = getattr(os, name)
-
-        def noted(*args, name=name, call=call):
-            steps.append((name, path.read_bytes()))
-            return call(*args)
-
-        monkeypatch.setattr(os, name, noted)
     with pe.replace_file(path) as file:
         file.write(b"new")
         assert path.read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 2
-    assert steps == [("fsync", b"old"), ("replace", b"old"), ("fsync", b"new")]
     with pytest.raises(KeyError), pe.replace_file(path) as file:
         file.write(b"newer")
         raise KeyError

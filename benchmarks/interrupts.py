@@ -71,16 +71,11 @@ sys.exit(tm.main(sys.argv[3:]))
 
 def write_data(folder: Path) -> None:
     """Write 512 training and 128 test digits in MNIST's form."""
-    data = tm.generate_digits(seed=0)
-    arrays = (
-        data.train_images[:512, ..., 0],
-        data.train_labels[:512],
-        data.test_images[:128, ..., 0],
-        data.test_labels[:128],
-    )
-    for file, array in zip(tm.MNIST_FILES, arrays):
+    arrays = tm.generate_digits(seed=0)[1:]
+    for file, array, count in zip(tm.MNIST_FILES, arrays, (512, 512, 128, 128)):
+        array = array[:count].squeeze().astype(np.uint8)
         header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
-        (folder / file.name).write_bytes(header + array.astype(np.uint8).tobytes())
+        (folder / file.name).write_bytes(header + array.tobytes())
 
 
 def start(folder: Path, data: Path, *flags: str) -> subprocess.Popen:
@@ -133,65 +128,53 @@ def prepared(epochs: int = EPOCHS) -> Iterator[tuple[Path, Path, bytes, float]]:
         yield Path(name), data, last_checkpoint(whole, epochs), seconds
 
 
-def look(folder: Path, interval: int) -> collections.Counter:
+def look(folder: Path, interval: int) -> dict[str, int]:
     """Count what is wrong with the checkpoints of a run that was interrupted."""
-    found, counts = checkpoints(folder), collections.Counter()
-    counts["before"] += not found
+    found, wrong = checkpoints(folder), []
     for path in found:
         try:
             pe.load(path)
         except Exception as error:
-            print(f"unloadable: {error}")
-            counts["unloadable"] += 1
+            wrong.append(f"unloadable: {error}")
     steps = (folder / "steps").read_text() if found else ""
-    if steps and int(steps) - steps_of(found[0]) > interval:
-        print(f"lost: {found[0].name} of {steps} steps")
-        counts["lost"] += 1
-    return counts
+    lost = bool(steps) and int(steps) - steps_of(found[0]) > interval
+    if wrong or lost:
+        print(f"{found[0].name} of {steps} steps", *wrong, sep="\n")
+    return {"before": not found, "unloadable": len(wrong), "lost": lost}
 
 
-def interrupt(how: signal.Signals, trials: int, seed: int = 0, jobs: int = 1) -> dict:
+def interrupt(how: signal.Signals, trials: int, jobs: int) -> dict:
     """Send SIGKILL or SIGTERM to runs at random moments, resume; return the counts."""
     # -15 is a process that has not come as far as to listen.
-    interval, expected_status = INTERVAL, (-9,)
-    if how == signal.SIGTERM:
-        interval, expected_status = 0, (143, -15)
+    interval, ends = (0, (143, -15)) if how == signal.SIGTERM else (INTERVAL, (-9,))
     names = "signals", "before", "unloadable", "lost", "ended", "different", "refused"
     total = collections.Counter(dict.fromkeys(names, 0))
 
     def chain(job: int) -> collections.Counter:
-        rng, counts = random.Random(f"{seed} {job}"), collections.Counter()
-        folder = root / f"run {job}"
-        while True:
+        counts, last, folder = collections.Counter(), False, root / f"run {job}"
+        while not last:
             last = counts["signals"] >= trials // jobs
             if folder.exists() and not checkpoints(folder):
                 shutil.rmtree(folder)  # killed before the first checkpoint
             process = start(folder, data, *["--resume"] * folder.exists())
             try:
-                most = None if last else rng.uniform(0.5, 0.7 * longest)
-                status = process.wait(timeout=most)
+                process.wait(None if last else random.uniform(0.5, 0.7 * longest))
             except subprocess.TimeoutExpired:
                 process.send_signal(how)
-                status = process.wait()
                 counts["signals"] += 1
-                wrong = status not in expected_status
-                counts += look(folder, interval)
-            else:
+            status = process.wait()
+            if status == 0:
                 counts["ended"] += 1
-                wrong = status != 0
-                counts["different"] += not wrong and last_checkpoint(folder) != expected
-            if wrong:
+                counts["different"] += last_checkpoint(folder) != whole
+                shutil.rmtree(folder)
+            elif status in ends:
+                counts.update(look(folder, interval))
+            else:
                 counts["refused"] += 1
                 print(f"status {status}: {(folder / 'log').read_text()[-1000:]}")
-            if process.returncode == 0:
-                shutil.rmtree(folder)
-            if last:
-                return counts
+        return counts
 
-    with (
-        prepared() as (root, data, expected, longest),
-        ThreadPoolExecutor(jobs) as pool,
-    ):
+    with prepared() as (root, data, whole, longest), ThreadPoolExecutor(jobs) as pool:
         for counts in pool.map(chain, range(jobs)):
             total.update(counts)
     return total
@@ -220,16 +203,13 @@ def processes(trials: int, epochs: int = 3, seconds: float = 300) -> dict:
                 counts["hung"] += 1
                 for run in runs:
                     run.kill()
-            for folder in folders:
-                shutil.rmtree(folder)
     return counts
 
 
 def cost(rounds: int) -> dict:
     """Time a save, and epochs in pieces against whole ones in one call, in turn."""
     pe.use_cpu_devices(2)
-    flags = ["--members", "2", "--epochs", "2", "--train-size", "16384"]
-    args = tm.parse_arguments(flags)
+    args = tm.parse_arguments(["--members=2", "--epochs=2", "--train-size=16384"])
     recipe, data, layout = tm.prepare(args)
     seconds = {"save": [], "pieces": [], "whole": []}
     with tempfile.TemporaryDirectory() as folder:
@@ -254,7 +234,6 @@ def cost(rounds: int) -> dict:
         "of an epoch of all images, %": round(100 * save / epoch, 2),
         "training in pieces, % slower": round(100 * (pieces / whole - 1), 2),
         "pieces in the last epoch": len(run.losses),
-        "rounds": rounds,
     }
 
 
@@ -262,12 +241,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trial", choices=("kill", "stop", "processes", "cost"))
     parser.add_argument("--trials", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     args = parser.parse_args()
     if args.trial in ("kill", "stop"):
         how = signal.SIGKILL if args.trial == "kill" else signal.SIGTERM
-        counts = interrupt(how, args.trials, args.seed, args.jobs)
+        counts = interrupt(how, args.trials, args.jobs)
     elif args.trial == "processes":
         counts = processes(args.trials)
     else:
