@@ -1930,12 +1930,36 @@ def save(path: str | os.PathLike, tree: PyTree) -> None:
         file.write(digest.hexdigest().encode())
 
 
-def _verified(file: Any, most: int) -> dict[str, tuple[Any, str]]:
-    """Verify a file up to its arrays; return what `_stored` does, but without values.
+def _read(file: Any, stored: dict[str, tuple[Any, str]]) -> dict[str, Any] | None:
+    """Read a file that is what `stored` asks for, to the byte; None if it is not."""
+    head, arrays = _head(stored), dict[str, Any]()
+    size = len(head) + sum(x.size * x.dtype.itemsize for x, _ in stored.values())
+    file.seek(0)
+    found, digest = file.read(len(head)), hashlib.sha256(head[_DIGEST.stop :])
+    written = found[_DIGEST]
+    expected = head[: _DIGEST.start] + written + head[_DIGEST.stop :]
+    if found != expected or os.fstat(file.fileno()).st_size != size:
+        return None
+    for name, (leaf, kind) in stored.items():
+        array: Any = np.empty(leaf.shape, leaf.dtype.newbyteorder("<"))
+        memory = array.reshape(-1).view(np.uint8).data
+        file.readinto(memory)
+        digest.update(memory)
+        if kind.startswith("key<"):
+            array = jax.random.wrap_key_data(array, impl=kind[4:-1])
+        elif kind not in _CODES:
+            array = array.view(kind).reshape(array.shape[:-1])
+        arrays[name] = array
+    return arrays if digest.hexdigest().encode() == written else None
+
+
+def _found(file: Any, most: int) -> dict[str, tuple[Any, str]]:
+    """Verify a file's digest; return what it holds as `_stored` does, without values.
 
     Raises ValueError, also for a header of more than `most` bytes, and other errors for
     a header that `save` does not write.
     """
+    file.seek(0)
     start, digest = file.read(_DIGEST.stop), hashlib.sha256()
     if start[8 : _DIGEST.start] != _START:
         raise ValueError(
@@ -1946,7 +1970,7 @@ def _verified(file: Any, most: int) -> dict[str, tuple[Any, str]]:
         digest.update(piece)
     if digest.hexdigest().encode() != start[_DIGEST]:
         raise ValueError("damaged or cut short: its digest is not that of its content")
-    size, length = file.tell(), int.from_bytes(start[:8], "little")
+    length = int.from_bytes(start[:8], "little")
     if length > most:
         raise ValueError(f"has a header of {length} bytes; expected at most {most}")
     file.seek(8)
@@ -1955,26 +1979,12 @@ def _verified(file: Any, most: int) -> dict[str, tuple[Any, str]]:
     for name, entry in header.items():  # no memory, and an error for what no array has
         leaf = np.broadcast_to(np.zeros((), names[entry["dtype"]]), entry["shape"])
         stored[name] = leaf, types.get(name, leaf.dtype.name)
-    head = _head(stored)
-    file.seek(0)
-    found = file.read(len(head)).replace(start[_DIGEST], b"0" * 64, 1)
-    if found != head or size != len(head) + sum(x.nbytes for x, _ in stored.values()):
-        raise ValueError("its header is not one that save writes")
     return stored
 
 
 def _forms(stored: dict[str, tuple[Any, str]]) -> dict[str, str]:
     """Say of what type and shape leaves are."""
     return {name: f"{kind} {[*leaf.shape]}" for name, (leaf, kind) in stored.items()}
-
-
-def _read(file: Any, leaf: Any, kind: str) -> Any:
-    """Read the next array of a verified file, and make of it what it really is."""
-    array: Any = np.empty(leaf.shape, leaf.dtype.newbyteorder("<"))
-    file.readinto(array.reshape(-1).view(np.uint8).data)
-    if kind.startswith("key<"):
-        return jax.random.wrap_key_data(array, impl=kind[4:-1])
-    return array if kind in _CODES else array.view(kind).reshape(array.shape[:-1])
 
 
 def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
@@ -1994,21 +2004,24 @@ def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
         raise ValueError(f"{path}: not a regular file")
     wanted = _stored(like)
     with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        most = size if like is None else 2 * len(_head(wanted)) + 2**16
+        most = 2 * len(_head(wanted)) + 2**16
+        if like is None:
+            most = os.fstat(file.fileno()).st_size
         try:
-            stored = _verified(file, most)
-            mine, theirs = _forms(wanted), _forms(stored)
-            for name in [] if like is None else [*mine, *theirs]:
-                form, other = (forms.get(name, "not there") for forms in (theirs, mine))
-                if form != other:
-                    raise ValueError(f"leaf '{name}' is {form}; expected {other}")
-            arrays = {name: _read(file, *leaf) for name, leaf in stored.items()}
+            arrays = _read(file, wanted if like is not None else _found(file, most))
+            if arrays is None:  # say why
+                theirs = _forms(_found(file, most))
+                mine = _forms(wanted) if like is not None else theirs
+                for name in [*mine, *theirs]:
+                    form, other = (x.get(name, "not there") for x in (theirs, mine))
+                    if form != other:
+                        raise ValueError(f"leaf '{name}' is {form}; expected {other}")
+                raise ValueError("its header is not one that save writes")
         except _WRONG as error:
             raise ValueError(f"{path}: {error}") from error
     if like is None:
         return arrays
-    return jax.tree.unflatten(jax.tree.structure(like), [arrays[n] for n in wanted])
+    return jax.tree.unflatten(jax.tree.structure(like), arrays.values())
 
 
 # ---------------------------------------------------------------------------------
