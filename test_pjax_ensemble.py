@@ -2917,7 +2917,7 @@ sys.exit(tm.main(sys.argv[1:]))"""
         {"epoch:  1": signal.SIGTERM, "stopping": signal.SIGINT},
     ],
 )
-def test_first_signal_before_training_or_a_second_ends_it_at_once(start_run, signals):
+def test_signal_before_training_or_a_second_one_ends_at_once(start_run, signals):
     run = start_run("--epochs 20000", code=STUCK)
     for text, number in signals.items():
         next(line for line in run.stdout if line.startswith(text))
