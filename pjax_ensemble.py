@@ -1642,7 +1642,7 @@ def _make_predicting(apply_fn, stateful, chunk, spread):
         if num_rows == 0:
             raise ValueError(f"inputs of shape {np.shape(inputs)} hold no example")
         model = (state.params, state.model_state) if stateful else (state.params,)
-        chunks = []
+        weight, chunks = jax.device_put(weight, _spread_sharding(spread)), []
         for start in range(0, num_rows, rows):
             part = np.asarray(inputs[start : start + rows])
             count = len(part)
