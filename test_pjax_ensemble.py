@@ -3157,21 +3157,29 @@ def test_out_of_memory_is_one_line(script, monkeypatch, error):
 # ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", [(5, 2, 3, 1), (2, 4, 1, 2), (1, 2, 1, 2)])
-def test_run_without_epochs_reports_its_models(tmp_path, script, small_folder, layout):
-    layout = pe.Layout(*layout)
-    mode = "sync" if layout.members == 1 else "ensemble"
-    flags = f"--epochs 0 --bootstrap --seed 7 --network tiny --mode {mode}"
-    flags += f" --members {layout.members} --devices {layout.devices} --workdir"
+ANNOUNCED = [
+    ("--members 5 --devices 2", "an ensemble of 5 on 2 CPU devices (3 a device)"),
+    ("--members 2 --devices 2", "an ensemble of 2 on 2 CPU devices"),
+    (
+        "--members 2 --devices 4",
+        "an ensemble of 2 on 4 CPU devices (2 replicas a model",
+    ),
+    ("--mode sync --devices 2", "one model on 2 CPU devices (2 replicas a model)"),
+]
+
+
+@pytest.mark.parametrize("models, said", ANNOUNCED)
+def test_run_without_epochs_reports_its_models(
+    tmp_path, script, small_folder, models, said
+):
+    flags = f"--epochs 0 --bootstrap --seed 7 --network tiny {models} --workdir"
     status, out, _ = script(flags, tmp_path)
     notice, line, *_ = out.splitlines()
     assert status == 0 and notice.startswith("notice: ")
     assert line.startswith(f"data in MNIST's form from {small_folder}, 768 train")
-    stands = [f"{name} {value}" for name, value in layout._asdict().items()]
-    expected = ", ".join([f"mode {mode}", *stands, "platform cpu, processes 1"])
-    assert f" 200 test images: {expected}, network tiny, optimizer adam" in line
+    assert f" 200 test images: {said}" in line and "; network tiny, opt" in line
     assert "learning_rate 0.001, momentum 0.9, schedule constant, max_shift 0" in line
-    assert "bootstrap True, skip_nonfinite False, seed 7" in line
+    assert "bootstrap True, seed 7" in line
     assert f", pjax_ensemble {pe.__version__}, jax" in line
     assert "epoch:" not in out and metrics_of(tmp_path) == []
     assert report_of(tmp_path)["ensemble"]["negative_log_likelihood"] > 1.5

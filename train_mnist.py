@@ -1254,12 +1254,17 @@ def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
 
 def announce(args: argparse.Namespace, recipe: Recipe, data: Dataset, layout) -> None:
     """Say in a line what is about to run: data, models, devices, recipe, versions."""
-    where = {"platform": jax.default_backend(), "processes": jax.process_count()}
-    what = {"mode": args.mode, **layout._asdict(), **where, **recipe._asdict()}
-    what = {**what, "seed": args.seed, **versions()}
+    members, devices, shared, replicas = layout
+    models = "one model" if args.mode == "sync" else f"an ensemble of {members}"
+    where = f"{devices} {jax.default_backend().upper()} devices"
+    where += f" of {jax.process_count()} processes" * (jax.process_count() > 1)
+    where += f" ({shared} a device)" * (shared > 1)
+    where += f" ({replicas} replicas a model)" * (replicas > 1)
+    what = {**recipe._asdict(), "seed": args.seed, **versions()}
+    said = ", ".join(f"{n} {value}" for n, value in what.items() if value is not False)
     print(
         f"{data.name}, {len(data.train_images)} training and {len(data.test_images)} "
-        "test images: " + ", ".join(f"{name} {value}" for name, value in what.items()),
+        f"test images: {models} on {where}; {said}",
         flush=True,
     )
 
