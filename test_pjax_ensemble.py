@@ -2892,13 +2892,19 @@ def test_checkpoints_are_whole_at_any_point_of_a_save(tmp_path, monkeypatch):
 
 @pytest.fixture
 def start_run(small_folder, tmp_path):
-    """Return a function that starts a process of a run in a folder, on one device."""
+    """Yield a function that starts a process of a run in a folder, on one device."""
     flags = f"{RUN} --devices 1 --data-dir", small_folder, "--workdir", tmp_path
     # As many threads as here: a product's bits depend on it.
     env = {"NPROC": str(D), **ENVIRONMENT}
-    return lambda *more, code=SCRIPT, **slurm: start_python(
-        code, *words(*flags, *more), **env, **slurm
-    )
+    runs = []
+
+    def start(*more, code=SCRIPT, **slurm):
+        runs.append(start_python(code, *words(*flags, *more), **env, **slurm))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.kill()
 
 
 STUCK = f"""{TINY}
@@ -2948,7 +2954,7 @@ def test_processes_of_a_run_end_as_one(tmp_path, start_run, whole_run):
     runs = [start_run("--distributed", **slurm, **each) for each in ids]
     outs = [run.communicate(timeout=100) for run in runs]
     assert [run.returncode for run in runs] == [0, 0], outs
-    assert "processes 2" in outs[0][0] and "epoch" not in outs[1][0]
+    assert "of 2 processes" in outs[0][0] and "epoch" not in outs[1][0]
     assert results(tmp_path)[0] == results(whole_run)[0]
 
 
