@@ -49,10 +49,13 @@ import contextvars
 import functools
 import hashlib
 import importlib.util
+import inspect
 import json
 import math
+import operator
 import os
 import stat
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -1013,6 +1016,8 @@ def _full_loss(loss_fn: Callable, has_aux: bool, stateful: bool) -> Callable:
 
 def _num_parts(batch: PyTree, model_state: PyTree, microbatch: int | str | None) -> int:
     """Return in how many micro-batches a device's batch [B, ...] is worked through."""
+    if any(np.shape(x)[:1] == (0,) for x in jax.tree.leaves(batch)):
+        raise ValueError("the batch is empty; expected one or more examples")
     rows = jax.tree.leaves(batch)[0].shape[0] if microbatch else 0
     if isinstance(microbatch, str):  # "auto"
         whole = jax.default_backend() != "cpu" or jax.tree.leaves(model_state)
@@ -1058,6 +1063,14 @@ def _make_step(loss_fn, optimizer, options, axis, groups=None):
         microbatch = None  # aux may not be a mean
     elif microbatch not in (None, "auto"):
         _count("microbatch", microbatch)
+
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise ValueError(
+            f"optimizer is {type(optimizer).__name__}; expected one with init and "
+            "update, such as sgd(0.1)"
+        )
+    parameters = inspect.signature(optimizer.update).parameters.values()
+    takes_value = any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in parameters)
 
     def average(tree):
         if axis is None:
@@ -1108,7 +1121,15 @@ def _make_step(loss_fn, optimizer, options, axis, groups=None):
             lambda x: average(x) if has_mean(x) else x,
             new_model_state,
         )
-        updates, new_opt_state = optimizer.update(grads, opt_state, params)
+        more = {"value": loss} if takes_value else {}
+        try:
+            found = optimizer.update(grads, opt_state, params, **more)
+        except TypeError as error:
+            raise ValueError(
+                f"the optimizer's update: {error}; it is given gradients, state, "
+                "parameters and, if it takes that, value=loss, and may need no more"
+            ) from error
+        updates, new_opt_state = found
         new = apply_updates(params, updates), new_opt_state, new_model_state
         if skip_nonfinite:  # replicas see the same averages, so they skip together
             finite = [jnp.isfinite(x).all() for x in jax.tree.leaves((loss, grads))]
@@ -1199,30 +1220,79 @@ def every_process(x: Any) -> np.ndarray:
     return _every_device(np.broadcast_to(x, (devices, *x.shape)))[::devices]
 
 
+def _is_key(leaf: Any) -> bool:
+    """Whether a leaf is a typed random key, of `jax.random.key`."""
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _check_usable(state: PyTree) -> None:
+    """Raise ValueError for a state that was consumed."""
+    if any(isinstance(x, Array) and x.is_deleted() for x in jax.tree.leaves(state)):
+        raise ValueError(
+            "the state was consumed by an earlier update or epoch; go on with the one "
+            "that it returned: state, metrics = update(state, ...)"
+        )
+
+
+def _check_apart(state: PyTree) -> None:
+    """Raise ValueError where two leaves of a state on devices share a buffer."""
+    names: dict[Any, str] = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        name, buffer = jax.tree_util.keystr(path), id(x)
+        if x.size and not _is_key(x):
+            buffer = x.addressable_data(0).unsafe_buffer_pointer()
+        if buffer in names:
+            raise ValueError(
+                f"leaves '{names[buffer]}' and '{name}' of the state are one buffer, "
+                "which cannot be reused for both; copy one with jax.numpy.copy"
+            )
+        names[buffer] = name
+
+
+def _consuming(program: Callable, admit: Callable) -> Callable:
+    """Guard program(state, *args) -> (state, metrics), which reuses state's buffers.
+
+    What it would end the process with is a ValueError.  `admit` checks and places a
+    state that is not what the call before returned.
+    """
+    returned: list = []  # weak references to leaves, so that no state is kept
+
+    def run(state, *args):
+        _check_usable(state)
+        leaves = jax.tree.leaves(state)
+        known = len(leaves) == len(returned)
+        if not (known and all(ref() is x for ref, x in zip(returned, leaves))):
+            state = admit(state)
+            _check_apart(state)
+        state, metrics = program(state, *args)
+        returned[:] = map(weakref.ref, jax.tree.leaves(state))
+        return state, metrics
+
+    return run
+
+
 def _pmap_update(step, axis, replicas):
     """Map the step over the devices; check and place the states that come from afar."""
     pmapped = jax.pmap(step, axis_name=axis, donate_argnums=0)
-    returned = lambda: None  # noqa: E731  a weak reference, so that no state is kept
 
-    def mark(state):
-        return jax.tree.leaves((state.key, state.params))[0]
+    def admit(state):
+        if state.key is not None:
+            keys = _every_device(jax.random.key_data(state.key))
+            _check_keys(keys, len(keys) if replicas else 1)
+        num_devices = _first_axes("state", state)
+        return jax.device_put(state, _device_sharding(num_devices, axis))
+
+    run = _consuming(functools.partial(_run, pmapped, replicas), admit)
 
     def update(state, *batch):
-        nonlocal returned
-        num_devices = _first_axes(
+        _first_axes(
             "state and the batch",
             (state, batch),
             expected="the number of devices in all of them: replicate the state, split "
             "or replicate the batch",
         )
-        if returned() is not mark(state):
-            if state.key is not None:
-                keys = _every_device(jax.random.key_data(state.key))
-                _check_keys(keys, len(keys) if replicas else 1)
-            state = jax.device_put(state, _device_sharding(num_devices, axis))
-        state, metrics = _run(pmapped, replicas, state, *batch)
-        returned = weakref.ref(mark(state))
-        return state, metrics
+        return run(state, *batch)
 
     return update
 
@@ -1347,16 +1417,15 @@ def _groups(spread: Layout) -> np.ndarray:
 
 
 def _slots(spread: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the member in each slot [D, M], its weight in a mean, and the replica [D].
+    """Return the member in each slot [D, M], whether it counts, and the replica [D].
 
-    Of several processes, those on the devices of this one.  A weight is 1 / K.  Slots
-    that are left over, on the last devices, repeat the last member, with weight 0.
+    Of several processes, those on the devices of this one.  Slots that are left over,
+    on the last devices, repeat the last member, and do not count in a mean.
     """
     members, devices, shared, replicas = spread
     device = np.arange(devices).reshape(jax.process_count(), -1)[jax.process_index()]
     slot = device[:, None] // replicas * shared + np.arange(shared)
-    weight = np.where(slot < members, np.float32(1 / members), np.float32(0))
-    return np.minimum(slot, members - 1), weight, device % replicas
+    return np.minimum(slot, members - 1), slot < members, device % replicas
 
 
 def _spread_sharding(spread: Layout) -> Any:
@@ -1364,45 +1433,56 @@ def _spread_sharding(spread: Layout) -> Any:
     return _device_sharding(spread.devices // jax.process_count(), _axis(spread))
 
 
-def _check_state(state: TrainState, spread: Layout) -> None:
+def _check_state(state: PyTree, spread: Layout) -> None:
+    _check_usable(state)
     axes = spread.devices // jax.process_count(), spread.members_per_device
     expected = f"this trainer's {axes}: make it with init, or with gather and scatter"
     _first_axes("state", state, *axes, expected=expected)
 
 
-def _over_members(f, spread, *, consume=False, meet=False, total=lambda found: found):
-    """Map f(state, own, part, whole), of one member on one device, over all members.
+def _over_members(
+    f, spread, hyper=(), *, consume=False, meet=False, total=lambda found: found
+):
+    """Map f(state, own, part, whole, *hyper), of one member on one device, over all.
 
     The result takes what a member is, `state`, and what else is its own, `own`, with
     leaves [D, M, ...]; what a device has, `part`, [D, ...]; and what is the same
-    everywhere, `whole`.  Each is a tree, or None.  What f returns comes back with
-    leaves [D, M, ...]; or `total` of a device's [M, ...] does, [D, ...].  `consume`
-    lets the buffers of state be reused, and `meet` says that f or total waits for other
-    devices.
+    everywhere, `whole`.  Each is a tree, or None.  `hyper`, leaves [D, M, ...] too, is
+    given once.  What f returns comes back with leaves [D, M, ...]; or `total` of a
+    device's [M, ...] does, [D, ...].  `consume` says that f returns a state first, for
+    which the buffers of the given one are reused, and `meet` that f or total waits for
+    other devices.
     """
 
-    def on_device(state, own, part, whole):
-        return total(lax.map(lambda mine: f(*mine, part, whole), (state, own)))
+    def on_device(state, mapped, whole):
+        own, hyper, part = mapped
+
+        def of_member(mine):
+            state, own, hyper = mine
+            return f(state, own, part, whole, *hyper)
+
+        return total(lax.map(of_member, (state, own, hyper)))
 
     program = jax.pmap(
         on_device,
         axis_name=_axis(spread),
-        in_axes=(0, 0, 0, None),
+        # Nested: of a flat tuple, JAX (to 0.12 at least) gives entry i to leaf i where
+        # there are as many leaves as entries, also if arguments have none or several.
+        in_axes=(0, (0, 0, 0), None),
         donate_argnums=(0,) if consume else (),
     )
 
-    def run(state, own, part, whole):
+    def admit(state):
         if state is not None:
             _check_state(state, spread)
-        return _run(program, meet, state, own, part, whole)
+        return state
 
-    return run
+    def run(state, own, part, whole):
+        return _run(program, meet, state, (own, hyper, part), whole)
 
-
-def _is_key(leaf: Any) -> bool:
-    """Whether a leaf is a typed random key, of `jax.random.key`."""
-    dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if consume:
+        return _consuming(run, admit)
+    return lambda state, *rest: run(admit(state), *rest)
 
 
 def _on_data(function: Callable, leaf: Array) -> Array:
@@ -1449,9 +1529,21 @@ def _take(tree: PyTree, spread: Layout) -> PyTree:
 
 def _lay_batch(batch: PyTree, spread: Layout) -> PyTree:
     """Give each device its replica's rows of a batch [B, ...]: [D, B / R, ...]."""
-    _first_axes("batch", batch)
     *_, replica = _slots(spread)
     return jax.tree.map(lambda x: x[replica], split(batch, spread.replicas))
+
+
+def _lay_own_batch(batch: PyTree, spread: Layout) -> PyTree:
+    """Give each device its replica's rows of its members' own batches [K, B, ...].
+
+    Returns leaves [D, M, B / R, ...].
+    """
+    member, _, replica = _slots(spread)
+
+    def lay(x):
+        return _split_axis(x, 1, spread.replicas)[member, replica[:, None]]
+
+    return jax.tree.map(lay, batch)
 
 
 def _lay_order(order: Any, num_rows: int, spread: Layout) -> np.ndarray:
@@ -1475,9 +1567,8 @@ def _lay_order(order: Any, num_rows: int, spread: Layout) -> np.ndarray:
             f"order holds rows {order.min()} to {order.max()}; the data have rows 0 to "
             f"{num_rows - 1}"
         )
-    member, _, replica = _slots(spread)
-    order = _split_axis(order.astype(np.int32), 2, spread.replicas)
-    return order[member, :, replica[:, None]]
+    rows = order.astype(np.int32).swapaxes(1, 2)
+    return _lay_own_batch(rows, spread).swapaxes(2, 3)
 
 
 def _gather(state: TrainState, spread: Layout) -> TrainState:
@@ -1530,12 +1621,12 @@ def _check_seed(key: Any) -> None:
         )
 
 
-def _make_init(init_fn, optimizer, stateful, spread):
+def _make_init(init_fn, make_optimizer, stateful, over_members, spread):
     """Make the `init` of a Trainer."""
 
-    def init_member(_, i, __, key):
+    def init_member(_, i, __, key, *h):
         init_key, key = jax.random.split(jax.random.fold_in(key, i))
-        made = init_fn(init_key)
+        made = init_fn(init_key, *h)
         if stateful and (type(made) is not tuple or len(made) != 2):
             raise ValueError(
                 f"init_fn returns {type(made).__name__}; with stateful=True, expected "
@@ -1549,9 +1640,10 @@ def _make_init(init_fn, optimizer, stateful, spread):
                     "apart what is none (equinox.partition, flax.nnx.split)"
                 )
         params, model_state = made if stateful else (made, ())
+        optimizer = make_optimizer(*h)
         return train_state(params, optimizer, model_state=model_state, key=key)
 
-    program = _over_members(init_member, spread)
+    program = over_members(init_member)
 
     def init(key):
         _check_seed(key)
@@ -1563,11 +1655,32 @@ def _make_init(init_fn, optimizer, stateful, spread):
 _STEPS = 256  # orders are padded to a multiple, so that most share one program
 
 
-def _make_training(step, spread):
+def _warn_if_equal(state: TrainState, spread: Layout) -> None:
+    """Warn of members with equal weights."""
+    _check_state(state, spread)
+    for leaf in jax.tree.leaves(state.params):
+        members = np.asarray(_take(leaf, spread))
+        if any(x.tobytes() != members[0].tobytes() for x in members):
+            return
+    warnings.warn(
+        f"the {spread.members} members have equal weights, see the same batches and "
+        "use no random key, so they stay equal; have init_fn draw from its key, or "
+        "give each its own order or batches",
+        stacklevel=4,
+    )
+
+
+def _make_training(make_step, may_stay_equal, over_members, spread):
     """Make `update` and `epoch` of a Trainer: the step, mapped over members."""
 
-    def train_member(state, order, _, whole):  # order [steps, b]
-        num_steps, data = whole
+    def train_shared(state, _, batch, __, *h):
+        return make_step(*h)(state, *batch)
+
+    def train_own(state, batch, _, __, *h):
+        return make_step(*h)(state, *batch)
+
+    def train_member(state, order, _, whole, *h):  # order [steps, b]
+        step, (num_steps, data) = make_step(*h), whole
 
         def train_on(state, i):
             return step(state, *jax.tree.map(lambda x: x[order[i]], data))
@@ -1583,15 +1696,30 @@ def _make_training(step, spread):
         )
         return lax.fori_loop(0, num_steps, advance, (state, metrics))
 
-    def over_members(f):
-        return _over_members(f, spread, consume=True, meet=spread.replicas > 1)
+    shared_program, own_program, epoch_program = (
+        over_members(f, consume=True, meet=spread.replicas > 1)
+        for f in (train_shared, train_own, train_member)
+    )
 
-    update_program = over_members(lambda state, _, batch, __: step(state, *batch))
-    epoch_program = over_members(train_member)
+    def look(state, order=()):
+        """Warn of equal members, once, where their batches do not differ either."""
+        nonlocal may_stay_equal
+        if may_stay_equal and (np.ndim(order) < 3 or np.ptp(order, axis=0).max() == 0):
+            may_stay_equal = False
+            _warn_if_equal(state, spread)
 
-    def update(state, *batch):
-        batch = _lay_batch(batch, spread)
-        state, metrics = update_program(state, None, batch, None)
+    def update(state, *batch, per_member=False):
+        if per_member:
+            num_rows = np.shape(jax.tree.leaves(batch)[0])[1:2] if batch else ()
+            expected = f"[K, B, ...] of each of the {spread.members} members"
+            _first_axes("batch", batch, spread.members, *num_rows, expected=expected)
+            args = _lay_own_batch(batch, spread), None, None
+            state, metrics = own_program(state, *args)
+        else:
+            _first_axes("batch", batch)
+            look(state)
+            args = None, _lay_batch(batch, spread), None
+            state, metrics = shared_program(state, *args)
         return state, _take(metrics, spread)
 
     def epoch(state, data, order):
@@ -1600,11 +1728,12 @@ def _make_training(step, spread):
                 f"data is {type(data).__name__}; expected a tuple of what loss_fn takes"
             )
         num_rows = _first_axes("data", data)
-        order = _lay_order(order, num_rows, spread)
-        num_steps = order.shape[2]
-        order = np.pad(order, [(0, 0), (0, 0), (0, -num_steps % _STEPS), (0, 0)])
+        laid = _lay_order(order, num_rows, spread)
+        look(state, order)
+        num_steps = laid.shape[2]
+        laid = np.pad(laid, [(0, 0), (0, 0), (0, -num_steps % _STEPS), (0, 0)])
         whole = np.int32(num_steps), _place(tuple(data), spread)
-        state, metrics = epoch_program(state, order, None, whole)
+        state, metrics = epoch_program(state, laid, None, whole)
         metrics = _take(metrics, spread)
         return state, jax.tree.map(lambda x: x[:, :num_steps], metrics)
 
@@ -1618,48 +1747,74 @@ def _place(data: PyTree, spread: Layout) -> PyTree:
     return jax.device_put(data, everywhere)
 
 
-def _make_predicting(apply_fn, stateful, chunk, spread):
+def _make_predicting(apply_fn, output, stateful, chunk, over_members, spread):
     """Make `predict` and `predict_members` of a Trainer."""
     across = _groups(spread).T.tolist()  # the devices with the same rows
     rows = chunk * spread.replicas
 
-    def member_probs(model, weight, inputs, _):
-        probs = jax.nn.softmax(apply_fn(*model, inputs))
-        return probs * weight.astype(probs.dtype)
+    def outputs(model, _, inputs, __, *h):
+        found = apply_fn(*model, inputs, *h)
+        if output is jax.nn.softmax:
+            shapes = [np.shape(x) for x in jax.tree.leaves(found)]
+            if not isinstance(found, Array) or found.ndim < 2 or found.shape[-1] < 2:
+                raise ValueError(
+                    f"apply_fn returns {type(found).__name__} of shapes {shapes}, no "
+                    "logits [B, ..., C] for the softmax; make the trainer with "
+                    "output=None, or with a function of what apply_fn returns"
+                )
+        found = found if output is None else output(found)
+        expected = f"{chunk}, one of each example, in all of them"
+        _first_axes("outputs", found, chunk, expected=expected)
+        return found
 
-    def mean(probs):  # [M, b, C] -> [1, b, C]
-        total = probs.sum(axis=0, keepdims=True)
-        return lax.psum(total, _axis(spread), axis_index_groups=across)
+    def counted_outputs(model, counts, *rest):
+        def count(x):  # in float32 at least, and nan or infinite only in what counts
+            x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+            return jnp.where(counts, x, 0)
 
-    members_program = _over_members(member_probs, spread)
-    mean_program = _over_members(member_probs, spread, meet=True, total=mean)
+        return jax.tree.map(count, outputs(model, None, *rest))
 
-    def in_chunks(program, weight, state, inputs):
-        """Predict with a program for [D, k, b, C]; return [D / R * k, N, C]."""
+    def mean(found):  # leaves [M, b, ...] -> [1, b, ...]
+        found = jax.tree.map(lambda x: x.sum(axis=0, keepdims=True), found)
+        found = lax.psum(found, _axis(spread), axis_index_groups=across)
+        return jax.tree.map(lambda x: x / spread.members, found)
+
+    members_program = over_members(outputs)
+    mean_program = over_members(counted_outputs, meet=True, total=mean)
+
+    def in_chunks(program, own, state, inputs):
+        """Predict by a program for leaves [D, k, b, ...]: [D / R * k, N, ...]."""
         if apply_fn is None:
             raise ValueError("predicting takes an apply_fn; give make_trainer one")
         num_rows = _first_axes("inputs", inputs)
         if num_rows == 0:
-            raise ValueError(f"inputs of shape {np.shape(inputs)} hold no example")
+            raise ValueError("the inputs hold no example")
         model = (state.params, state.model_state) if stateful else (state.params,)
-        weight, chunks = jax.device_put(weight, _spread_sharding(spread)), []
+        own, chunks = jax.device_put(own, _spread_sharding(spread)), []
+
+        def cut(start, x):  # rows of zeros fill the last chunk
+            x = np.asarray(x[start : start + rows])
+            return np.pad(x, [(0, rows - len(x)), *[(0, 0)] * (x.ndim - 1)])
+
+        def join(x):  # replicas hold a chunk one after another
+            x = _every_device(x)
+            x = x.reshape(-1, spread.replicas, *x.shape[1:]).swapaxes(1, 2)
+            return x.reshape(-1, rows, *x.shape[4:])
+
         for start in range(0, num_rows, rows):
-            part = np.asarray(inputs[start : start + rows])
-            count = len(part)
-            part = np.pad(part, [(0, rows - count), *[(0, 0)] * (part.ndim - 1)])
-            probs = program(model, weight, _lay_batch(part, spread), None)
-            probs = _every_device(probs)  # replicas hold a chunk one after another
-            probs = probs.reshape(-1, spread.replicas, *probs.shape[1:]).swapaxes(1, 2)
-            chunks.append(probs.reshape(-1, rows, *probs.shape[4:])[:, :count])
-        return np.concatenate(chunks, axis=1)
+            part = jax.tree.map(functools.partial(cut, start), inputs)
+            found = program(model, own, _lay_batch(part, spread), None)
+            chunks.append(jax.tree.map(join, found))
+        return jax.tree.map(lambda *x: np.concatenate(x, axis=1)[:, :num_rows], *chunks)
 
     def predict(state, inputs):
-        _, weight, _ = _slots(spread)
-        return in_chunks(mean_program, weight, state, inputs)[0]
+        _, counts, _ = _slots(spread)
+        found = in_chunks(mean_program, counts, state, inputs)
+        return jax.tree.map(lambda x: x[0], found)
 
     def predict_members(state, inputs):
-        weight = np.ones_like(_slots(spread)[1])
-        return in_chunks(members_program, weight, state, inputs)[: spread.members]
+        found = in_chunks(members_program, None, state, inputs)
+        return jax.tree.map(lambda x: x[: spread.members], found)
 
     return predict, predict_members
 
@@ -1669,11 +1824,11 @@ class Trainer(NamedTuple):
 
     layout: Layout  # K, D, M, R
     init: Callable  # key -> state
-    update: Callable  # (state, *batch) -> (state, metrics)
+    update: Callable  # (state, *batch, per_member=False) -> (state, metrics)
     epoch: Callable  # (state, data, order) -> (state, metrics)
     place: Callable  # data -> data
-    predict: Callable  # (state, inputs) -> [N, C]
-    predict_members: Callable  # (state, inputs) -> [K, N, C]
+    predict: Callable  # (state, inputs) -> leaves [N, ...]
+    predict_members: Callable  # (state, inputs) -> leaves [K, N, ...]
     gather: Callable  # state -> TrainState, leaves [K, ...]
     scatter: Callable  # TrainState, leaves [K, ...] -> state
 
@@ -1681,14 +1836,16 @@ class Trainer(NamedTuple):
 def make_trainer(
     init_fn: Callable,
     loss_fn: Callable,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Callable,
     *,
     members: int,
     apply_fn: Callable | None = None,
+    output: Callable | None = jax.nn.softmax,
+    hyper: PyTree = None,
     devices: int | None = None,
     has_aux: bool = False,
     stateful: bool = False,
-    microbatch: int | str | None = "auto",
+    microbatch: int | str | None = None,
     skip_nonfinite: bool = False,
     chunk: int = 32,
 ) -> Trainer:
@@ -1755,13 +1912,40 @@ def make_trainer(
     _device_sharding(wanted // processes)  # raises where there are fewer
     _count("chunk", chunk)
     axis = _axis(spread) if spread.replicas > 1 else None
+    groups, laid = _groups(spread).tolist(), ()
     options = has_aux, stateful, microbatch, skip_nonfinite
-    step = _make_step(loss_fn, optimizer, options, axis, _groups(spread).tolist())
-    update, epoch = _make_training(step, spread)
-    predict, predict_members = _make_predicting(apply_fn, stateful, chunk, spread)
+
+    def make_optimizer(*h):
+        return optimizer(*h) if h else optimizer
+
+    def make_step(*h):
+        def own_loss_fn(*args):
+            return loss_fn(*args, *h)
+
+        return _make_step(own_loss_fn, make_optimizer(*h), options, axis, groups)
+
+    if hyper is None:
+        make_step()  # raises for options and optimizers that cannot be
+    else:
+        expected = f"arrays [K, ...], an entry for each of the {members} members"
+        _first_axes("hyper", hyper, members, expected=expected)
+        if not callable(optimizer):
+            raise ValueError(
+                f"optimizer is {type(optimizer).__name__}; with hyper, expected a "
+                "function of a member's, such as lambda h: sgd(h)"
+            )
+        for i in range(members):  # raises for numbers that an optimizer refuses
+            make_step(jax.tree.map(operator.itemgetter(i), hyper))
+        laid = (_lay(hyper, spread),)
+    over_members = functools.partial(_over_members, spread=spread, hyper=laid)
+    may_stay_equal = members > 1 and hyper is None and not stateful
+    update, epoch = _make_training(make_step, may_stay_equal, over_members, spread)
+    predict, predict_members = _make_predicting(
+        apply_fn, output, stateful, chunk, over_members, spread
+    )
     return Trainer(
         layout=spread,
-        init=_make_init(init_fn, optimizer, stateful, spread),
+        init=_make_init(init_fn, make_optimizer, stateful, over_members, spread),
         update=update,
         epoch=epoch,
         place=functools.partial(_place, spread=spread),

@@ -24,6 +24,7 @@ import time
 import tracemalloc
 import urllib.error
 import urllib.request
+import warnings
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -1274,6 +1275,50 @@ def test_a_step_that_is_not_finite_can_be_skipped(way):
     assert not leaves_equal(member(twice.params, 0), member(first.params, 0))
 
 
+@every_way
+def test_optimizer_is_given_the_loss_where_it_takes_it(way):
+    optimizer = optax.chain(optax.polyak_sgd(max_learning_rate=0.2), optax.scale(0.5))
+    first, batches = (
+        members_state(keys_of(0, way.members), optimizer=optimizer),
+        net_batches(3),
+    )
+    ends, _ = train(way, net_loss, first, batches, optimizer)
+    for i in {0, way.members - 1}:
+        params = member(first.params, i)
+        opt_state = optimizer.init(params)
+        for batch in batches:
+            loss, grads = jax.value_and_grad(net_loss)(params, *batch)
+            updates, opt_state = optimizer.update(grads, opt_state, params, value=loss)
+            params = optax.apply_updates(params, updates)
+        assert_close(member(ends.params, i), params)
+
+
+@every_way
+@pytest.mark.parametrize("what", ["used", "shared", "empty", "value_fn"])
+def test_step_refuses_what_would_end_the_process_or_be_wrong(way, what):
+    optimizer = optax.lbfgs() if what == "value_fn" else SGD
+    first = members_state(keys_of(0, way.members), optimizer=optimizer)
+    state, update = start(way, net_loss, first, optimizer)
+    (batch,) = net_batches(1)
+    if what != "value_fn":
+        state, _ = update(state, *batch)
+    used = state
+    if what == "used":
+        state, _ = update(used, *batch)
+    if what == "shared":
+        used = state._replace(opt_state=state.opt_state._replace(velocity=state.params))
+    message = {
+        "used": "consumed by an earlier update or epoch; go on with the one",
+        "shared": "'.params.conv.weight' and '.opt_state.velocity.conv.weight' .* are",
+        "empty": "the batch is empty; expected one or more examples",
+        "value_fn": "the optimizer's update: .*'value_fn'; it is given .* value=loss",
+    }[what]
+    with pytest.raises(ValueError, match=message):
+        update(used, *(x[: 0 if what == "empty" else None] for x in batch))
+    if what != "value_fn":
+        update(state, *batch)  # nothing was lost
+
+
 def test_steps_of_replicas_never_pile_up():
     def loss_fn(params, x):  # some tens of milliseconds
         return jnp.sum(jax.lax.fori_loop(0, 60, lambda _, y: y @ x * params, x))
@@ -1330,6 +1375,7 @@ REFUSED_STEPS = [
     ),
     (sync, one_number, dict(microbatch=0), (D, 8), "microbatch is 0; expected an int"),
     (sync, one_number, dict(stateful=True), (D, 1), r"train_state\(..., key=key\)"),
+    (sync, one_number, dict(microbatch="all"), (D, 8), "'all'; expected an int"),
     (sync, one_number, {}, 16, r"axes .* \[\(8,\), \(16,\)\]; expected the number of"),
     (
         sync,
@@ -1645,6 +1691,292 @@ def test_predicting_compiles_once_and_holds_one_chunk_at_a_time():
     assert len(shapes) == count
 
 
+def tree_init(key):
+    keys = jax.random.split(key)
+    return jax.random.normal(keys[0], (9, 4)), jax.random.normal(keys[1], (2, 3))
+
+
+def tree_apply(params, inputs):  # tokens [B, 5], position [B, 2]: any tree
+    table, weight = params
+    rows = table[inputs["tokens"]]  # [B, 5, 4]
+    moved = (inputs["position"] @ weight)[:, 0]
+    outputs = {"tokens": rows, "moved": moved, "best": rows.argmax(axis=-1)}
+    outputs["half"] = rows.astype(jnp.bfloat16)
+    return outputs | {"log": jnp.log(jax.nn.relu(rows))}  # some -inf
+
+
+@pytest.mark.parametrize("members, devices", [(1, 3), (2, 2), (2, 4), (5, 3), (3, 8)])
+def test_predictions_are_any_tree_of_any_tree(members, devices):
+    options = dict(members=members, devices=devices, apply_fn=tree_apply, output=None)
+    trainer = pe.make_trainer(tree_init, net_loss, SGD, chunk=3, **options)
+    state = trainer.init(jax.random.key(0))
+    params, rng = trainer.gather(state).params, np.random.default_rng(0)
+    for count in (1, 13):
+        inputs = {
+            "tokens": rng.integers(9, size=(count, 5)),
+            "position": randn(1, count, 2),
+        }
+        found = trainer.predict_members(state, inputs)
+        alone = [jax.jit(tree_apply)(member(params, k), inputs) for k in range(members)]
+        expected = jax.tree.map(lambda *x: np.stack(x), *alone)
+        finite = functools.partial(jax.tree.map, lambda x: np.maximum(x, -99))
+        assert_close(finite(found), finite(expected))
+        same = jax.tree.map(lambda x, y: x.dtype == y.dtype, found, expected)
+        assert jax.tree.all(same)
+        mean = jax.tree.map(lambda x: np.float32(x).mean(axis=0), expected)
+        assert_close(finite(trainer.predict(state, inputs)), finite(mean))
+
+
+@pytest.mark.parametrize("members, devices", [(2, 2), (1, 2), (5, 3)])
+def test_logits_of_further_axes_are_each_members(members, devices):
+    def apply_fn(params, x):
+        return x[..., None] * params  # [N, 7, 3]
+
+    trainer = pe.make_trainer(
+        lambda key: jax.random.normal(key, (1, 1, 3)),
+        net_loss,
+        SGD,
+        members=members,
+        devices=devices,
+        apply_fn=apply_fn,
+    )
+    state, x = trainer.init(jax.random.key(0)), randn(0, 5, 7)
+    params = trainer.gather(state).params
+    expected = np.stack([jax.nn.softmax(apply_fn(p, x)) for p in params])
+    assert_close(trainer.predict_members(state, x), expected)
+    assert_close(trainer.predict(state, x), expected.mean(axis=0))
+
+
+@pytest.mark.parametrize(
+    "output, apply_fn, message",
+    [
+        (
+            jax.nn.softmax,
+            lambda p, x: (x * p, x),
+            "returns tuple of shapes .* output=None",
+        ),
+        (jax.nn.softmax, lambda p, x: x[:, 0] * p, "no logits .* for the softmax"),
+        (jax.nn.softmax, lambda p, x: x[:, :1] * p, r"\[\(32, 1\)\], no logits"),
+        (
+            None,
+            lambda p, x: (x * p).mean(),
+            r"outputs have .*\[\(\)\]; expected 32, one",
+        ),
+        (jnp.mean, lambda p, x: x * p, r"outputs have .*\[\(\)\]; expected 32, one"),
+    ],
+)
+def test_outputs_that_are_not_one_of_each_example_are_refused(
+    output, apply_fn, message
+):
+    options = dict(members=2, apply_fn=apply_fn, output=output)
+    trainer = pe.make_trainer(lambda key: jnp.ones(()), net_loss, SGD, **options)
+    state = trainer.init(jax.random.key(0))
+    for predict in (trainer.predict, trainer.predict_members):
+        with pytest.raises(ValueError, match=message):
+            predict(state, np.ones((3, 4), np.float32))
+
+
+LOSSES = {
+    "sum": lambda logits, y: pe.softmax_cross_entropy(logits, y).sum(),
+    "InfoNCE": lambda logits, y: pe.softmax_cross_entropy(
+        logits @ logits.T, jnp.arange(len(y))
+    ).mean(),
+    "unmasked": lambda logits, y: (
+        jnp.sum(pe.softmax_cross_entropy(logits, y) * (y > 1)) / jnp.sum(y > 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_default_is_the_loss_of_the_whole_batch(name):
+    def loss_fn(params, images, labels):
+        return LOSSES[name](net(params, images), labels)
+
+    trainer, batch = net_trainer(2, 2, loss_fn=loss_fn), net_batches(1, 128)[0]
+    state = trainer.init(jax.random.key(0))
+    params = trainer.gather(state).params
+    _, losses = trainer.update(state, *batch)
+    assert_close(losses, [loss_fn(member(params, k), *batch) for k in range(2)])
+
+
+def test_few_leaves_are_not_taken_for_as_many_arguments():
+    x, y = randn(0, 2, 6)  # a state of two leaves and a batch of two
+    init = functools.partial(jax.random.normal, shape=())
+    options = dict(members=1, devices=2)
+    trainer = pe.make_trainer(
+        init, lambda w, x, y: jnp.mean((w * x - y) ** 2), optax.sgd(0.1), **options
+    )
+    state = trainer.init(jax.random.key(0))
+    w = trainer.gather(state).params[0]
+    assert_close(trainer.update(state, x, y)[1], [np.mean((w * x - y) ** 2)])
+
+
+def own_batches(members, count=3, batch=24):
+    rows = [order[:count] for order in orders(members, batch=batch)]
+    return [[x[step] for x in image_data()] for step in np.stack(rows, axis=1)]
+
+
+@pytest.mark.parametrize("members, devices", [(2, 2), (5, 3), (2, 4)])
+def test_member_with_its_own_batches_is_the_one_trained_alone(members, devices):
+    trainer, alone = net_trainer(members, devices), net_trainer(1, 1)
+    state, losses = trainer.init(jax.random.key(0)), []
+    gathered = trainer.gather(state)
+    for batch in pe.prefetch(own_batches(members)):
+        state, loss = trainer.update(state, *batch, per_member=True)
+        losses.append(loss)
+    ends, same = trainer.gather(state), leaves_equal
+    if trainer.layout.replicas > 1:
+        same = lambda a, b: assert_close(a, b) is None  # noqa: E731
+    for k in range(members):
+        one = alone.scatter(jax.tree.map(lambda x, k=k: x[k : k + 1], gathered))
+        for batch, loss in zip(own_batches(members), losses):
+            one, found = alone.update(one, *(x[k] for x in batch))
+            assert same(found[0], loss[k])
+        assert same(member(alone.gather(one).params, 0), member(ends.params, k))
+
+
+class Own(NamedTuple):
+    """What members differ in, in the tests: each function of the user's uses some."""
+
+    spread: float  # of the weights
+    decay: float
+    rate: float
+    temperature: float
+
+
+HYPER = Own(*np.float32(np.random.default_rng(5).uniform(0.1, 0.9, size=(4, 10))))
+
+
+def hyper_trainer(hyper, devices, adam=False, **options):
+    def init_fn(key, h):
+        return jax.tree.map(lambda x: h.spread * x, net_init(key))
+
+    def loss_fn(params, images, labels, h):
+        squares = [jnp.sum(x**2) for x in jax.tree.leaves(params)]
+        return net_loss(params, images, labels) + h.decay * sum(squares)
+
+    def optimizer(h):
+        if adam:
+            return pe.adam(0.1 * h.rate)
+        return pe.sgd(pe.cosine_schedule(h.rate, 10), momentum=h.rate)
+
+    options |= dict(members=len(hyper.rate), hyper=hyper, devices=devices)
+    options["apply_fn"] = lambda params, x, h: net(params, x) / h.temperature
+    return pe.make_trainer(init_fn, loss_fn, optimizer, **options)
+
+
+def trained_with(trainer, order):
+    state, losses = trainer.epoch(trainer.init(jax.random.key(3)), image_data(), order)
+    batch = [x[:24] for x in image_data()]
+    state, loss = trainer.update(state, *batch)
+    probs = trainer.predict_members(state, image_data()[0][:9])
+    assert_close(trainer.predict(state, image_data()[0][:9]), probs.mean(axis=0))
+    return trainer.gather(state)[:2], losses, loss, probs
+
+
+@pytest.mark.parametrize("adam", [False, True])
+@pytest.mark.parametrize("members, devices", [(5, 2), (3, 3), (2, 4)])
+def test_member_with_its_hyper_is_the_one_trained_alone_with_it(members, devices, adam):
+    hyper, order = jax.tree.map(lambda x: x[:members], HYPER), orders(1, batch=24)[0]
+    trainer = hyper_trainer(hyper, devices, adam)
+    together = trained_with(trainer, order)
+    for k in {0, members - 1}:
+        # Member k of a trainer on one device: those before it are there for its key.
+        alone = hyper_trainer(jax.tree.map(lambda x, k=k: x[: k + 1], HYPER), 1, adam)
+        ends = member(trained_with(alone, order), k)
+        if trainer.layout.replicas == 1:
+            assert leaves_equal(member(together, k), ends)
+        else:
+            assert_close(member(together, k), ends, 1e-4 if adam else 1e-5)
+
+
+def test_a_sweep_trains_as_plain_numbers_do():
+    def optimizer(h):
+        return pe.sgd(h["rate"], momentum=h["momentum"], nesterov=True)
+
+    rates, momenta, batch = [0.1, 0.2, 0.05], [0.9, 0.0, 0.5], net_batches(1)[0]
+    hyper = {"rate": np.array(rates), "momentum": np.array(momenta)}
+    loss_fn = lambda params, images, labels, h: net_loss(params, images, labels)  # noqa: E731
+    options = dict(members=3, devices=2, hyper=hyper, loss_fn=loss_fn)
+    init = lambda key, h: net_init(key)  # noqa: E731
+    sweep = pe.make_trainer(init, optimizer=optimizer, **options)
+    state = sweep.init(jax.random.key(0))
+    for k, (rate, momentum) in enumerate(zip(rates, momenta)):
+        alone = net_trainer(3, 2, optimizer=pe.sgd(rate, momentum, nesterov=True))
+        one = alone.init(jax.random.key(0))
+        for _ in range(3):
+            one, _ = alone.update(one, *batch)
+        if k == 0:
+            for _ in range(3):
+                state, _ = sweep.update(state, *batch)
+            ends = sweep.gather(state).params
+        assert_close(member(ends, k), member(alone.gather(one).params, k))
+
+
+def heads_init(pretrained):
+    def init(key, new_head):
+        head = pe.dense_init(key, 48, 4)
+        keep = functools.partial(jnp.where, new_head)
+        return pretrained._replace(dense=jax.tree.map(keep, head, pretrained.dense))
+
+    return init
+
+
+@pytest.mark.parametrize("devices", [1, 2, 6])
+def test_members_start_from_given_weights_some_with_new_heads(devices):
+    trained = net_init(jax.random.key(9))  # on a device
+    options = dict(members=3, devices=devices, hyper=np.array([False, True, True]))
+    trainer = pe.make_trainer(
+        heads_init(trained),
+        lambda p, x, y, h: net_loss(p, x, y),
+        lambda h: SGD,
+        **options,
+    )
+    state = trainer.init(jax.random.key(0))
+    found = trainer.gather(state).params
+    assert all(leaves_equal(member(found.conv, k), trained.conv) for k in range(3))
+    heads = [member(found.dense.weight, k) for k in range(3)]
+    assert leaves_equal(heads[0], trained.dense.weight)
+    assert len({head.tobytes() for head in heads}) == 3
+    state, _ = trainer.update(state, *net_batches(1)[0])
+    trainer.update(trainer.scatter(trainer.gather(state)), *net_batches(1)[0])
+    assert np.isfinite(trained.conv.weight).all()  # not consumed
+
+
+def test_members_that_cannot_differ_are_warned_of_once():
+    batch, order = net_batches(1)[0], orders(2)
+    twice, own = np.stack([order[0]] * 2), own_batches(2)[0]
+
+    def warned(call, *args, init=lambda key: net_init(jax.random.key(0)), **options):
+        options = dict(loss_fn=net_loss, optimizer=SGD, members=2) | options
+        trainer = pe.make_trainer(init, **options)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                metrics = call(trainer, trainer.init(jax.random.key(0)), *args)[1]
+        assert all(w.filename == __file__ for w in found)
+        assert all("the 2 members have equal weights" in str(w.message) for w in found)
+        assert leaves_equal(metrics[0], metrics[1]) == bool(found)
+        return len(found)
+
+    def update(trainer, state, *batch):
+        return trainer.update(state, *batch)
+
+    def epoch(trainer, state, order):
+        return trainer.epoch(state, image_data(), order)
+
+    assert warned(update, *batch) == 1
+    assert (
+        warned(lambda trainer, state: trainer.update(state, *own, per_member=True)) == 0
+    )
+    assert warned(epoch, order[0]) == warned(epoch, twice) == 1
+    assert warned(epoch, twice, devices=4) == 1
+    assert warned(epoch, order) == warned(epoch, order, devices=4) == 0
+    stateful = dict(loss_fn=noisy_loss, stateful=True)
+    stateful["init"] = lambda key: (net_init(jax.random.key(0)), jnp.zeros(()))
+    assert warned(update, *batch, **stateful) == 0
+
+
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
 def test_members_move_to_any_devices(make):
     key, moves = make(3), (2, 4, 1, 3) if make is jax.random.key else (4, 1)
@@ -1736,8 +2068,8 @@ def test_microbatches_are_chosen_by_platform_and_batch(monkeypatch):
             state, _ = trainer.update(state, np.ones((rows, 1)))
         return seen
 
-    assert sizes() == [32, 25, 97]
-    assert sizes(microbatch=None) == sizes(has_aux=True) == [128, 100, 97]
+    assert sizes() == sizes(microbatch="auto", has_aux=True) == [128, 100, 97]
+    assert sizes(microbatch="auto") == [32, 25, 97]
     parts = [pe._num_parts(np.zeros((n, 1)), (), "auto") for n in (64, 34, 32, 31, 1)]
     assert parts == [2, 2, 1, 1, 1]
     assert pe._num_parts(np.zeros((64, 1)), np.zeros(3), "auto") == 1
@@ -1763,6 +2095,14 @@ REFUSED_TRAINERS = [
     (dict(chunk=0), "chunk is 0; expected an int >= 1"),
     (dict(microbatch=0), "microbatch is 0; expected an int >= 1"),
     (dict(microbatch="all"), "microbatch is 'all'; expected an int"),
+    (dict(optimizer=lambda h: SGD), "optimizer is function; expected one with init"),
+    (dict(hyper=np.ones(2)), "optimizer is Optimizer; with hyper, expected a function"),
+    (dict(hyper=np.ones(3)), r"\[\(3,\)\]; expected arrays \[K, ...\].* 2 members"),
+    (dict(hyper=[0.1, 0.2]), r"the hyper have .*\[\(\)\]; expected arrays"),
+    (
+        dict(hyper=np.array([0.1, -1.0]), optimizer=lambda h: pe.sgd(h)),
+        "learning_rate is -1.0; expected",
+    ),
 ]
 
 
@@ -1811,6 +2151,7 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
     gathered = other.gather(other.init(jax.random.key(0)))
     equal = gathered._replace(key=gathered.key[np.array([0, 1, 0])])
     ten, blind = [x[:10] for x in data], net_trainer(2, D, apply_fn=None)
+    own = functools.partial(trainer.update, per_member=True)
     for message, call, *args in [
         ("rows 240 to 240; the data have rows 0 to", trainer.epoch, data, rows + 240),
         ("order holds rows -1 to -1; .* 0 to 239", trainer.epoch, data, rows - 1),
@@ -1828,6 +2169,10 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         ("expected this trainer's", other.gather),
         ("takes an apply_fn; give make_trainer one", blind.predict, data[0]),
         ("hold no example", trainer.predict_members, data[0][:0]),
+        (r"\[\(10,\), \(10, 8\)\]; expected \[K, B, ...\] .* 2 mem", own, *ten),
+        (r"\[\(3, 8\), \(3, 9\)\]; exp", own, *(np.ones((3, n)) for n in (8, 9))),
+        ("batch of 9 .*over 4", own, *[np.ones((2, 9))] * 2),
+        ("first axes of the batch", own),
     ]:
         with pytest.raises(ValueError, match=message):
             call(state, *args)
@@ -1838,6 +2183,13 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
     with pytest.raises(ValueError, match="members 0 and 2 have equal keys"):
         other.scatter(equal)
     trainer.epoch(state, data, rows)  # nothing was lost
+    for message, call, *args in [
+        ("was consumed by an earlier update or epoch", trainer.epoch, data, rows),
+        ("was consumed", trainer.predict, data[0]),
+        ("was consumed", trainer.gather),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call(state, *args)
 
 
 PROCESS = """
