@@ -305,6 +305,11 @@ def dense(params: Dense, inputs: Array) -> Array:
     return _add_bias(inputs @ params.weight, params.bias)
 
 
+def _floats(x: Array, dtype: Any = float) -> Array:
+    """Return integers and booleans in `dtype`, by default JAX's; floats as they are."""
+    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(dtype)
+
+
 def _windows(images: Array, window: Any, stride: Any) -> list[Array]:
     """Slice images [B, H, W, I] into kh * kw views, each [B, H', W', I].
 
@@ -330,10 +335,10 @@ def avg_pool(
     """Average over windows of images [B, H, W, I], without padding: [B, H', W', I].
 
     `stride` defaults to `window`; H' = floor((H - window) / stride) + 1, so rows and
-    columns that fill no window are left out.  Raises ValueError for a window larger
-    than the images.
+    columns that fill no window are left out.  Integers give floats.  Raises ValueError
+    for a window larger than the images.
     """
-    views = _windows(images, window, stride)
+    views = _windows(_floats(images), window, stride)
     return sum(views[1:], views[0]) / len(views)
 
 

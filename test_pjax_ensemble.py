@@ -431,6 +431,20 @@ def test_pool_equals_numpy(pool, reduce, window, stride):
     assert_close(pool(jnp.asarray(images), window, stride=stride), expected)
 
 
+@pytest.mark.parametrize(
+    "value, dtype, expected",
+    [
+        (200, "uint8", "float32"),
+        (-100, "int8", "float32"),
+        (1, "bool", "float32"),
+        (3, "bfloat16", "bfloat16"),
+    ],
+)
+def test_avg_pool_averages_integers_as_floats(value, dtype, expected):
+    mean = pe.avg_pool(jnp.full((1, 2, 2, 1), value, dtype))
+    assert mean == value and mean.dtype == expected
+
+
 def test_max_pool_sends_the_gradient_to_the_largest():
     images = jnp.asarray(randn(0, 1, 4, 4, 1))
     grads = jax.grad(lambda x: pe.max_pool(x).sum())(images)
