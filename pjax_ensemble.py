@@ -402,7 +402,8 @@ def batch_norm(
     running ones move towards them, r = momentum r + (1 - momentum) s, as in Keras;
     else the running ones are used and returned as they are.
 
-    Raises ValueError for another number of channels than the parameters'.
+    Integers give floats of the statistics' type.  Raises ValueError for another number
+    of channels than the parameters', and in training for inputs without a row.
     """
     if inputs.shape[-1:] != params.bias.shape:
         raise ValueError(
@@ -410,9 +411,16 @@ def batch_norm(
             "channels that the normalization takes"
         )
 
+    if training and 0 in inputs.shape[:-1]:
+        raise ValueError(
+            f"inputs of shape {inputs.shape} have no row to take statistics of; "
+            "use at least one, or training=False"
+        )
+
     def spread(x):
         return jnp.broadcast_to(x, inputs.shape)
 
+    inputs = _floats(inputs, stats.mean.dtype)
     x, used = inputs.astype(stats.mean.dtype), stats
     if training:
         axes = tuple(range(x.ndim - 1))

@@ -500,6 +500,17 @@ def test_batch_norm_keeps_half_precision_and_float32_statistics():
     assert_close(new.var, np.asarray(x, np.float64).var(axis=0))
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_of_integers_gives_floats(training):
+    norm = pe.batch_norm_init(3)
+    x = np.arange(60, dtype=np.uint8).reshape(4, 5, 3)
+    found, expected = (
+        pe.batch_norm(*norm, jnp.asarray(x, dtype), training=training)
+        for dtype in ("uint8", "float32")
+    )
+    assert leaves_equal(found, expected)
+
+
 def test_dropout_zeroes_a_fraction_and_keeps_the_expectation():
     x = jnp.asarray(1 + randn(0, 200, 100) ** 2)
     kept, other = (np.asarray(pe.dropout(jax.random.key(i), x, 0.3)) for i in range(2))
@@ -531,6 +542,13 @@ test_layer_names_what_does_not_fit = refuses(
         lambda: pe.batch_norm(*NORM, ONES, training=True),
         r"shape \(1, 5, 5, 2\) do not have the 3 channels",
     ),
+    *[
+        (
+            lambda shape=shape: pe.batch_norm(*NORM, np.zeros(shape), training=True),
+            f"shape {re.escape(str(shape))} have no row",
+        )
+        for shape in [(0, 3), (0, 4, 4, 3), (2, 0, 3)]
+    ],
     (lambda: pe.dropout(None, ONES, 1), "rate is 1; expected 0 <="),
     (lambda: pe.dropout(None, ONES, -0.1), "rate is -0.1"),
 )
