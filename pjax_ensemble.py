@@ -563,8 +563,11 @@ def softmax_cross_entropy(logits: Array, labels: Array) -> Array:
     """
     _check_labels(logits, labels)
     log_probs = jax.nn.log_softmax(logits)
-    # -1 lies out of range too, instead of counting from the end.
-    index = jnp.where(labels < 0, logits.shape[-1], labels)[..., None]
+    num_classes = logits.shape[-1]
+    # Compared in the labels' own type, in which the number of classes may not fit.
+    last = min(num_classes - 1, jnp.iinfo(labels.dtype).max)
+    inside = (labels >= 0) & (labels <= last)
+    index = jnp.where(inside, labels.astype(int), num_classes)[..., None]
     return -jnp.take_along_axis(log_probs, index, axis=-1, mode="fill")[..., 0]
 
 

@@ -633,10 +633,25 @@ def test_cross_entropy_equals_numpy_and_is_stable():
     assert_allclose(far, [0, 1e4], rtol=1e-6, atol=1e-6)  # the first, of log(1)
 
 
-@pytest.mark.parametrize("label", [-1, 4, 255])
-def test_cross_entropy_of_a_label_out_of_range_is_nan(label):
-    losses = pe.softmax_cross_entropy(jnp.zeros((2, 4)), jnp.array([0, label]))
-    assert_array_equal(np.isnan(losses), [False, True])
+EDGES = [
+    0,
+    3,
+    *[sign * 2**n + i for sign in (-1, 1) for n in (0, 7, 8, 31, 32) for i in (-1, 0)],
+]
+
+
+@pytest.mark.parametrize("num_classes", [4, 200, 300])
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32, np.int64])
+def test_cross_entropy_of_a_label_out_of_range_is_nan(dtype, num_classes):
+    labels = [i for i in EDGES if np.iinfo(dtype).min <= i <= np.iinfo(dtype).max]
+    logits = np.arange(num_classes, dtype=np.float32) / 100
+    losses = np.log(np.exp(logits).sum()) - logits
+    expected = [losses[i] if 0 <= i < num_classes else np.nan for i in labels]
+    rows, labels = np.tile(logits, (len(labels), 1)), np.array(labels, dtype)
+    assert_allclose(pe.softmax_cross_entropy(rows, labels), expected, rtol=1e-5)
+    if dtype is not np.int64:  # which JAX's arrays do not hold
+        found = pe.softmax_cross_entropy(rows, jnp.asarray(labels))
+        assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_accuracy_counts_the_largest():
