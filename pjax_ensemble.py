@@ -97,6 +97,8 @@ __all__ = [
 
 Array = jax.Array
 PyTree = Any
+Pair = int | Sequence[int]  # of heights and widths; one number is both
+Real = float | Array  # a number, known or traced
 Schedule = Callable[[Any], Any]  # step count, from 0 -> learning rate
 
 
@@ -116,7 +118,7 @@ def _he_normal(key: Array, shape: Sequence[int]) -> Array:
     return jax.random.normal(key, shape, jnp.float32) * math.sqrt(2 / fan_in)
 
 
-def _pair(name: str, value: int | Sequence[int]) -> tuple[int, int]:
+def _pair(name: str, value: Pair) -> tuple[int, int]:
     """Read an int as (int, int), for heights and widths."""
     pair = tuple(value) if isinstance(value, Sequence) else (value, value)
     whole = all(isinstance(v, (int, np.integer)) for v in pair)
@@ -169,7 +171,7 @@ def conv_init(
     key: Array,
     in_channels: int,
     out_channels: int,
-    kernel_size: int | Sequence[int] = 3,
+    kernel_size: Pair = 3,
     *,
     bias: bool = True,
 ) -> Conv:
@@ -250,11 +252,7 @@ def _conv_library(images, weight, *, stride, padding):
 
 
 def conv(
-    params: Conv,
-    images: Array,
-    *,
-    stride: int | Sequence[int] = 1,
-    padding: str = "SAME",
+    params: Conv, images: Array, *, stride: Pair = 1, padding: str = "SAME"
 ) -> Array:
     """Convolve images [B, H, W, I] to [B, H', W', O].
 
@@ -326,12 +324,7 @@ def _windows(images: Array, window: Any, stride: Any) -> list[Array]:
     ]
 
 
-def avg_pool(
-    images: Array,
-    window: int | Sequence[int] = 2,
-    *,
-    stride: int | Sequence[int] | None = None,
-) -> Array:
+def avg_pool(images: Array, window: Pair = 2, *, stride: Pair | None = None) -> Array:
     """Average over windows of images [B, H, W, I], without padding: [B, H', W', I].
 
     `stride` defaults to `window`; H' = floor((H - window) / stride) + 1, so rows and
@@ -342,12 +335,7 @@ def avg_pool(
     return sum(views[1:], views[0]) / len(views)
 
 
-def max_pool(
-    images: Array,
-    window: int | Sequence[int] = 2,
-    *,
-    stride: int | Sequence[int] | None = None,
-) -> Array:
+def max_pool(images: Array, window: Pair = 2, *, stride: Pair | None = None) -> Array:
     """Take the maximum over windows of images [B, H, W, I]: [B, H', W', I].
 
     Windows and errors as in `avg_pool`.  Equal maxima share the gradient.
@@ -412,10 +400,7 @@ def batch_norm(
         )
 
     if training and 0 in inputs.shape[:-1]:
-        raise ValueError(
-            f"inputs of shape {inputs.shape} have no row to take statistics of; "
-            "use at least one, or training=False"
-        )
+        raise ValueError(f"inputs of shape {inputs.shape} have no row to train on")
 
     def spread(x):
         return jnp.broadcast_to(x, inputs.shape)
@@ -563,11 +548,10 @@ def softmax_cross_entropy(logits: Array, labels: Array) -> Array:
     """
     _check_labels(logits, labels)
     log_probs = jax.nn.log_softmax(logits)
-    num_classes = logits.shape[-1]
     # Compared in the labels' own type, in which the number of classes may not fit.
-    last = min(num_classes - 1, jnp.iinfo(labels.dtype).max)
+    last = min(logits.shape[-1] - 1, jnp.iinfo(labels.dtype).max)
     inside = (labels >= 0) & (labels <= last)
-    index = jnp.where(inside, labels.astype(int), num_classes)[..., None]
+    index = jnp.where(inside, labels.astype(int), logits.shape[-1])[..., None]
     return -jnp.take_along_axis(log_probs, index, axis=-1, mode="fill")[..., 0]
 
 
