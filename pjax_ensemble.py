@@ -421,18 +421,30 @@ def batch_norm(
     return outputs.astype(inputs.dtype), stats
 
 
-def dropout(key: Array | None, inputs: Array, rate: float = 0.5) -> Array:
+def _check_range(name: str, value: Real, limit: float) -> None:
+    """Raise ValueError unless 0 <= value < limit; a traced value is not known yet."""
+    if not isinstance(value, jax.core.Tracer) and not 0 <= value < limit:
+        raise ValueError(f"{name} is {value}; expected 0 <= {name} < {limit}")
+
+
+def _times(number: Real, x: Array) -> Array:
+    """Return number * x in the type of x, whatever the number's."""
+    return jnp.asarray(number, jnp.result_type(x)) * x
+
+
+def dropout(key: Array | None, inputs: Array, rate: Real = 0.5) -> Array:
     """Zero a fraction `rate` of inputs [...] at random; scale the rest by 1/(1 - rate).
 
-    The expectation stays (Srivastava et al. 2014, section 10).  Without a key, as in
-    evaluation, returns inputs.  Raises ValueError for a rate outside [0, 1).
+    The expectation stays (Srivastava et al. 2014, section 10).  Integers give floats.
+    Without a key, as in evaluation, returns inputs.  Raises ValueError for a rate
+    outside [0, 1), unless it is traced.
     """
-    if not 0 <= rate < 1:
-        raise ValueError(f"rate is {rate}; expected 0 <= rate < 1")
-    if key is None or rate == 0:
+    _check_range("rate", rate, 1)
+    if key is None:
         return inputs
-    kept = jax.random.bernoulli(key, 1 - rate, inputs.shape)
-    return jnp.where(kept, inputs / (1 - rate), jnp.zeros_like(inputs))
+    keep = 1 - jnp.asarray(rate, float)
+    kept = jax.random.bernoulli(key, keep, inputs.shape)
+    return jnp.where(kept, _times(1 / keep, _floats(inputs)), 0)
 
 
 # ---------------------------------------------------------------------------------

@@ -522,6 +522,16 @@ def test_dropout_zeroes_a_fraction_and_keeps_the_expectation():
     assert_array_equal(pe.dropout(jax.random.key(0), x, 0), x)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "uint8"])
+def test_dropout_takes_a_traced_rate(dtype):
+    key, x = jax.random.key(0), jnp.asarray(9 * abs(randn(0, 20, 10)), dtype)
+    traced = jax.jit(lambda rate: pe.dropout(key, x, rate))
+    assert traced(0.3).dtype == ("float32" if dtype == "uint8" else dtype)
+    for known in (pe.dropout(key, x, 0.3), jax.jit(lambda: pe.dropout(key, x, 0.3))()):
+        assert leaves_equal(traced(0.3), known)
+    assert_array_equal(traced(0), x)
+
+
 CONV = pe.Conv(np.ones((3, 3, 2, 3), np.float32), None)
 DENSE = pe.Dense(np.ones((3, 1), np.float32), np.zeros(1, np.float32))
 ONES = np.ones((1, 5, 5, 2), np.float32)
