@@ -735,12 +735,11 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
     return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
 
 
-def _as_schedule(learning_rate: float | Schedule) -> Schedule:
+def _as_schedule(learning_rate: Real | Schedule) -> Schedule:
     """Read a number as the function of the step count that always returns it."""
     if callable(learning_rate):
         return learning_rate
-    if not 0 <= learning_rate < math.inf:
-        raise ValueError(f"learning_rate is {learning_rate}; expected finite, >= 0")
+    _check_range("learning_rate", learning_rate, math.inf)
     return lambda count: learning_rate
 
 
@@ -750,7 +749,7 @@ class SGDState(NamedTuple):
 
 
 def sgd(
-    learning_rate: float | Schedule, momentum: float = 0.9, *, nesterov: bool = False
+    learning_rate: Real | Schedule, momentum: Real = 0.9, *, nesterov: bool = False
 ) -> Optimizer:
     """Make stochastic gradient descent with momentum.
 
@@ -759,11 +758,10 @@ def sgd(
     `learning_rate` is a number or a function of the step count, 0 at the first step.
 
     Raises ValueError for a negative or non-finite learning rate and for a momentum
-    outside [0, 1).
+    outside [0, 1), unless they are traced.
     """
     schedule = _as_schedule(learning_rate)
-    if not 0 <= momentum < 1:
-        raise ValueError(f"momentum is {momentum}; expected 0 <= momentum < 1")
+    _check_range("momentum", momentum, 1)
 
     def init(params):
         return SGDState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
@@ -771,12 +769,12 @@ def sgd(
     def update(grads, opt_state, params=None):
         del params
         num_steps, velocity = opt_state
-        velocity = jax.tree.map(lambda v, g: momentum * v + g, velocity, grads)
+        velocity = jax.tree.map(lambda v, g: _times(momentum, v) + g, velocity, grads)
         steps = velocity
         if nesterov:
-            steps = jax.tree.map(lambda v, g: g + momentum * v, velocity, grads)
+            steps = jax.tree.map(lambda v, g: g + _times(momentum, v), velocity, grads)
         rate = schedule(num_steps)
-        updates = jax.tree.map(lambda s: jnp.asarray(-rate, s.dtype) * s, steps)
+        updates = jax.tree.map(lambda s: _times(-rate, s), steps)
         return updates, SGDState(num_steps + 1, velocity)
 
     return Optimizer(init, update)
@@ -789,10 +787,7 @@ class AdamState(NamedTuple):
 
 
 def adam(
-    learning_rate: float | Schedule,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
+    learning_rate: Real | Schedule, b1: Real = 0.9, b2: Real = 0.999, eps: Real = 1e-8
 ) -> Optimizer:
     """Make Adam (Kingma and Ba 2015, algorithm 1).
 
@@ -800,14 +795,13 @@ def adam(
     w = w - eta (m / (1 - b1^t)) / (sqrt(s / (1 - b2^t)) + eps).
     `learning_rate` is a number or a function of the step count, 0 at the first step.
 
-    Raises ValueError for a negative or non-finite learning rate, for b1 or b2 outside
-    [0, 1), and for a negative eps.
+    Raises ValueError for a learning rate or eps that is negative or not finite, and for
+    b1 or b2 outside [0, 1), unless they are traced.
     """
     schedule = _as_schedule(learning_rate)
-    if not (0 <= b1 < 1 and 0 <= b2 < 1 and eps >= 0):
-        raise ValueError(
-            f"b1, b2 and eps are {b1}, {b2} and {eps}; expected [0, 1), [0, 1), >= 0"
-        )
+    _check_range("b1", b1, 1)
+    _check_range("b2", b2, 1)
+    _check_range("eps", eps, math.inf)
 
     def init(params):
         zeros = functools.partial(jax.tree.map, jnp.zeros_like, params)
@@ -816,14 +810,19 @@ def adam(
     def update(grads, opt_state, params=None):
         del params
         num_steps, mean, square = opt_state
-        mean = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, mean, grads)
-        square = jax.tree.map(lambda s, g: b2 * s + (1 - b2) * g * g, square, grads)
-        t = (num_steps + 1).astype(jnp.float32)
-        rate, root = schedule(num_steps) / (1 - b1**t), jnp.sqrt(1 - b2**t)
+        # As arrays, so that 1 - b1 rounds alike for numbers known and traced.
+        beta1, beta2, t = (jnp.asarray(x, float) for x in (b1, b2, num_steps + 1))
+
+        def average(beta, old, new):
+            return _times(beta, old) + _times(1 - beta, new)
+
+        mean = jax.tree.map(lambda m, g: average(beta1, m, g), mean, grads)
+        square = jax.tree.map(lambda s, g: average(beta2, s, g * g), square, grads)
+        rate, root = schedule(num_steps) / (1 - beta1**t), jnp.sqrt(1 - beta2**t)
 
         def step(m, s):
-            denominator = jnp.sqrt(s) / root.astype(s.dtype) + eps
-            return -rate.astype(m.dtype) * m / denominator
+            denominator = jnp.sqrt(s) / root.astype(s.dtype) + jnp.asarray(eps, s.dtype)
+            return _times(-rate, m) / denominator
 
         updates = jax.tree.map(step, mean, square)
         return updates, AdamState(num_steps + 1, mean, square)
@@ -831,41 +830,45 @@ def adam(
     return Optimizer(init, update)
 
 
-def _progress(num_steps: int, warmup: float) -> Schedule:
-    """Return a function of the step: 0 -> 1 over the warmup, then 1 -> 0 to the end."""
-    if num_steps < 0 or not 0 <= warmup < 1:
-        raise ValueError(
-            f"num_steps is {num_steps} and warmup {warmup}; "
-            "expected num_steps >= 0 and 0 <= warmup < 1"
-        )
+def _schedule(peak: Real, num_steps: Real, warmup: Real, shape: Callable) -> Schedule:
+    """Return peak shape(t): t is 0 -> 1 over the warmup, then 1 -> 0 to the end."""
+    _check_range("peak", peak, math.inf)
+    _check_range("num_steps", num_steps, 2**31)
+    _check_range("warmup", warmup, 1)
 
-    def progress(step):
+    def schedule(step):
         # Of the num_steps + 2 points from 0 to 1, the steps take the inner ones: the
-        # first and the last step have a rate above 0.
-        t = (jnp.asarray(step, jnp.float32) + 1) / (num_steps + 1)
-        return jnp.clip(jnp.minimum(t / max(warmup, 1e-9), (1 - t) / (1 - warmup)), 0)
+        # first and the last step have a rate above 0.  Counted from either end, in
+        # integers, so that none rounds to 0.
+        step = jnp.asarray(step, jnp.result_type(step, jnp.int32))
+        points, start = jnp.asarray(num_steps, float) + 1, jnp.asarray(warmup, float)
+        rise = (step + 1) / (points * start)
+        fall = (num_steps - step) / (points * (1 - start))
+        return peak * shape(jnp.clip(jnp.minimum(rise, fall), 0))
 
-    return progress
+    return schedule
 
 
-def linear_schedule(peak: float, num_steps: int, *, warmup: float = 0.15) -> Schedule:
+def linear_schedule(peak: Real, num_steps: Real, *, warmup: Real = 0.15) -> Schedule:
     """Make a learning rate that rises linearly to `peak` and falls linearly to 0.
 
     It rises over the fraction `warmup` of `num_steps` (Howard and Ruder 2018, slanted
     triangular; Goyal et al. 2017 for the warmup), and stays 0 after the last step.
+
+    Raises ValueError for a peak that is negative or not finite, a num_steps outside
+    [0, 2^31) and a warmup outside [0, 1), unless they are traced.
     """
-    progress = _progress(num_steps, warmup)
-    return lambda step: peak * progress(step)
+    return _schedule(peak, num_steps, warmup, lambda t: t)
 
 
-def cosine_schedule(peak: float, num_steps: int, *, warmup: float = 0.15) -> Schedule:
+def cosine_schedule(peak: Real, num_steps: Real, *, warmup: Real = 0.15) -> Schedule:
     """Make a learning rate that rises and falls as `linear_schedule`, in half cosines.
 
     peak (1 - cos(pi t)) / 2, with t rising 0 to 1, then falling (Loshchilov and Hutter
-    2017, without restarts).
+    2017, without restarts).  Raises ValueError as `linear_schedule` does.
     """
-    progress = _progress(num_steps, warmup)
-    return lambda step: peak * (1 - jnp.cos(jnp.pi * progress(step))) / 2
+    # (1 - cos(x)) / 2 = sin(x / 2)^2, which is above 0 where cos(x) rounds to 1.
+    return _schedule(peak, num_steps, warmup, lambda t: jnp.sin(jnp.pi / 2 * t) ** 2)
 
 
 # ---------------------------------------------------------------------------------
