@@ -1137,15 +1137,23 @@ def _make_step(loss_fn, optimizer, options, axis, groups=None):
             new_model_state,
         )
         more = {"value": loss} if takes_value else {}
+
+        def optimize(_, both):
+            params, opt_state = both
+            updates, opt_state = optimizer.update(grads, opt_state, params, **more)
+            return apply_updates(params, updates), opt_state
+
+        # XLA does not see that it is a loop of one, and so compiles it by itself: else
+        # bits would depend on what it is fused with, on how many members there are.
+        once = lax.optimization_barrier(1)
         try:
-            found = optimizer.update(grads, opt_state, params, **more)
+            new_params, new_opt_state = lax.fori_loop(0, once, optimize, state[:2])
         except TypeError as error:
             raise ValueError(
                 f"the optimizer's update: {error}; it is given gradients, state, "
                 "parameters and, if it takes that, value=loss, and may need no more"
             ) from error
-        updates, new_opt_state = found
-        new = apply_updates(params, updates), new_opt_state, new_model_state
+        new = new_params, new_opt_state, new_model_state
         if skip_nonfinite:  # replicas see the same averages, so they skip together
             finite = [jnp.isfinite(x).all() for x in jax.tree.leaves((loss, grads))]
             ok, old = jnp.stack(finite).all(), (params, opt_state, model_state)
@@ -1335,9 +1343,15 @@ def make_sync_update(
     model state are averaged too, and the key is another in every replica and step.
 
     With `microbatch`, a device works through its batch that many examples at a time and
-    averages loss, aux and gradients: the same step to rounding, in less memory, and
-    faster on CPU, where the work then stays in cache.  With `stateful`, every
-    micro-batch has a key of its own too, the same one on whichever device it stands.
+    averages loss, aux and gradients: in less memory, and faster on CPU, where the work
+    then stays in cache.  For a loss that is a mean over its examples it is the same
+    step, to rounding; for others, such as a sum, a contrast between examples or a mean
+    over some of them, it is another.  "auto" takes, on CPU, the largest size from 16 to
+    32 that divides a device's batch, where there is no model state and no aux.  With
+    `stateful`, every micro-batch has a key of its own too, the same one on whichever
+    device it stands.
+
+    An `optimizer` whose update takes `value`, as some of Optax's do, is given the loss.
 
     With `skip_nonfinite`, a step whose loss or averaged gradient is not finite changes
     nothing but the key, in all replicas alike, and its loss is nan.
@@ -1347,8 +1361,10 @@ def make_sync_update(
 
     `state` is consumed: its buffers are reused for the result.
 
-    `update` raises ValueError for other leading axes, for replicas of unequal keys, and
-    for micro-batches that do not divide the batch or meet a model state.
+    Raises ValueError for what is no optimizer.  So does `update`, before anything is
+    consumed, for other leading axes, an empty batch, a state that was consumed or has
+    one buffer in two leaves, replicas of unequal keys, micro-batches that do not divide
+    the batch or meet a model state, and an optimizer that needs more than it is given.
     """
     options = has_aux, stateful, microbatch, skip_nonfinite
     step = _make_step(loss_fn, optimizer, options, "devices")
@@ -1374,8 +1390,8 @@ def make_ensemble_update(
 
     `state` is consumed: its buffers are reused for the result.
 
-    `update` raises ValueError for other leading axes, for members of equal keys, and
-    for micro-batches that do not divide the batch or meet a model state.
+    Raises ValueError as `make_sync_update` does, and `update` for members of equal keys
+    where that refuses replicas of unequal ones.
     """
     options = has_aux, stateful, microbatch, skip_nonfinite
     step = _make_step(loss_fn, optimizer, options, None)
@@ -1868,12 +1884,19 @@ def make_trainer(
 
     `init_fn(key)` returns a member's parameters, a tree of arrays, or with `stateful`
     (params, model_state).  `loss_fn`, `has_aux`, `stateful`, `microbatch` and
-    `skip_nonfinite` are those of `make_sync_update`, and so is the step; "auto" takes
-    micro-batches on CPU, of the largest size from 16 to 32 that divides a device's
-    batch, where there is no model state and no aux; None takes none.
-    `apply_fn(params, inputs)`, or `apply_fn(params, model_state, inputs)` with
-    `stateful`, returns logits [B, C]; it is for predicting.  `devices` is how many to
-    use at most, by default all.
+    `skip_nonfinite` are those of `make_sync_update`, and so is the step.  `devices` is
+    how many to use at most, by default all.
+
+    For predicting, `apply_fn(params, inputs)`, or `apply_fn(params, model_state,
+    inputs)` with `stateful`, takes any tree of arrays [B, ...] and returns any such
+    tree, each example by itself: `chunk` at a time on a device, some of them zeros that
+    fill the last chunk.  `output` is a function of what it returns: softmax for logits
+    [B, ..., C], or None to leave it as it is.
+
+    `hyper`, a tree of arrays [K, ...], is what members differ in besides their key.
+    With it, the user's functions take the member's own, leaves [...], as their last
+    argument: `init_fn(key, h)`, `loss_fn(params, *batch, h)`, `apply_fn(params, inputs,
+    h)`; and `optimizer(h)` returns the member's optimizer.
 
     Where JAX runs in several processes (`jax.distributed`), every process calls the
     same functions with the same arguments, of which its devices take their part, and
@@ -1882,37 +1905,42 @@ def make_trainer(
     The functions of a `Trainer`.  B is a member's batch, all its replicas together:
 
     init(key) -> state
-        Member i starts from fold_in(key, i) and depends on that alone: on CPU it ends
-        in the same bits for every number of members and devices with K >= D, and agrees
-        to rounding where it has replicas.
-    update(state, *batch) -> (state, metrics)
-        A step of every member on one batch [B, ...].  metrics are the losses [K], or
-        (losses, aux).
+        Member i starts from fold_in(key, i) and depends on that and its `hyper` alone:
+        on CPU it ends in the same bits for every number of members and devices with
+        K >= D, and agrees to rounding where it has replicas.
+    update(state, *batch, per_member=False) -> (state, metrics)
+        A step of every member on one batch, leaves [B, ...]; with `per_member`, leaves
+        [K, B, ...], of each on its own.  metrics are the losses [K], or (losses, aux).
     epoch(state, data, order) -> (state, metrics)
         In one call, a step for each row of order, int [steps, B] or each member's own
-        [K, steps, B], on those rows of data, a tuple of arrays [N, ...].  metrics have
-        leaves [K, steps].  Orders of up to 256 steps share one compiled program, so an
-        epoch in pieces of those ends in the same bits as step by step.  What `loss_fn`
-        sees has the dtype of the data: bytes take a quarter of the memory of floats,
-        and are scaled in it.
+        [K, steps, B], on those rows of data, a tuple of trees of arrays [N, ...].
+        metrics have leaves [K, steps].  Orders of up to 256 steps share one compiled
+        program, so an epoch in pieces of those ends in the same bits as step by step.
+        What `loss_fn` sees has the dtype of the data: bytes take a quarter of the
+        memory of floats, and are scaled in it.
     place(data) -> data
         Copy data to the devices once, and not again in every call of epoch.
-    predict(state, inputs) -> [N, C]
-        The mean of the members' probabilities, softmax of the logits, averaged on the
-        devices; nan where a member's are.  Each device holds `chunk` inputs at a time.
-    predict_members(state, inputs) -> [K, N, C]
-        Each member's probabilities.
+    predict(state, inputs) -> outputs, leaves [N, ...]
+        The mean over members of output(apply_fn(...)), leaf by leaf, in float32 at
+        least, averaged on the devices; nan where a member's is.
+    predict_members(state, inputs) -> outputs, leaves [K, N, ...]
+        Each member's.
     gather(state) -> TrainState
         The members on the host, leaves [K, ...] (typed random keys stay JAX arrays).
         Raises RuntimeError if a member's replicas are not bit-identical.
     scatter(gathered) -> state
         Its inverse, also into a trainer of as many members on other devices.
 
-    `update` and `epoch` consume the state that they are given.  Raises ValueError for
-    members, devices or a chunk below 1 or not whole and for more devices than there
-    are.  So do the functions, for batches that do not divide over the replicas, rows of
-    order outside the data, shapes and states that do not fit, equal keys, a key that is
-    not one or that draws otherwise under vmap, and an init_fn that returns other leaves
+    `update` and `epoch` consume the state that they are given.  They warn, once, of
+    members that stay equal: of equal weights, on the same batches, without a key.
+
+    Raises ValueError for members, devices or a chunk below 1 or not whole, for more
+    devices than there are, and for a `hyper` or an optimizer that does not fit.  So do
+    the functions, before anything is consumed, for batches that are empty or do not
+    divide over the replicas, rows of order outside the data, shapes and states that do
+    not fit, states that were consumed or have one buffer in two leaves, equal keys, a
+    key that is not one or that draws otherwise under vmap, outputs that are not one of
+    each example or no logits for the softmax, and an init_fn that returns other leaves
     than arrays.
     """
     processes, available = jax.process_count(), jax.device_count()
@@ -1927,8 +1955,16 @@ def make_trainer(
     _device_sharding(wanted // processes)  # raises where there are fewer
     _count("chunk", chunk)
     axis = _axis(spread) if spread.replicas > 1 else None
-    groups, laid = _groups(spread).tolist(), ()
     options = has_aux, stateful, microbatch, skip_nonfinite
+    groups, own = _groups(spread).tolist(), () if hyper is None else (hyper,)
+    if own:
+        expected = f"arrays [K, ...], an entry for each of the {members} members"
+        _first_axes("hyper", own, members, expected=expected)
+        if not callable(optimizer):
+            raise ValueError(
+                f"optimizer is {type(optimizer).__name__}; with hyper, expected a "
+                "function of a member's, such as lambda h: sgd(h)"
+            )
 
     def make_optimizer(*h):
         return optimizer(*h) if h else optimizer
@@ -1939,20 +1975,11 @@ def make_trainer(
 
         return _make_step(own_loss_fn, make_optimizer(*h), options, axis, groups)
 
-    if hyper is None:
-        make_step()  # raises for options and optimizers that cannot be
-    else:
-        expected = f"arrays [K, ...], an entry for each of the {members} members"
-        _first_axes("hyper", hyper, members, expected=expected)
-        if not callable(optimizer):
-            raise ValueError(
-                f"optimizer is {type(optimizer).__name__}; with hyper, expected a "
-                "function of a member's, such as lambda h: sgd(h)"
-            )
-        for i in range(members):  # raises for numbers that an optimizer refuses
-            make_step(jax.tree.map(operator.itemgetter(i), hyper))
-        laid = (_lay(hyper, spread),)
-    over_members = functools.partial(_over_members, spread=spread, hyper=laid)
+    for i in range(members):  # raises for options and numbers that cannot be
+        make_step(*jax.tree.map(operator.itemgetter(i), own))
+    over_members = functools.partial(
+        _over_members, spread=spread, hyper=_lay(own, spread)
+    )
     may_stay_equal = members > 1 and hyper is None and not stateful
     update, epoch = _make_training(make_step, may_stay_equal, over_members, spread)
     predict, predict_members = _make_predicting(
