@@ -140,26 +140,31 @@ def _output_size(
         raise ValueError(f"padding is {padding!r}; expected 'SAME' or 'VALID'")
     if images.ndim != 4:
         raise ValueError(f"images have shape {images.shape}; expected [B, H, W, I]")
-    axes = list(zip(images.shape[1:3], size, stride))
-    if padding == "SAME":
-        rows, columns = out = [-(-n // s) for n, _, s in axes]
-        above, left = (
-            max((o - 1) * s + k - n, 0) // 2 for o, (n, k, s) in zip(out, axes)
-        )
-        return (rows, columns), (above, left)
-    if any(n < k for n, k, _ in axes):
+    pads = lax.padtype_to_pads(images.shape[1:3], size, stride, padding)
+    axes = zip(images.shape[1:3], pads, size, stride)
+    rows, columns = ((n + sum(pad) - k) // s + 1 for n, pad, k, s in axes)
+    if min(rows, columns) < 1:
         raise ValueError(
             f"a window of {size[0]}x{size[1]} does not fit images of "
             f"{images.shape[1]}x{images.shape[2]}; use a smaller window or 'SAME'"
         )
-    rows, columns = ((n - k) // s + 1 for n, k, s in axes)
-    return (rows, columns), (0, 0)
+    return (rows, columns), (pads[0][0], pads[1][0])
 
 
 def _shifted(x: Array, axis: int, count: int, length: int, stride: int = 1) -> list:
     """Slice `count` views of `length` steps along an axis, from 0, 1, 2 ... on."""
     span = (length - 1) * stride + 1
     return [lax.slice_in_dim(x, i, i + span, stride, axis) for i in range(count)]
+
+
+def _check_features(inputs: Array, weight: Array, axis: int = -2) -> None:
+    """Check inputs [..., I] against the axis of a layer's parameters that has I."""
+    features = weight.shape[axis]
+    if inputs.shape[-1:] != (features,):
+        raise ValueError(
+            f"inputs of shape {inputs.shape} do not end in the {features} features "
+            f"or channels that parameters of shape {weight.shape} take"
+        )
 
 
 def _add_bias(outputs: Array, bias: Array) -> Array:
@@ -267,11 +272,7 @@ def conv(
     """
     weight, bias = params
     stride = _pair("stride", stride)
-    if images.shape[-1] != weight.shape[2]:
-        raise ValueError(
-            f"images of shape {images.shape} have {images.shape[-1]} channels; "
-            f"the kernel of shape {weight.shape} takes {weight.shape[2]}"
-        )
+    _check_features(images, weight)
     dtype = jnp.promote_types(images.dtype, weight.dtype)
     options = dict(stride=stride, padding=padding)
     outputs = lax.platform_dependent(
@@ -295,11 +296,7 @@ def dense_init(key: Array, in_features: int, out_features: int) -> Dense:
 
 def dense(params: Dense, inputs: Array) -> Array:
     """Map inputs [..., I] to [..., O].  Raises ValueError for another I."""
-    if inputs.shape[-1] != params.weight.shape[0]:
-        raise ValueError(
-            f"inputs of shape {inputs.shape} have {inputs.shape[-1]} features; "
-            f"the weight of shape {params.weight.shape} takes {params.weight.shape[0]}"
-        )
+    _check_features(inputs, params.weight)
     return _add_bias(inputs @ params.weight, params.bias)
 
 
@@ -393,11 +390,7 @@ def batch_norm(
     Integers give floats of the statistics' type.  Raises ValueError for another number
     of channels than the parameters', and in training for inputs without a row.
     """
-    if inputs.shape[-1:] != params.bias.shape:
-        raise ValueError(
-            f"inputs of shape {inputs.shape} do not have the {params.bias.shape[0]} "
-            "channels that the normalization takes"
-        )
+    _check_features(inputs, params.bias, axis=0)
 
     if training and 0 in inputs.shape[:-1]:
         raise ValueError(f"inputs of shape {inputs.shape} have no row to train on")
@@ -767,7 +760,6 @@ def sgd(
         return SGDState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
 
     def update(grads, opt_state, params=None):
-        del params
         num_steps, velocity = opt_state
         velocity = jax.tree.map(lambda v, g: _times(momentum, v) + g, velocity, grads)
         steps = velocity
@@ -808,7 +800,6 @@ def adam(
         return AdamState(jnp.zeros((), jnp.int32), zeros(), zeros())
 
     def update(grads, opt_state, params=None):
-        del params
         num_steps, mean, square = opt_state
         # As arrays, so that 1 - b1 rounds alike for numbers known and traced.
         beta1, beta2, t = (jnp.asarray(x, float) for x in (b1, b2, num_steps + 1))

@@ -545,7 +545,7 @@ NORM = pe.BatchNorm(None, np.zeros(3)), pe.BatchStats(np.zeros(3), np.ones(3))
 
 
 test_layer_names_what_does_not_fit = refuses(
-    (lambda: pe.conv(CONV, ONES[..., :1]), "have 1 channels; the kernel"),
+    (lambda: pe.conv(CONV, ONES[..., :1]), "in the 2 features or channels that"),
     (lambda: pe.conv(CONV, ONES, padding="same"), "'same'; expected 'SAME' or"),
     (lambda: pe.conv(CONV, ONES[0]), r"\(5, 5, 2\); expected \[B, H, W, I\]"),
     (lambda: pe.conv(CONV, ONES, stride=0), "stride is 0; expected an int >= 1"),
@@ -553,10 +553,10 @@ test_layer_names_what_does_not_fit = refuses(
     (lambda: pe.conv(CONV, ONES[:, :2], padding="VALID"), "window of 3x3 does not"),
     (lambda: pe.avg_pool(ONES, 6), "window of 6x6 does not fit images of 5x5"),
     (lambda: pe.max_pool(ONES, (1, 2, 3)), r"window is \(1, 2, 3\)"),
-    (lambda: pe.dense(DENSE, ONES), "have 2 features; the weight of shape"),
+    (lambda: pe.dense(DENSE, ONES), r"in the 3 features .* shape \(3, 1\) take"),
     (
         lambda: pe.batch_norm(*NORM, ONES, training=True),
-        r"shape \(1, 5, 5, 2\) do not have the 3 channels",
+        r"shape \(1, 5, 5, 2\) do not end in the 3 features or channels",
     ),
     *[
         (
