@@ -55,6 +55,7 @@ import math
 import operator
 import os
 import stat
+import statistics
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -76,8 +77,9 @@ __all__ = [
     # Networks
     "CNN", "cnn_init", "cnn", "BatchNormCNN", "batch_norm_cnn_init", "batch_norm_cnn",
     # Losses and metrics
-    "softmax_cross_entropy", "accuracy", "predictive_entropy", "mutual_information",
-    "reliability", "ensemble_report", "auroc",
+    "softmax_cross_entropy", "gaussian_nll", "accuracy", "predictive_entropy",
+    "mutual_information", "reliability", "ensemble_report", "regression_report",
+    "auroc",
     # Optimizers
     "Optimizer", "apply_updates", "SGDState", "sgd", "AdamState", "adam",
     "linear_schedule", "cosine_schedule",
@@ -560,6 +562,25 @@ def softmax_cross_entropy(logits: Array, labels: Array) -> Array:
     return -jnp.take_along_axis(log_probs, index, axis=-1, mode="fill")[..., 0]
 
 
+def gaussian_nll(mean: Array, variance: Array, targets: Array) -> Array:
+    """Return -log N(target; mean, variance) in nats: three times [B] -> [B].
+
+    (log(2 pi variance) + (target - mean)^2 / variance) / 2, the loss of a network with
+    two outputs (Nix and Weigend 1994; Lakshminarayanan et al. 2017, eq. 1).  A variance
+    that is not above 0 gives nan: make it so, as with softplus.  Raises ValueError for
+    shapes that differ.
+    """
+    if not mean.shape == variance.shape == targets.shape:
+        raise ValueError(
+            f"mean has shape {mean.shape}, variance {variance.shape} and targets "
+            f"{targets.shape}; expected the same; take [..., 0] of what ends in 1"
+        )
+    # By the deviation, whose square is finite in the gradient for any variance.
+    deviation = jnp.sqrt(variance)
+    error = (_floats(targets) - mean) / deviation
+    return jnp.log(deviation) + (math.log(2 * math.pi) + jnp.square(error)) / 2
+
+
 def accuracy(logits: Array, labels: Array) -> Array:
     """Return the fraction of rows whose largest entry is the label's: a scalar.
 
@@ -687,6 +708,68 @@ def ensemble_report(member_probs: Any, labels: Any) -> dict:
         "disagreement": float(np.mean(pairs)) if pairs else 0.0,
         "predictive_entropy": float(predictive_entropy(probs).mean()),
         "mutual_information": float(mutual_information(probs).mean()),
+    }
+
+
+def _gaussian_scores(mean, variance, targets) -> dict:
+    """Score Gaussians [N] against targets [N]; formulas in `regression_report`."""
+    errors, deviation = targets - mean, np.sqrt(variance)
+    far = np.abs(errors) / deviation
+    quantile = statistics.NormalDist().inv_cdf
+    inside = {f"{p}%": far <= quantile(0.5 + p / 200) for p in (50, 90, 95)}
+    nll = np.log(deviation) + (math.log(2 * math.pi) + far**2) / 2
+    return {
+        "root_mean_squared_error": float(np.sqrt((errors**2).mean())),
+        "negative_log_likelihood": float(nll.mean()),
+        "coverage": {name: float(hits.mean()) for name, hits in inside.items()},
+    }
+
+
+def regression_report(means: Any, variances: Any, targets: Any) -> dict:
+    """Report how good an ensemble of Gaussians is and how far it knows it: numbers.
+
+    means and variances [K, N] are each member's, targets [N].  The ensemble's are those
+    of the mixture: the mean of the means, and the mean of the variances plus the
+    variance of the means (Lakshminarayanan et al. 2017, section 2.4).  Computed on the
+    host in float64.  Keys, with means over examples, in units of the targets:
+
+    `ensemble`, `member` [K], `by_size` [K] (of the first 1..K members), each with
+      root_mean_squared_error     sqrt of the mean of (target - mean)^2
+      negative_log_likelihood     -log N(target; mean, variance), nats: `gaussian_nll`
+      coverage                    fraction of targets in the Gaussian's central 50%,
+                                  90% and 95% intervals, by these names
+    `predictive_variance`         the ensemble's, in squared units; it is the sum of
+    `mean_of_variances`           what the members expect of noise, and
+    `variance_of_means`           their disagreement; 0 for K = 1
+
+    Raises ValueError for other shapes, no examples, numbers that are not finite, or a
+    variance that is not above 0.
+    """
+    means, variances, targets = map(np.float64, (means, variances, targets))
+    alike = means.shape == variances.shape and means.shape[1:] == targets.shape
+    if means.ndim != 2 or not alike or 0 in means.shape:
+        raise ValueError(
+            f"means have shape {means.shape}, variances {variances.shape} and targets "
+            f"{targets.shape}; expected [K, N], [K, N] and [N], none of them empty; "
+            "take [..., 0] of what ends in 1"
+        )
+    finite = np.isfinite(means) & np.isfinite(variances) & np.isfinite(targets)
+    wrong = ~(finite & (variances > 0))
+    if wrong.any():
+        k, n = np.argwhere(wrong)[0]
+        raise ValueError(
+            f"member {k}, example {n}: mean {means[k, n]}, variance {variances[k, n]} "
+            f"and target {targets[n]}; expected finite numbers, a variance above 0"
+        )
+    firsts = [(means[:k], variances[:k]) for k in range(1, len(means) + 1)]
+    by_size = [(m.mean(axis=0), v.mean(axis=0) + m.var(axis=0)) for m, v in firsts]
+    return {
+        "ensemble": _gaussian_scores(*by_size[-1], targets),
+        "member": [_gaussian_scores(*m, targets) for m in zip(means, variances)],
+        "by_size": [_gaussian_scores(*m, targets) for m in by_size],
+        "predictive_variance": float(by_size[-1][1].mean()),
+        "mean_of_variances": float(variances.mean()),
+        "variance_of_means": float(means.var(axis=0).mean()),
     }
 
 

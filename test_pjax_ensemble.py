@@ -10,11 +10,13 @@ import inspect
 import io
 import itertools
 import json
+import math
 import os
 import re
 import shutil
 import signal
 import socket
+import statistics
 import struct
 import subprocess
 import sys
@@ -670,6 +672,31 @@ def test_cross_entropy_of_a_label_out_of_range_is_nan(dtype, num_classes):
         assert_allclose(found, expected, rtol=1e-5)
 
 
+def test_gaussian_nll_and_its_gradients_are_those_of_the_density():
+    variance = np.float32(10.0 ** np.arange(-30, 20))
+    mean, targets = (np.sqrt(variance) * randn(i, 50) for i in range(2))
+    mean[:5] = targets[:5]
+    v, error = np.float64(variance), np.float64(targets) - mean
+    nll = pe.gaussian_nll(mean, variance, targets)
+    assert_allclose(nll, (np.log(2 * np.pi * v) + error**2 / v) / 2, atol=1e-5)
+
+    def total(mean, variance):
+        return pe.gaussian_nll(mean, variance, targets).sum()
+
+    slope, curve = jax.grad(total, (0, 1))(mean, variance)
+    assert_close(slope * np.sqrt(v), -error / np.sqrt(v))
+    assert_close(curve * v, (1 - error**2 / v) / 2)
+
+
+def test_gaussian_nll_takes_integers_and_is_nan_unless_the_variance_is_above_zero():
+    mean, targets = jnp.array([3, 5], jnp.uint8), jnp.array([5, 3], jnp.uint8)
+    nll = pe.gaussian_nll(mean, jnp.ones(2), targets)
+    assert_allclose(nll, [2 + np.log(2 * np.pi) / 2] * 2, rtol=1e-6)
+    bad = jnp.array([0, -0.0, -1, np.nan])
+    for target in (0, 1):
+        assert np.isnan(pe.gaussian_nll(jnp.zeros(4), bad, jnp.full(4, target))).all()
+
+
 def test_accuracy_counts_the_largest():
     logits = jnp.array([[1.0, 2.0], [3.0, 0.0], [0.0, 1.0], [5.0, 4.0]])
     assert pe.accuracy(logits, jnp.array([1, 0, 0, 1])) == 0.5
@@ -775,6 +802,64 @@ def test_uncertainty_of_each_example_averages_to_the_reports():
     assert (information <= entropy).all()
 
 
+def gaussian_scores_by_loops(mean, variance, targets):
+    normals = [statistics.NormalDist(*each) for each in zip(mean, np.sqrt(variance))]
+    pairs = list(zip(normals, targets))
+    inside = np.array([abs(2 * normal.cdf(y) - 1) for normal, y in pairs])
+    return {
+        "root_mean_squared_error": np.mean([(n.mean - y) ** 2 for n, y in pairs])
+        ** 0.5,
+        "negative_log_likelihood": -np.mean([np.log(n.pdf(y)) for n, y in pairs]),
+        "coverage": {f"{p}%": np.mean(inside <= p / 100) for p in (50, 90, 95)},
+    }
+
+
+@pytest.mark.parametrize("offset", [0, 2**20])
+def test_regression_report_equals_loops_for_members_ensemble_and_sizes(offset):
+    # Multiples of 1 / 1024, so that adding the offset rounds nothing off.
+    draws = np.round(1024 * np.float64(randn(0, 4, 60))) / 1024
+    means, targets, variances = draws[:3], draws[3], np.abs(randn(1, 3, 60)) + 0.1
+    report = pe.regression_report(
+        means + offset, jnp.asarray(variances), targets + offset
+    )
+    sizes = [
+        (m.mean(axis=0), (v + m**2).mean(axis=0) - m.mean(axis=0) ** 2)
+        for m, v in ((means[:k], variances[:k]) for k in (1, 2, 3))
+    ]
+    assert report["ensemble"] == report["by_size"][-1]
+    all_scores = report["member"] + report["by_size"]
+    for scores, each in zip(all_scores, [*zip(means, variances), *sizes], strict=True):
+        jax.tree.map(assert_allclose, scores, gaussian_scores_by_loops(*each, targets))
+    parts = report["mean_of_variances"], report["variance_of_means"]
+    assert_allclose(parts, [variances.mean(), means.var(axis=0).mean()])
+    assert_allclose(report["predictive_variance"], sum(parts))
+    json.dumps(report, allow_nan=False)
+
+
+def test_regression_report_of_two_members_by_hand():
+    report = pe.regression_report([[0, 1], [2, 1]], [[1, 2], [3, 2]], [1, 3])
+    # The mixture is N(1, 2 + 1) and N(1, 2 + 0); the targets are 0 and 2 away.
+    ensemble = report["ensemble"]
+    assert_allclose(ensemble["root_mean_squared_error"], math.sqrt(2))
+    nll = (math.log(2 * math.pi * 3) + math.log(2 * math.pi * 2) + 2) / 4
+    assert_allclose(ensemble["negative_log_likelihood"], nll)
+    assert ensemble["coverage"] == {"50%": 0.5, "90%": 1, "95%": 1}
+    assert report["member"][0]["coverage"] == {"50%": 0, "90%": 1, "95%": 1}
+    parts = "predictive_variance", "mean_of_variances", "variance_of_means"
+    assert [report[name] for name in parts] == [2.5, 2, 0.5]
+    alone = pe.regression_report([[0, 1]], [[1, 2]], [1, 3])
+    assert [alone[name] for name in parts] == [1.5, 1.5, 0]
+    assert alone["ensemble"] == alone["member"][0] == report["member"][0]
+
+
+def test_regression_report_covers_what_is_drawn_from_the_model():
+    rng = np.random.default_rng(0)
+    mean, variance = rng.normal(size=(1, 20_000)), rng.uniform(0.1, 9, (1, 20_000))
+    targets = rng.normal(mean, np.sqrt(variance))[0]
+    coverage = pe.regression_report(mean, variance, targets)["ensemble"]["coverage"]
+    assert_allclose(list(coverage.values()), [0.5, 0.9, 0.95], atol=0.01)
+
+
 def test_auroc_counts_pairs_and_agrees_with_scikit_learn():
     inside, outside = [0.1, 0.4, 0.35, 0.8, 0.35, 0.2], [0.9, 0.4, 0.55, 0.35, 0.7]
     # roc_auc_score of scikit-learn 1.9.1; BinaryAUROC of TorchMetrics 1.9.0 to 1e-7
@@ -831,6 +916,38 @@ test_metric_names_what_does_not_fit = refuses(
     (lambda: pe.ensemble_report(HALVES + 0.1, [0, 1]), "0, example 0: probabilities"),
     (lambda: pe.ensemble_report(HALVES * [[1], [np.nan]], [0, 1]), "example 1: prob"),
     (lambda: pe.ensemble_report([[[1.5, -0.5]]], [0]), "pass softmax"),
+    (
+        lambda: pe.gaussian_nll(np.ones(3), np.ones(3), COLUMN),
+        r"mean has shape \(3,\), variance \(3,\) and targets \(3, 1\); expected the",
+    ),
+    (lambda: pe.gaussian_nll(np.ones(3), COLUMN, np.ones(3)), r"variance \(3, 1\)"),
+    (
+        lambda: pe.regression_report(ONE_HOT[..., None], ONE_HOT[..., None], ONE_HOT),
+        r"\(3, 4, 1\), variances \(3, 4, 1\) and targets \(3, 4\); .*take \[..., 0\]",
+    ),
+    (
+        lambda: pe.regression_report(np.ones(2), np.ones(2), 1),
+        r"targets \(\); expected",
+    ),
+    (lambda: pe.regression_report(HALVES[0], ONE_HOT, [1, 1]), r"variances \(3, 4\)"),
+    (lambda: pe.regression_report(*2 * [HALVES[0]], [1] * 3), r"targets \(3,\); exp"),
+    (lambda: pe.regression_report(*2 * [np.ones((1, 0))], []), "none of them empty"),
+    *[
+        (
+            lambda m=m, v=v, y=y: pe.regression_report(
+                [[0, 0], [0, m]], [[1, 1], [1, v]], [0, y]
+            ),
+            f"member {k}, example 1: mean {m}, variance {v} and target {y}; expected",
+        )
+        for k, m, v, y in [
+            (1, np.inf, 1.0, 0.0),
+            (1, 0.0, np.nan, 0.0),
+            (1, 0.0, np.inf, 0.0),
+            (1, 0.0, 0.0, 0.0),
+            (1, 0.0, -1.0, 0.0),
+            (0, 0.0, 1.0, np.nan),
+        ]
+    ],
     (lambda: pe.auroc([], [1.0]), r"scores_in have shape \(0,\)"),
     (lambda: pe.auroc([1.0], [[1.0]]), r"scores_out have shape \(1, 1\)"),
     (lambda: pe.auroc([1.0], [1, np.nan]), r"scores_out have shape \(2,\) and 1 nan"),
