@@ -1757,9 +1757,6 @@ def _make_init(init_fn, make_optimizer, stateful, over_members, spread):
     return init
 
 
-_STEPS = 256  # orders are padded to a multiple, so that most share one program
-
-
 def _warn_if_equal(state: TrainState, spread: Layout) -> None:
     """Warn of members with equal weights."""
     _check_state(state, spread)
@@ -1775,14 +1772,14 @@ def _warn_if_equal(state: TrainState, spread: Layout) -> None:
     )
 
 
+_STEPS = 256  # orders are padded to a multiple, so that most share one program
+
+
 def _make_training(make_step, may_stay_equal, over_members, spread):
     """Make `update` and `epoch` of a Trainer: the step, mapped over members."""
 
-    def train_shared(state, _, batch, __, *h):
-        return make_step(*h)(state, *batch)
-
-    def train_own(state, batch, _, __, *h):
-        return make_step(*h)(state, *batch)
+    def step_member(state, own, shared, _, *h):  # batches, one of them None
+        return make_step(*h)(state, *(shared if own is None else own))
 
     def train_member(state, order, _, whole, *h):  # order [steps, b]
         step, (num_steps, data) = make_step(*h), whole
@@ -1801,9 +1798,9 @@ def _make_training(make_step, may_stay_equal, over_members, spread):
         )
         return lax.fori_loop(0, num_steps, advance, (state, metrics))
 
-    shared_program, own_program, epoch_program = (
-        over_members(f, consume=True, meet=spread.replicas > 1)
-        for f in (train_shared, train_own, train_member)
+    options = dict(consume=True, meet=spread.replicas > 1)
+    step_program, epoch_program = (
+        over_members(f, **options) for f in (step_member, train_member)
     )
 
     def look(state, order=()):
@@ -1815,16 +1812,15 @@ def _make_training(make_step, may_stay_equal, over_members, spread):
 
     def update(state, *batch, per_member=False):
         if per_member:
-            num_rows = np.shape(jax.tree.leaves(batch)[0])[1:2] if batch else ()
-            expected = f"[K, B, ...] of each of the {spread.members} members"
-            _first_axes("batch", batch, spread.members, *num_rows, expected=expected)
-            args = _lay_own_batch(batch, spread), None, None
-            state, metrics = own_program(state, *args)
+            expected = f"arrays [K, B, ...], with K = {spread.members}"
+            _first_axes("batch", batch, spread.members, expected=expected)
+            _first_axes("members' batches", jax.tree.map(lambda x: x[0], batch))
+            own, shared = _lay_own_batch(batch, spread), None
         else:
             _first_axes("batch", batch)
             look(state)
-            args = None, _lay_batch(batch, spread), None
-            state, metrics = shared_program(state, *args)
+            own, shared = None, _lay_batch(batch, spread)
+        state, metrics = step_program(state, own, shared, None)
         return state, _take(metrics, spread)
 
     def epoch(state, data, order):

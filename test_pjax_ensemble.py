@@ -2389,8 +2389,8 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         ("expected this trainer's", other.gather),
         ("takes an apply_fn; give make_trainer one", blind.predict, data[0]),
         ("hold no example", trainer.predict_members, data[0][:0]),
-        (r"\[\(10,\), \(10, 8\)\]; expected \[K, B, ...\] .* 2 mem", own, *ten),
-        (r"\[\(3, 8\), \(3, 9\)\]; exp", own, *(np.ones((3, n)) for n in (8, 9))),
+        (r"\[\(10,\)\]; expected arrays \[K, B, ...\], with K = 2", own, *ten),
+        (r"\[\(8,\), \(9,\)\]; exp", own, *(np.ones((2, n)) for n in (8, 9))),
         ("batch of 9 .*over 4", own, *[np.ones((2, 9))] * 2),
         ("first axes of the batch", own),
     ]:
