@@ -447,26 +447,53 @@ def dropout(key: Array | None, inputs: Array, rate: Real = 0.5) -> Array:
 # ---------------------------------------------------------------------------------
 
 
+def _count(name: str, value: Any) -> int:
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not whole or value < 1:
+        raise ValueError(f"{name} is {value!r}; expected an int >= 1")
+    return int(value)
+
+
+def _image_shape(shape: Any, least: int) -> tuple[int, int, int]:
+    """Return (H, W, I), if those are, with `least` pixels a side or more."""
+    sizes = shape if isinstance(shape, Sequence) and len(shape) == 3 else (0, 0, 0)
+    whole = all(isinstance(n, (int, np.integer)) for n in sizes)
+    if not whole or min(sizes[:2]) < least or sizes[2] < 1:
+        raise ValueError(
+            f"image_shape is {shape!r}; expected (H, W, channels), ints, for this "
+            f"network with H and W >= {least}: pad smaller images"
+        )
+    return tuple(sizes)
+
+
 class CNN(NamedTuple):
-    conv1: Conv  # [3, 3, 1, 32]
+    conv1: Conv  # [3, 3, I, 32]
     conv2: Conv  # [3, 3, 32, 64]
-    dense1: Dense  # [3136, 256]
-    dense2: Dense  # [256, 10]
+    dense1: Dense  # [H // 4 * (W // 4) * 64, 256]
+    dense2: Dense  # [256, C]
 
 
-def cnn_init(key: Array) -> CNN:
-    """Draw the 824,458 parameters of the network of Flax's ensembling guide."""
+def cnn_init(
+    key: Array, *, image_shape: Sequence[int] = (28, 28, 1), num_classes: int = 10
+) -> CNN:
+    """Draw the network of Flax's ensembling guide, for images (H, W, I) in C classes.
+
+    With the defaults, MNIST's, it has 824,458 parameters, as there.  Raises ValueError
+    for another image_shape than three ints, images below 4 x 4, and for num_classes
+    below 1 or not whole.
+    """
+    height, width, channels = _image_shape(image_shape, 4)
     keys = jax.random.split(key, 4)
     return CNN(
-        conv_init(keys[0], 1, 32),
+        conv_init(keys[0], channels, 32),
         conv_init(keys[1], 32, 64),
-        dense_init(keys[2], 7 * 7 * 64, 256),
-        dense_init(keys[3], 256, 10),
+        dense_init(keys[2], height // 4 * (width // 4) * 64, 256),
+        dense_init(keys[3], 256, _count("num_classes", num_classes)),
     )
 
 
 def cnn(params: CNN, images: Array) -> Array:
-    """Map images [B, 28, 28, 1], pixels in [0, 1], to logits [B, 10]."""
+    """Map images [B, H, W, I], pixels in [0, 1], to logits [B, C]."""
     x = avg_pool(jax.nn.relu(conv(params.conv1, images)))
     x = avg_pool(jax.nn.relu(conv(params.conv2, x)))
     x = x.reshape(x.shape[0], -1)
@@ -475,32 +502,37 @@ def cnn(params: CNN, images: Array) -> Array:
 
 
 class BatchNormCNN(NamedTuple):
-    conv1: Conv  # [3, 3, 1, 12], without bias
+    conv1: Conv  # [3, 3, I, 12], without bias
     norm1: BatchNorm  # [12], without scale, as the others
     conv2: Conv  # [6, 6, 12, 24], without bias
     norm2: BatchNorm  # [24]
     conv3: Conv  # [6, 6, 24, 32]
     norm3: BatchNorm  # [32]
     dense1: Dense  # [32, 256]
-    dense2: Dense  # [256, 10]
+    dense2: Dense  # [256, C]
 
 
-def batch_norm_cnn_init(key: Array) -> tuple[BatchNormCNN, tuple]:
-    """Draw the 49,242 parameters of the network of Keras's distributed-JAX guide.
+def batch_norm_cnn_init(
+    key: Array, *, image_shape: Sequence[int] = (28, 28, 1), num_classes: int = 10
+) -> tuple[BatchNormCNN, tuple]:
+    """Draw the network of Keras's distributed-JAX guide, as `cnn_init` does.
 
-    Returns (params, stats), stats a `BatchStats` a normalization.
+    With the defaults it has 49,242 parameters; H and W are 6 or more, and do not change
+    it.  Returns (params, stats), stats a `BatchStats` a normalization.  Raises
+    ValueError as `cnn_init` does.
     """
+    *_, channels = _image_shape(image_shape, 6)
     keys = jax.random.split(key, 5)
     norms, stats = zip(*(batch_norm_init(c, scale=False) for c in (12, 24, 32)))
     params = BatchNormCNN(
-        conv_init(keys[0], 1, 12, 3, bias=False),
+        conv_init(keys[0], channels, 12, 3, bias=False),
         norms[0],
         conv_init(keys[1], 12, 24, 6, bias=False),
         norms[1],
         conv_init(keys[2], 24, 32, 6),
         norms[2],
         dense_init(keys[3], 32, 256),
-        dense_init(keys[4], 256, 10),
+        dense_init(keys[4], 256, _count("num_classes", num_classes)),
     )
     return params, stats
 
@@ -513,7 +545,7 @@ def batch_norm_cnn(
     *,
     dropout_rate: float = 0.5,
 ) -> tuple[Array, tuple]:
-    """Map images [B, 28, 28, 1], pixels in [0, 1], to logits [B, 10] and new stats.
+    """Map images [B, H, W, I], pixels in [0, 1], to logits [B, C] and new stats.
 
     With a key, as in training: the batch's statistics, and dropout.  Without, as in
     evaluation: the running statistics, and none.
@@ -961,13 +993,6 @@ def use_cpu_devices(num_devices: int | None = None) -> None:
         num_devices = len(affinity(0)) if affinity else os.cpu_count() or 1
     with contextlib.suppress(RuntimeError):  # JAX runs, with the devices that it has
         jax.config.update("jax_num_cpu_devices", num_devices)
-
-
-def _count(name: str, value: Any) -> int:
-    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not whole or value < 1:
-        raise ValueError(f"{name} is {value!r}; expected an int >= 1")
-    return int(value)
 
 
 def _num_devices(num_devices: int | None) -> int:

@@ -577,10 +577,15 @@ def two_dense(params, x):
     return x @ params.dense2.weight + params.dense2.bias[None]
 
 
-def test_cnn_is_the_guides_network():
-    params = pe.cnn_init(jax.random.key(0))
-    assert sum(x.size for x in jax.tree.leaves(params)) == 824_458
-    images = jnp.asarray(randn(0, 3, 28, 28, 1))
+FORMS = {}, {"image_shape": (4, 7, 3), "num_classes": 1}
+FORMS += ({"image_shape": (33, 10, 2), "num_classes": np.int64(26)},)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_cnn_is_the_guides_network(form):
+    params = pe.cnn_init(jax.random.key(0), **form)
+    assert form or sum(x.size for x in jax.tree.leaves(params)) == 824_458
+    images = jnp.asarray(randn(0, 3, *form.get("image_shape", (28, 28, 1))))
 
     def pool(x):
         ones = (1, 2, 2, 1)
@@ -592,7 +597,53 @@ def test_cnn_is_the_guides_network():
         x = pool(jax.nn.relu(conv_library(params.conv2, x, (1, 1), "SAME")))
         return two_dense(params, x.reshape(3, -1))
 
-    assert_close(jax.jit(pe.cnn)(params, images), network(params, images))
+    logits = jax.jit(pe.cnn)(params, images)
+    assert logits.shape == (3, form.get("num_classes", 10))
+    assert_close(logits, network(params, images))
+
+
+def test_batch_norm_cnn_takes_images_of_any_form():
+    form = {"image_shape": (6, 11, 3), "num_classes": 4}
+    params, stats = pe.batch_norm_cnn_init(jax.random.key(0), **form)
+    logits, _ = jax.jit(pe.batch_norm_cnn)(params, stats, jnp.ones((2, 6, 11, 3)))
+    assert logits.shape == (2, 4) and params.conv1.weight.shape == (3, 3, 3, 12)
+
+
+def test_networks_of_mnist_are_drawn_as_before():
+    """Numbers of the version in which their form was fixed, as checkpoints hold them."""
+    first = pe.cnn_init(jax.random.key(7))
+    second, _ = pe.batch_norm_cnn_init(jax.random.key(7))
+    drawn = [
+        leaf
+        for p in (first, second)
+        for leaf in (p.conv1.weight[1, 1, 0], p.dense1.weight[5], p.dense2.weight[3])
+    ]
+    before = [
+        [0.1854101, -0.37084654, 0.16648261],
+        [-0.00859791, -0.01609178, 0.02404033],
+        [0.02641954, 0.12168343, -0.0381327],
+        [-0.2349596, -0.04302153, 0.09019858],
+        [-0.2468905, 0.06367289, -0.19153899],
+        [-0.13786092, 0.05919877, -0.10012665],
+    ]
+    assert_close([leaf[:3] for leaf in drawn], [np.array(row) for row in before])
+
+
+def drawing(init, **form):
+    return lambda: init(jax.random.key(0), **form)
+
+
+test_networks_refuse = refuses(
+    *(
+        (drawing(init, image_shape=shape), f"image_shape is .*; expected .* >= {least}")
+        for init, least in ((pe.cnn_init, 4), (pe.batch_norm_cnn_init, 6))
+        for shape in ((least - 1, 9, 1), (9, least - 1, 1), (9, 9, 0), (9, 9.0, 1))
+    ),
+    (drawing(pe.cnn_init, image_shape=(28, 28)), r"image_shape is \(28, 28\); expect"),
+    (drawing(pe.cnn_init, image_shape=28), "image_shape is 28; expected"),
+    (drawing(pe.cnn_init, num_classes=0), "num_classes is 0; expected an int >= 1"),
+    (drawing(pe.batch_norm_cnn_init, num_classes=2.0), "num_classes is 2.0; expected"),
+)
 
 
 def test_batch_norm_cnn_is_the_guides_network():
