@@ -147,7 +147,7 @@ def test_import_touches_no_device_sets_nothing_and_prints_nothing():
     code = """
 import jax
 before = dict(jax.config.values)
-import pjax_ensemble
+import pjax_ensemble, train_mnist
 assert dict(jax.config.values) == before
 jax.config.update("jax_num_cpu_devices", 3)  # without effect once a device is in use
 assert jax.device_count() == 3, jax.device_count()
@@ -194,6 +194,12 @@ def run_page(text, names, capsys):
 
 def test_code_of_every_page_runs_and_prints_what_it_says(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    few = tm.generate_digits(0, 640, 64)
+    monkeypatch.setattr(tm, "load_data", lambda *where: few)
+    monkeypatch.setitem(tm.NETWORKS, "cnn", tm.NETWORKS["tiny"])
+    (flags,) = re.findall(r"`python train_mnist\.py (.* runs/small)`", README)
+    assert tm.main(flags.split()) == 0
+    capsys.readouterr()
     with jax.numpy_rank_promotion("allow"):
         names = run_page(README, {}, capsys)
         for text in DOCS:
@@ -2886,7 +2892,7 @@ def test_other_data_in_the_same_form_is_loaded_with_a_notice(tmp_path, capsys, p
     assert notice.count("\n") == 1 and "holds other data than MNIST" in notice
 
 
-IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
+IMAGES, LABELS, TEST_IMAGES, TEST_LABELS = (file.name for file in tm.MNIST_FILES)
 GOOD = idx(np.ones((40, 28, 28)))
 PACKED = gzip.compress(idx(np.ones(40)), mtime=0)
 BAD_FILES = [  # a file, what it holds, and what is said of it
@@ -2899,9 +2905,11 @@ BAD_FILES = [  # a file, what it holds, and what is said of it
     (IMAGES, GOOD + b"\0", "more than the 31360 bytes"),
     (IMAGES, idx(np.ones((0, 28, 28))), "declares [0, 28, 28], no examples"),
     (IMAGES, idx([], dims=(2**32 - 1,) * 3), "more than 2147483648 bytes"),
-    (IMAGES, idx(np.ones((40, 28, 29))), "images are 28 x 29; expected 28 x 28"),
     (LABELS, idx(np.ones(39)), "39 labels for 40 images"),
-    (LABELS, idx([1] * 39 + [10]), "label 10 at 39; expected 0 to 9"),
+    (LABELS, idx(np.ones(40)), "all labels are 1; expected more classes than one"),
+    (TEST_IMAGES, idx(np.ones((20, 7, 8))), "are 7 x 8; those to train on are 28 x 28"),
+    (TEST_LABELS, idx(np.ones(9)), "9 labels for 20 images"),
+    (TEST_LABELS, idx([1] * 19 + [77]), "label 77 at 19 is none of the 10 classes of"),
 ]
 BAD_FILES += [(f"{name}.gz", gzip.compress(x), said) for name, x, said in BAD_FILES]
 BAD_FILES += [
@@ -3101,6 +3109,21 @@ def test_each_member_has_an_order_and_with_bootstrap_a_resample_of_its_own(boots
     assert np.abs(np.corrcoef(counts) - np.eye(3)).max() < 0.05
 
 
+def test_trainer_of_the_script_works_through_a_batch_in_parts(monkeypatch):
+    sizes = []
+
+    def logits(weight, _, images, key=None):
+        sizes.append(len(images))
+        return images.reshape(len(images), -1) @ weight, ()
+
+    network = tm.Network(lambda key, **form: (jnp.zeros((784, 10)), ()), logits)
+    monkeypatch.setitem(tm.NETWORKS, "cnn", network)
+    trainer = tm.make_trainer(tm.RECIPES["cnn"], 1, 1, num_steps=1)
+    images, labels = np.zeros((64, 28, 28, 1), np.uint8), np.zeros(64, np.int32)
+    trainer.update(trainer.init(jax.random.key(0)), images, labels)
+    assert set(sizes) == {32}
+
+
 def test_trainer_of_the_script_learns_from_bytes():
     recipe = tm.RECIPES["batchnorm"]._replace(batch_size=32, learning_rate=3e-3)
     images, labels = tm.generate_digits(0, num_train=256, num_test=0)[1:3]
@@ -3125,15 +3148,16 @@ def test_trainer_of_the_script_learns_from_bytes():
 # A network with statistics and random numbers that compiles in no time, for runs in
 # which others matter.
 TINY = """
-import sys
+import math, sys
 import jax
 import pjax_ensemble as pe
 import train_mnist as tm
 
-def init(key):
-    keys = jax.random.split(key)
+def init(key, *, image_shape, num_classes):
+    keys, pixels = jax.random.split(key), math.prod(image_shape)
     norm, stats = pe.batch_norm_init(8)
-    return (pe.dense_init(keys[0], 784, 8), norm, pe.dense_init(keys[1], 8, 10)), stats
+    last = pe.dense_init(keys[1], 8, num_classes)
+    return (pe.dense_init(keys[0], pixels, 8), norm, last), stats
 
 def logits(params, stats, images, key=None):
     x = pe.dense(params[0], images.reshape(len(images), -1))
@@ -3381,6 +3405,93 @@ def test_resumed_run_ends_in_the_bits_of_one_that_was_never_stopped(
     assert numbers == expected
     whole["config"] |= pe.layout(2, devices)._asdict()
     assert report == whole
+
+
+def test_run_of_mnist_from_before_its_form_was_a_setting_goes_on(
+    tmp_path, script, whole_run, monkeypatch
+):
+    def older(settings):
+        return {
+            n: x for n, x in settings.items() if n not in ("classes", "image_shape")
+        }
+
+    encode, path = tm.encode, tmp_path / "config.json"
+    monkeypatch.setattr(tm, "encode", lambda settings: encode(older(settings)))
+    stop_at(monkeypatch, 2)
+    assert script(RUN, "--workdir", tmp_path)[0] == 143
+    path.write_text(json.dumps(older(json.loads(path.read_text()))))
+    monkeypatch.undo()
+    assert script("--devices 2 --resume --workdir", tmp_path)[0] == 0
+    assert results(tmp_path) == results(whole_run)
+    path.write_text(json.dumps(older(json.loads(path.read_text()))))
+    assert tm.load_run(tmp_path).classes.tolist() == [*range(10)]
+
+
+def test_finished_run_predicts_what_it_reported(whole_run, small_folder):
+    def files():
+        paths = whole_run.glob("*")
+        return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
+
+    data, before, report = tm.load_mnist(small_folder), files(), report_of(whole_run)
+    for devices in 2, 1, None:
+        run = tm.load_run(str(whole_run), devices)
+        assert run.trainer.layout == pe.layout(2, devices or D)
+        probs = run.predict_members(data.test_images)
+        if devices == 2:  # as it trained
+            expected = probs
+            found = pe.ensemble_report(probs, data.test_labels)
+            assert found == {name: report[name] for name in found}
+        assert_close(probs, expected)
+        assert_close(run.predict(data.test_images[..., 0]), expected.mean(axis=0))
+    assert run.classes.tolist() == [*range(10)] and run.config["batch_size"] == 32
+    assert files() == before
+    for images in (
+        data.test_images / 255,
+        data.test_images[:, 1:],
+        data.test_images[0, ..., 0],
+        data.test_images.astype(int),
+    ):
+        said = (
+            f"images are {images.dtype} {list(images.shape)}; expected uint8 [N, 28, "
+        )
+        with pytest.raises(ValueError, match=re.escape(said)):
+            run.predict(images)
+    with pytest.raises(ValueError, match="9 devices are asked for; there are 8"):
+        tm.load_run(whole_run, 9)
+
+
+UNFINISHED = {  # what is removed of a run, or written, and what is then said
+    "": "[Errno 2] No such file or directory: ",
+    "config.json": "[Errno 2] No such file or directory: ",
+    "report.json": "[Errno 2] No such file or directory: ",
+    "checkpoint_00000016.safetensors": "it is at step 8 of 16",
+    "checkpoint_": "it is at step None of 16",
+    "checkpoint_00000016.safetensors=x": "has no digest of save's",
+    "config.json={": "Expecting property name",
+    "config.json={}": "missing 8 required",
+    "report.json={}": "'member'",
+    'config.json={**, "momentum": 0.5}': "has other settings than config.json",
+}
+
+
+@pytest.mark.parametrize("change", UNFINISHED)
+def test_run_that_is_not_finished_is_not_loaded(tmp_path, whole_run, change):
+    folder = tmp_path / "run"
+    shutil.copytree(whole_run, folder)
+    name, written, text = change.partition("=")
+    old = (folder / "config.json").read_text().strip().strip("{}")
+    for path in folder.glob(f"{name}*") if name else ():
+        path.unlink()
+    if written:
+        (folder / name).write_text(text.replace("**", old))
+    if not name:
+        shutil.rmtree(folder)
+    with pytest.raises(ValueError) as error:
+        tm.load_run(folder)
+    said = re.escape(UNFINISHED[change])
+    remedy = f"; to go on with one: python train_mnist.py --resume --workdir {folder}"
+    pattern = f"{folder} holds no finished run: .*{said}.*{remedy}"
+    assert re.fullmatch(pattern, str(error.value))
 
 
 @pytest.fixture
@@ -3817,12 +3928,72 @@ def test_run_without_epochs_reports_its_models(
     notice, line, *_ = out.splitlines()
     assert status == 0 and notice.startswith("notice: ")
     assert line.startswith(f"data in MNIST's form from {small_folder}, 768 train")
-    assert f" 200 test images: {said}" in line and "; network tiny, opt" in line
+    said = f" 200 test images of 28 x 28, 10 classes: {said}"
+    assert said in line and "; network tiny, opt" in line
     assert "learning_rate 0.001, momentum 0.9, schedule constant, max_shift 0" in line
     assert "bootstrap True, seed 7" in line
     assert f", pjax_ensemble {pe.__version__}, jax" in line
     assert "epoch:" not in out and metrics_of(tmp_path) == []
     assert report_of(tmp_path)["ensemble"]["negative_log_likelihood"] > 1.5
+
+
+def sorted_images(size, labels, count):
+    """Draw images [N, H, W] of noise, brighter the later their label is in `labels`."""
+    rows = np.resize(labels, count).astype(np.uint8)
+    order = np.searchsorted(labels, rows)[:, None, None]
+    noise = np.random.default_rng(count).random((count, *size))
+    return np.uint8(255 * noise * (order + 1) / len(labels)), rows
+
+
+def write_set(folder, size, labels, counts=(64, 30)):
+    arrays = [x for count in counts for x in sorted_images(size, labels, count)]
+    names = [file.name for file in tm.MNIST_FILES]
+    return write_files(folder, dict(zip(names, map(idx, arrays)))), arrays
+
+
+SETS = [
+    ("cnn", (32, 32), [*range(1, 27)]),
+    ("tiny", (12, 40), [5, 9, 200]),
+]
+
+
+@pytest.mark.parametrize("network, size, labels", SETS)
+def test_any_set_of_images_is_trained_as_it_is(
+    tmp_path, capsys, drawn, network, size, labels
+):
+    pytest.importorskip("rich")
+    folder, (_, _, images, true) = write_set(tmp_path / "data", size, labels)
+    flags = f"--network {network} --members 3 --devices 1 --epochs 1 --batch-size 16"
+    flags += " --plot --show-batch --data-dir"
+    assert tm.main(words(flags, folder, "--workdir", tmp_path)) == 0
+    height, width = size
+    said = f"64 training and 30 test images of {height} x {width}, {len(labels)} classe"
+    out = capsys.readouterr().out
+    assert said in out and f"images [48, {height * width}], member after" in out
+    config, report = (
+        json.loads((tmp_path / "config.json").read_text()),
+        report_of(tmp_path),
+    )
+    form = {"classes": labels, "image_shape": [height, width, 1]}
+    assert config.items() >= form.items() <= report["config"].items()
+    run = tm.load_run(tmp_path, 1)
+    probs = run.predict_members(images)
+    found = run.classes[probs.mean(axis=0).argmax(axis=-1)]
+    assert np.mean(found == true) == report["ensemble"]["accuracy"]
+    unsure = np.argsort(-pe.predictive_entropy(probs))[:12]
+    shown = drawn().subfigs[1].axes
+    assert [axes.get_title() for axes in shown] == [f"label {true[i]}" for i in unsure]
+    votes = [int(v.split(": ")[0]) for v in shown[0].get_xlabel().split("  ")]
+    assert set(votes) == set(run.classes[probs[:, unsure[0]].argmax(axis=-1)])
+
+
+@pytest.mark.parametrize("network, size", [("cnn", (3, 30)), ("batchnorm", (30, 5))])
+def test_images_too_small_for_the_network_are_refused(tmp_path, capsys, network, size):
+    folder, _ = write_set(tmp_path, size, [0, 1])
+    assert tm.main(words(f"--network {network} --data-dir", folder)) == 2
+    err = capsys.readouterr().err
+    said = f"error: --network {network}: image_shape is {[*size, 1]}; expected"
+    assert said in err and err.count("\n") == 1
 
 
 def test_show_batch_draws_the_devices(script):
@@ -3871,12 +4042,9 @@ def test_script_learns_and_reports(tmp_path, script, mode, members):
 
 def test_train_numbers_are_those_of_as_many_training_images(whole_run, small_folder):
     data, (_, metrics, _) = tm.load_mnist(small_folder), results(whole_run)
-    trainer = tm.make_trainer(tm.RECIPES["tiny"], 2, 2, num_steps=16)
-    state = trainer.gather(trainer.init(jax.random.key(0)))
-    like = tm.Checkpoint(tm.encode({}), np.array(0), np.array(0), state)
-    state = trainer.scatter(pe.load(whole_run / names_of(16)[0], like).state)
-    for part, images, labels in ("train", *data[1:3]), ("test", *data[3:]):
-        probs = trainer.predict_members(state, images[:200])
+    run = tm.load_run(whole_run, 2)
+    for part, images, labels in ("train", *data[1:3]), ("test", *data[3:5]):
+        probs = run.predict_members(images[:200])
         report = pe.ensemble_report(probs, labels[:200])
         assert metrics[-1][f"{part}_accuracy"] == report["ensemble"]["accuracy"]
         losses = [scores["negative_log_likelihood"] for scores in report["member"]]
@@ -3906,6 +4074,9 @@ def test_member_that_fails_is_named_and_left_out(tmp_path, script, monkeypatch):
     assert report["failed"] == [1] and report["members"] == 3
     assert report["member"][1] is None and len(report["by_size"]) == 2
     assert report["ensemble"] == report["by_size"][1]
+    run = tm.load_run(tmp_path)  # without it
+    assert run.predict_members(np.ones((5, 28, 28), np.uint8)).shape == (2, 5, 10)
+    assert np.isfinite(run.predict(np.ones((5, 28, 28), np.uint8))).all()
 
 
 # After a step it is the state alone that is not finite, and the loss after the next.

@@ -48,8 +48,9 @@ data:
                           mnist: from --data-dir, downloaded there if missing;
                           generated: digits that this script draws; auto: mnist, or
                           generated if it cannot be had (default: auto)
-  --data-dir DIR          MNIST's four files, gzipped or plain (default: $MNIST_DIR,
-                          else pjax_ensemble in the user's cache folder)
+  --data-dir DIR          MNIST's four files, gzipped or plain, or others of any size
+                          and labels under their names (default: $MNIST_DIR, else
+                          pjax_ensemble in the user's cache folder)
   --train-size N          train on the first N images (default: all)
 
 output:
@@ -83,6 +84,7 @@ import argparse
 import collections
 import contextlib
 import difflib
+import functools
 import gzip
 import hashlib
 import http.client
@@ -152,13 +154,13 @@ SCHEDULES = {
 
 
 class Network(NamedTuple):
-    init: Callable  # key -> (params, model_state)
+    init: Callable  # (key, *, image_shape, num_classes) -> (params, model_state)
     logits: Callable  # (params, model_state, images, key=None) -> (logits, model_state)
 
 
 NETWORKS = {
     "cnn": Network(
-        lambda key: (pe.cnn_init(key), ()),
+        lambda key, **form: (pe.cnn_init(key, **form), ()),
         lambda params, _, images, key=None: (pe.cnn(params, images), ()),
     ),
     "batchnorm": Network(pe.batch_norm_cnn_init, pe.batch_norm_cnn),
@@ -180,10 +182,20 @@ class DownloadError(DataError):
 
 class Dataset(NamedTuple):
     name: str
-    train_images: np.ndarray  # uint8 [N, 28, 28, 1]
-    train_labels: np.ndarray  # int32 [N]
+    train_images: np.ndarray  # uint8 [N, H, W, 1]
+    train_labels: np.ndarray  # int32 [N], indices into classes
     test_images: np.ndarray
     test_labels: np.ndarray
+    classes: np.ndarray  # [C], the labels of the training file, sorted
+
+    def form(self) -> dict:
+        """Return what else a run depends on, as JSON has it."""
+        shape = list(self.train_images.shape[1:])
+        return {"image_shape": shape, "classes": self.classes.tolist()}
+
+
+# The form of runs from before it was among their settings.
+MNIST_FORM = {"image_shape": [28, 28, 1], "classes": [*range(10)]}
 
 
 class IdxFile(NamedTuple):
@@ -320,10 +332,10 @@ def download(folder: Path, file: IdxFile) -> bytes:
 
 
 def load_mnist(folder: Path) -> Dataset:
-    """Load the four files from `folder`; other images in the same form are welcome.
+    """Load the four files from `folder`; others of any size and labels are welcome.
 
-    Raises DataError for a file that is missing and cannot be downloaded, and for one
-    that is damaged.
+    Raises DataError for a file that is missing and cannot be downloaded, for one that
+    is damaged, and for files that do not belong together.
     """
     refuse(folder, {"not a folder": folder.exists() and not folder.is_dir()})
     contents, foreign = {}, []
@@ -343,23 +355,31 @@ def load_mnist(folder: Path) -> Dataset:
         content = contents.get(file) or download(folder, file)
         arrays.append(as_array(content, file.num_dims))
 
+    images, labels, others, test_labels = arrays
+    size, other = (" x ".join(map(str, x.shape[1:])) for x in (images, others))
+    classes, missing = np.unique(labels).astype(int), ~np.isin(test_labels, labels)
+    at, names = missing.argmax(), [file.name for file in MNIST_FILES]
+    strange = f"label {test_labels[at]} at {at} is none of the {len(classes)} classes"
+    wrong = {
+        f"{name}: {len(y)} labels for {len(x)} images": len(y) != len(x)
+        for name, x, y in zip(names[1::2], arrays[::2], arrays[1::2])
+    }
+    wrong |= {
+        f"{names[1]}: all labels are {classes[0]}; expected more classes than one": (
+            len(classes) < 2
+        ),
+        f"{names[2]}: images are {other}; those to train on are {size}": other != size,
+        f"{names[3]}: {strange} of {names[1]}": missing.any(),
+    }
+    refuse(folder, wrong)
     for i in (0, 2):
-        images, labels = arrays[i : i + 2]
-        images_name, labels_name = (file.name for file in MNIST_FILES[i : i + 2])
-        size = " x ".join(map(str, images.shape[1:]))
-        n, of, top, at = len(labels), len(images), labels.max(), labels.argmax()
-        wrong = {
-            f"{images_name}: images are {size}; expected 28 x 28": size != "28 x 28",
-            f"{labels_name}: {n} labels for {of} images": n != of,
-            f"{labels_name}: label {top} at {at}; expected 0 to 9": top > 9,
-        }
-        refuse(folder, wrong)
-        arrays[i : i + 2] = images[..., None], labels.astype(np.int32)
+        arrays[i] = arrays[i][..., None]
+        arrays[i + 1] = np.searchsorted(classes, arrays[i + 1]).astype(np.int32)
     name = "MNIST"
     if foreign:
         print(f"notice: {folder} holds other data than MNIST ({', '.join(foreign)})")
         name = f"data in MNIST's form from {folder}"
-    return Dataset(name, *arrays)
+    return Dataset(name, *arrays, classes)
 
 
 # ---------------------------------------------------------------------------------
@@ -469,7 +489,7 @@ def generate_digits(
         ]
         images, labels = (np.concatenate(pieces)[:count] for pieces in zip(*chunks))
         arrays += [images[..., None], labels.astype(np.int32)]
-    return Dataset("generated digits", *arrays)
+    return Dataset("generated digits", *arrays, np.arange(10))
 
 
 def load_data(source: str, folder: Path) -> Dataset:
@@ -507,8 +527,14 @@ def scale(images: jax.Array) -> jax.Array:
 CHUNK_ROWS = 32  # images that a device predicts at a time
 
 
+def init_of(recipe: Recipe, form: dict) -> Callable:
+    """Return the network's init, of a key alone, for the form of a data set."""
+    sizes = {"image_shape": form["image_shape"], "num_classes": len(form["classes"])}
+    return functools.partial(NETWORKS[recipe.network].init, **sizes)
+
+
 def make_trainer(
-    recipe: Recipe, members: int, num_devices: int, num_steps: int
+    recipe: Recipe, members: int, devices: int | None, num_steps: int, form=MNIST_FORM
 ) -> pe.Trainer:
     """Make a trainer for data (uint8 images, int32 labels) and a run of num_steps."""
     network = NETWORKS[recipe.network]
@@ -524,13 +550,14 @@ def make_trainer(
         pe.adam(rate) if recipe.optimizer == "adam" else pe.sgd(rate, recipe.momentum)
     )
     return pe.make_trainer(
-        network.init,
+        init_of(recipe, form),
         loss_fn,
         optimizer,
         members=members,
-        devices=num_devices,
+        devices=devices,
         apply_fn=lambda params, state, x: network.logits(params, state, scale(x))[0],
         stateful=True,
+        microbatch="auto",
         skip_nonfinite=recipe.skip_nonfinite,
         chunk=CHUNK_ROWS,
     )
@@ -614,27 +641,6 @@ def print_epoch(metrics: dict) -> None:
         parts.append(f"{part}_loss: {metrics[f'{part}_loss']:.4f}")
         parts.append(f"{part}_accuracy: {100 * metrics[f'{part}_accuracy']:.2f}")
     print(", ".join(parts), flush=True)
-
-
-def print_failed(
-    failed: set, now: Run, segments: list, members: list, recipe: Recipe
-) -> None:
-    """Name each member that has failed, once, and put it into `failed`.
-
-    `segments` are losses [K, n] of the epoch's last steps: all of them, unless the run
-    was resumed within the epoch.
-    """
-    bad = ~np.isfinite(np.concatenate(segments, axis=1))
-    for i, scores in enumerate(members):
-        if scores is None and i not in failed:
-            steps = bad.shape[1] - np.argmax(bad[i])
-            since = f", nor was its loss in the last {steps} steps of it"
-            since = since if bad[i].any() else ""
-            print(f"notice: member {i} is not finite after epoch {now.epoch}{since}")
-            failed.add(i)
-        elif recipe.skip_nonfinite and bad[i].any():
-            skipped = f"{bad[i].sum()} steps of epoch {now.epoch}"
-            print(f"notice: member {i} skipped {skipped}: not finite")
 
 
 def print_table(title: str, rows: Sequence[tuple[str, dict | None]]) -> None:
@@ -729,17 +735,17 @@ def draw_reliability(diagram, histogram, probs: np.ndarray, labels) -> None:
     histogram.set(xlabel="confidence, %", ylabel="test images, %", yscale="log")
 
 
-def draw_images(figure, probs: np.ndarray, images, labels) -> None:
+def draw_images(figure, probs: np.ndarray, data: Dataset) -> None:
     """Draw the images that the ensemble is least sure of, with the members' votes."""
     rows, columns, many = 2, 6, len(probs) > 1
     unsure = np.argsort(-pe.predictive_entropy(probs))[: rows * columns]
     below = "members' votes, as class: count" if many else "the model's class"
     figure.suptitle(f"test images of the highest predictive entropy; below, {below}")
     for axes, i in zip(figure.subplots(rows, columns).flat, unsure):
-        axes.imshow(images[i, ..., 0], cmap="gray_r")
-        votes = collections.Counter(probs[:, i].argmax(axis=-1).tolist())
+        axes.imshow(data.test_images[i, ..., 0], cmap="gray_r")
+        votes = collections.Counter(data.classes[probs[:, i].argmax(axis=-1)].tolist())
         said = [f"{c}: {n}" if many else f"{c}" for c, n in votes.most_common(4)]
-        axes.set_title(f"label {labels[i]}", fontsize="medium")
+        axes.set_title(f"label {data.classes[data.test_labels[i]]}", fontsize="medium")
         axes.set_xlabel("  ".join(said), fontsize="small")
         axes.set(xticks=[], yticks=[])
 
@@ -768,7 +774,7 @@ def draw_report(
     for panel, name in zip(axes[0], titles):
         panel.set_title(name)
         panel.legend(frameon=False)
-    draw_images(images, probs, data.test_images, data.test_labels)
+    draw_images(images, probs, data)
     with pe.replace_file(path) as file:
         figure.savefig(file, format="png", dpi=110)
 
@@ -802,11 +808,19 @@ def encode(settings: dict) -> np.ndarray:
 
 def first_difference(ours: np.ndarray, theirs: np.ndarray) -> str | None:
     """Name the first setting in which two runs differ, and both values."""
-    here, there = (json.loads(settings.tobytes()) for settings in (ours, theirs))
+    here, there = (MNIST_FORM | json.loads(x.tobytes()) for x in (ours, theirs))
     for name in [*here, *there]:
         if here.get(name) != there.get(name):
             return f"{name} is {here.get(name)} here, {there.get(name)} there"
     return None
+
+
+def checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Return the steps and paths of what is named as a checkpoint, newest first."""
+    name = re.compile(r"checkpoint_(\d{8,18})\.safetensors")
+    matches = map(name.fullmatch, os.listdir(folder))
+    found = [(int(match[1]), folder / match[0]) for match in matches if match]
+    return sorted(found, reverse=True)
 
 
 class Folder:
@@ -817,7 +831,6 @@ class Folder:
     process.
     """
 
-    CHECKPOINT = re.compile(r"checkpoint_(\d{8,18})\.safetensors")
     LEFTOVER = re.compile(r"\.(checkpoint_\d+|config|metrics|report)\.\w+\.\w+\.tmp")
 
     def __init__(self, path: Path, resume: bool, keep: int):
@@ -857,18 +870,12 @@ class Folder:
             os.unlink(self.path / name)
         found = [self.path / "report.json", self.path / "metrics.jsonl"]
         found = [path for path in found if path.exists() and path.stat().st_size]
-        found += [path for _, path in self.checkpoints()]
+        found += [path for _, path in checkpoints(self.path)]
         if found and not resume:
             raise Failure(
                 f"--workdir {self.path}: holds {found[0].name} of an earlier run; go "
                 "on with it (--resume), choose another folder, or remove it"
             )
-
-    def checkpoints(self) -> list[tuple[int, Path]]:
-        """Return the steps and paths of what is named as a checkpoint, newest first."""
-        matches = map(self.CHECKPOINT.fullmatch, os.listdir(self.path))
-        found = [(int(match[1]), self.path / match[0]) for match in matches if match]
-        return sorted(found, reverse=True)
 
     def write(self, name: str, *values: dict, indent: int | None = None) -> None:
         """Write a file of JSON, a value after the other."""
@@ -882,7 +889,7 @@ class Folder:
         Checkpoints of later steps, which were skipped as damaged, do not count.
         """
         pe.save(self.path / f"checkpoint_{done:08d}.safetensors", checkpoint)
-        older = [path for step, path in self.checkpoints() if step <= done]
+        older = [path for step, path in checkpoints(self.path) if step <= done]
         for path in older[self.keep :]:
             os.unlink(path)
 
@@ -891,7 +898,7 @@ class Folder:
 
         Raises Failure when there is none, and for a run with other settings.
         """
-        found = self.checkpoints()
+        found = checkpoints(self.path)
         for _, path in found:
             try:
                 checkpoint = pe.load(path, like)
@@ -917,6 +924,69 @@ class Folder:
                     metrics = json.loads(line)
                     if metrics["epoch"] == len(self.metrics) + 1 <= epochs:
                         self.metrics.append(metrics)
+
+
+class Trained(NamedTuple):
+    """What a finished run left, to predict with: images are uint8 [N, H, W(, 1)]."""
+
+    trainer: pe.Trainer
+    state: pe.TrainState
+    classes: np.ndarray  # [C], so that classes[probs.argmax(axis=-1)] are labels
+    config: dict  # of config.json
+
+    def predict(self, images: Any) -> np.ndarray:
+        """Return the ensemble's probabilities [N, C]."""
+        return self.trainer.predict(self.state, self._pixels(images))
+
+    def predict_members(self, images: Any) -> np.ndarray:
+        """Return each member's probabilities [K, N, C]."""
+        return self.trainer.predict_members(self.state, self._pixels(images))
+
+    def _pixels(self, images: Any) -> np.ndarray:
+        images, shape = np.asarray(images), tuple(self.config["image_shape"])
+        if images.dtype != np.uint8 or images.shape[1:] not in (shape, shape[:2]):
+            raise ValueError(
+                f"images are {images.dtype} {[*images.shape]}; expected uint8 [N, "
+                f"{shape[0]}, {shape[1]}], pixels from 0 to 255: resize others, and of "
+                "floats from 0 to 1 take np.uint8(np.rint(255 * images))"
+            )
+        return images.reshape(-1, *shape)
+
+
+def load_run(workdir: str | os.PathLike, devices: int | None = None) -> Trained:
+    """Load the models of a finished run from its folder, which stays as it is.
+
+    `devices` is how many to use at most, by default all.  Members that the run's report
+    excludes, since they are not finite, are left out.
+
+    Raises ValueError for a folder of no run, for a run that is not finished or whose
+    newest checkpoint is damaged, and for more devices than there are.  So does
+    predicting, for images that are not bytes, or of another size than those it trained
+    on.
+    """
+    folder = Path(workdir)
+    try:
+        config = MNIST_FORM | json.loads((folder / "config.json").read_text())
+        recipe = Recipe(**{n: config[n] for n in Recipe._fields if n in config})
+        num_steps = recipe.epochs * (config["train_size"] // recipe.batch_size)
+        done, path = max(checkpoints(folder), default=(None, None))
+        if done != num_steps:
+            raise ValueError(f"it is at step {done} of {num_steps}")
+        report = json.loads((folder / "report.json").read_text())
+        finite = np.flatnonzero([scores is not None for scores in report["member"]])
+        trainer = make_trainer(recipe, config["members"], 1, num_steps, config)
+        like = trainer.gather(trainer.init(jax.random.key(0)))
+        found = pe.load(path, Checkpoint(encode({}), np.array(0), np.array(0), like))
+        if not json.loads(found.settings.tobytes()).items() <= config.items():
+            raise ValueError(f"{path} has other settings than config.json")
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise ValueError(
+            f"{folder} holds no finished run: {error}; to go on with one: python "
+            f"train_mnist.py --resume --workdir {folder}"
+        ) from error
+    trainer = make_trainer(recipe, len(finite), devices, num_steps, config)
+    state = trainer.scatter(jax.tree.map(lambda x: x[finite], found.state))
+    return Trained(trainer, state, np.array(config["classes"]), config)
 
 
 # ---------------------------------------------------------------------------------
@@ -1115,12 +1185,9 @@ def given_flags(argv: Sequence[str] | None) -> dict:
     missing = argparse.SUPPRESS
     parser = Parser("train_mnist.py", allow_abbrev=False, argument_default=missing)
     for name, (kind, _) in FLAGS.items():
-        if kind is bool:
-            parser.add_argument(flag(name), action="store_true")
-        elif callable(kind):
-            parser.add_argument(flag(name), type=kind)
-        else:
-            parser.add_argument(flag(name), choices=tuple(kind))
+        takes = {"type": kind} if callable(kind) else {"choices": tuple(kind)}
+        takes = {"action": "store_true"} if kind is bool else takes
+        parser.add_argument(flag(name), **takes)
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = map(flag, FLAGS)
@@ -1217,15 +1284,14 @@ def check_processes(args: argparse.Namespace) -> None:
 def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
     """Load the data, lay out the models.  Raises Failure where flags do not fit."""
 
-    def check(flag: str, ok: bool, message: str) -> None:
+    def check(name: str, ok: bool, message: str) -> None:
         if not ok:
-            value = getattr(args, flag.replace("-", "_"))
-            raise Failure(f"--{flag} {value}: {message}")
+            raise Failure(f"{flag(name)} {getattr(args, name)}: {message}")
 
-    for flag, package in (("show-batch", "rich"), ("plot", "matplotlib")):
-        wanted = getattr(args, flag.replace("-", "_"))
-        if wanted and not importlib.util.find_spec(package):
-            raise Failure(f"--{flag} needs {package}: python -m pip install {package}")
+    for name, package in (("show_batch", "rich"), ("plot", "matplotlib")):
+        if getattr(args, name) and not importlib.util.find_spec(package):
+            needs = f"needs {package}: python -m pip install {package}"
+            raise Failure(f"{flag(name)} {needs}")
     processes, here = jax.process_count(), jax.local_device_count()
     if args.show_batch and processes > 1:
         raise Failure("--show-batch: draws the devices of one process; there are more")
@@ -1233,9 +1299,9 @@ def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
     images, labels = data.train_images, data.train_labels
     size = args.train_size or len(images)
     has = f"{data.name} has {len(images)} training images"
-    check("train-size", size <= len(images), has)
+    check("train_size", size <= len(images), has)
     few = f"more than the {size} training images"
-    check("batch-size", args.batch_size <= size, few)
+    check("batch_size", args.batch_size <= size, few)
     data = data._replace(train_images=images[:size], train_labels=labels[:size])
     devices, kind = args.devices or here, jax.default_backend().upper()
     check("devices", devices <= here, f"there are {here} {kind} devices")
@@ -1247,13 +1313,18 @@ def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
     n, rest = layout.replicas, args.batch_size % layout.replicas
     other = f"use a multiple of {n}, for example {args.batch_size - rest or n}"
     split = f"does not split over the {n} devices of a model; {other}"
-    check("batch-size", rest == 0, split)
+    check("batch_size", rest == 0, split)
     recipe = Recipe(**{name: getattr(args, name) for name in Recipe._fields})
+    try:  # images may be too small for the network
+        jax.eval_shape(init_of(recipe, data.form()), jax.random.key(0))
+    except ValueError as error:
+        raise Failure(f"--network {recipe.network}: {error}") from error
     return recipe, data, layout
 
 
 def announce(args: argparse.Namespace, recipe: Recipe, data: Dataset, layout) -> None:
     """Say in a line what is about to run: data, models, devices, recipe, versions."""
+    size = " x ".join(map(str, data.train_images.shape[1:3]))
     members, devices, shared, replicas = layout
     models = "one model" if args.mode == "sync" else f"an ensemble of {members}"
     where = f"{devices} {jax.default_backend().upper()} devices"
@@ -1264,18 +1335,19 @@ def announce(args: argparse.Namespace, recipe: Recipe, data: Dataset, layout) ->
     said = ", ".join(f"{n} {value}" for n, value in what.items() if value is not False)
     print(
         f"{data.name}, {len(data.train_images)} training and {len(data.test_images)} "
-        f"test images: {models} on {where}; {said}",
+        f"test images of {size}, {len(data.classes)} classes: {models} on {where}; "
+        f"{said}",
         flush=True,
     )
 
 
-def show_batch(layout: pe.Layout, batch_size: int) -> None:
+def show_batch(layout: pe.Layout, batch_size: int, pixels: int) -> None:
     """Draw which rows of a step's images lie on which device, as Keras's guide does."""
     rows = layout.members_per_device * layout.devices * batch_size // layout.replicas
     mesh = jax.sharding.Mesh(jax.local_devices()[: layout.devices], ("devices",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices"))
-    print(f"a step's images [{rows}, 784], member after member, on the devices:")
-    jax.debug.visualize_sharding((rows, 28 * 28), sharding)
+    print(f"a step's images [{rows}, {pixels}], member after member, on the devices:")
+    jax.debug.visualize_sharding((rows, pixels), sharding)
 
 
 def print_report(mode: str, report: dict) -> None:
@@ -1306,7 +1378,7 @@ def any_finite(state: pe.TrainState) -> bool:
 def describe(args, recipe: Recipe, data: Dataset, members: int) -> dict:
     """Return what determines the numbers of a run, whatever devices it has."""
     content = hashlib.sha256()
-    for array in data[1:]:
+    for array in data[1:5]:
         content.update(np.ascontiguousarray(array))
     return {
         "mode": args.mode,
@@ -1316,6 +1388,7 @@ def describe(args, recipe: Recipe, data: Dataset, members: int) -> dict:
         "train_size": len(data.train_images),
         "dataset": data.name,
         "dataset_sha256": content.hexdigest(),
+        **data.form(),
     }
 
 
@@ -1337,7 +1410,8 @@ class Run:
         self.settings = describe(args, recipe, data, layout.members)
         check_same_run(self.settings)
         total = recipe.epochs * self.num_steps
-        self.trainer = make_trainer(recipe, layout.members, layout.devices, total)
+        where = layout.members, layout.devices
+        self.trainer = make_trainer(recipe, *where, total, data.form())
         self.images = self.trainer.place((data.train_images, data.train_labels))
         self.stop = Stop()
         self.length = 4  # steps of the next segment, at most
@@ -1447,10 +1521,29 @@ class Run:
             raise self.diverged()
         return Evaluation(probs, test, train, seconds)
 
+    def name_failed(self, members: list) -> None:
+        """Name each member that has failed, once, by its scores, and what was skipped.
+
+        The losses are of the epoch's last steps: all, unless it was resumed within.
+        """
+        bad = ~np.isfinite(np.concatenate(self.losses, axis=1))
+        for i, scores in enumerate(members):
+            if scores is None and i not in self.failed:
+                steps = bad.shape[1] - np.argmax(bad[i])
+                since = f", nor was its loss in the last {steps} steps of it"
+                since = since if bad[i].any() else ""
+                print(
+                    f"notice: member {i} is not finite after epoch {self.epoch}{since}"
+                )
+                self.failed.add(i)
+            elif self.recipe.skip_nonfinite and bad[i].any():
+                skipped = f"{bad[i].sum()} steps of epoch {self.epoch}"
+                print(f"notice: member {i} skipped {skipped}: not finite")
+
     def record(self, found: Evaluation) -> None:
         """Print an epoch, and write its line of metrics, unless it was before."""
         members = found.test["member"]
-        print_failed(self.failed, self, self.losses, members, self.recipe)
+        self.name_failed(members)
         if self.folder and len(self.folder.metrics) >= self.epoch:
             return
         test, train = found.test, found.train
@@ -1517,7 +1610,7 @@ def run(args: argparse.Namespace) -> None:
         recipe, data, layout = prepare(args)
         announce(args, recipe, data, layout)
         if args.show_batch:
-            show_batch(layout, recipe.batch_size)
+            show_batch(layout, recipe.batch_size, data.train_images[0].size)
         this = Run(args, recipe, data, layout, folder)
         with contextlib.closing(this.stop):
             found = train(this)
