@@ -669,19 +669,12 @@ MEMBER: dict = {"color": "#56b4e9", "linewidth": 1, "marker": "o", "markersize":
 DASHED: dict = {"color": "0.3", "linewidth": 1, "linestyle": "--"}
 
 
-class Score(NamedTuple):
-    """What is drawn over epochs and sizes, and where it stands."""
-
-    label: str
-    factor: float
-    key: str  # in the scores of a report
-    metric: str  # in a line of the metrics, after train_ and member_test_
-    ensemble: str  # in the same
-
-
+# What is drawn over epochs and sizes: its label, a factor, its name in the scores of a
+# report, and in a line of the metrics after train_ and member_test_, and the ensemble's
+# name there.
 SCORES = (
-    Score("NLL, nats", 1, "negative_log_likelihood", "loss", "ensemble_test_loss"),
-    Score("accuracy, %", 100, "accuracy", "accuracy", "test_accuracy"),
+    ("NLL, nats", 1, "negative_log_likelihood", "loss", "ensemble_test_loss"),
+    ("accuracy, %", 100, "accuracy", "accuracy", "test_accuracy"),
 )
 
 
@@ -690,25 +683,26 @@ def draw_curve(axes, x, y, name: str | None, style: dict) -> None:
     axes.plot(x, y, **style)[0].set_label(name)
 
 
-def draw_score(panels, score: Score, metrics: Sequence[dict], report: dict) -> None:
+def draw_score(panels, score: tuple, metrics: Sequence[dict], report: dict) -> None:
     """Draw a score over epochs and, of an ensemble, over its size."""
+    label, factor, key, metric, ensemble = score
     over_epochs, *over_size = panels
     curves = [
-        ("on training images", f"train_{score.metric}", {**DASHED, "marker": "x"}),
-        ("ensemble" if over_size else "model", score.ensemble, ENSEMBLE),
+        ("on training images", f"train_{metric}", {**DASHED, "marker": "x"}),
+        ("ensemble" if over_size else "model", ensemble, ENSEMBLE),
     ]
     if over_size:
-        curves.insert(0, ("members", f"member_test_{score.metric}", MEMBER))
-    for name, key, style in curves:
-        values = score.factor * np.float64([m[key] for m in metrics])
+        curves.insert(0, ("members", f"member_test_{metric}", MEMBER))
+    for name, column, style in curves:
+        values = factor * np.float64([m[column] for m in metrics])
         draw_curve(over_epochs, [m["epoch"] for m in metrics], values, name, style)
     for axes in over_size:
-        members = [scores[score.key] for scores in report["member"] if scores]
-        sizes = [score.factor * scores[score.key] for scores in report["by_size"]]
-        axes.axhline(score.factor * np.mean(members), label="a member, mean", **DASHED)
+        members = [scores[key] for scores in report["member"] if scores]
+        sizes = [factor * scores[key] for scores in report["by_size"]]
+        axes.axhline(factor * np.mean(members), label="a member, mean", **DASHED)
         draw_curve(axes, range(1, len(sizes) + 1), sizes, None, ENSEMBLE)
     for axes, name in zip(panels, ("epoch", "members in the ensemble")):
-        axes.set(xlabel=name, ylabel=score.label)
+        axes.set(xlabel=name, ylabel=label)
         axes.locator_params(axis="x", integer=True, min_n_ticks=1)
 
 
@@ -759,7 +753,8 @@ def draw_report(
     """
     from matplotlib.figure import Figure
 
-    metrics = [m for m in metrics if SCORES[0].ensemble in m]  # older versions lack it
+    # Older versions lack it.
+    metrics = [m for m in metrics if "ensemble_test_loss" in m]
     probs = probs[np.isfinite(probs).all(axis=(1, 2))]
     many = len(probs) > 1
     figure = Figure(figsize=(9, 9.5), layout="constrained")
@@ -1531,10 +1526,8 @@ class Run:
             if scores is None and i not in self.failed:
                 steps = bad.shape[1] - np.argmax(bad[i])
                 since = f", nor was its loss in the last {steps} steps of it"
-                since = since if bad[i].any() else ""
-                print(
-                    f"notice: member {i} is not finite after epoch {self.epoch}{since}"
-                )
+                after = f"after epoch {self.epoch}{since * any(bad[i])}"
+                print(f"notice: member {i} is not finite {after}")
                 self.failed.add(i)
             elif self.recipe.skip_nonfinite and bad[i].any():
                 skipped = f"{bad[i].sum()} steps of epoch {self.epoch}"
