@@ -3053,15 +3053,16 @@ def test_mnist_itself_is_recognized(capsys, monkeypatch):
     monkeypatch.setattr(tm, "fetch", None)
     data = tm.load_mnist(Path(MNIST_DIR))
     assert data.name == "MNIST" and capsys.readouterr().out == ""
+    assert data.form() == tm.MNIST_FORM == tm.generate_digits(0, 1, 1).form()
     shapes = [(60_000, 28, 28, 1), (60_000,), (10_000, 28, 28, 1), (10_000,)]
-    assert [leaf.shape for leaf in data[1:]] == shapes
+    assert [leaf.shape for leaf in data[1:5]] == shapes
     assert data.train_labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
 
 
 def test_generated_digits_have_mnists_form_and_depend_on_the_seed():
     data = tm.generate_digits(0, 2500, 1200)
     shapes = [(2500, 28, 28, 1), (2500,), (1200, 28, 28, 1), (1200,)]
-    assert [leaf.shape for leaf in data[1:]] == shapes
+    assert [leaf.shape for leaf in data[1:5]] == shapes
     assert data.train_images.dtype == np.uint8 and data.test_labels.dtype == np.int32
     assert np.bincount(data.train_labels, minlength=10).min() > 180
     assert 0.05 < data.train_images.mean() / 255 < 0.25
