@@ -38,7 +38,7 @@ def train(*flags) -> float:
 def by_size(folder: Path, members: int, seed: int) -> list[dict]:
     """Return the scores of the first 1, 2 ... members; train them unless done."""
     if not (folder / "report.json").exists():
-        resume = ["--resume"] if list(folder.glob("checkpoint_*.npz")) else []
+        resume = ["--resume"] if list(folder.glob("checkpoint_*.safetensors")) else []
         train("--members", members, "--seed", seed, "--workdir", folder, *resume)
     report = json.loads((folder / "report.json").read_text())
     if (report["members"], report["config"]["seed"]) != (members, seed):
