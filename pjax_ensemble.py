@@ -602,10 +602,11 @@ def gaussian_nll(mean: Array, variance: Array, targets: Array) -> Array:
     that is not above 0 gives nan: make it so, as with softplus.  Raises ValueError for
     shapes that differ.
     """
-    if not mean.shape == variance.shape == targets.shape:
+    shapes = [np.shape(x) for x in (mean, variance, targets)]
+    if len(set(shapes)) > 1:
         raise ValueError(
-            f"mean has shape {mean.shape}, variance {variance.shape} and targets "
-            f"{targets.shape}; expected the same; take [..., 0] of what ends in 1"
+            f"mean, variance and targets have shapes {shapes}; expected the same; take "
+            "[..., 0] of what ends in 1"
         )
     # By the deviation, whose square is finite in the gradient for any variance.
     deviation = jnp.sqrt(variance)
@@ -1785,16 +1786,17 @@ def _make_init(init_fn, make_optimizer, stateful, over_members, spread):
 def _warn_if_equal(state: TrainState, spread: Layout) -> None:
     """Warn of members with equal weights."""
     _check_state(state, spread)
-    for leaf in jax.tree.leaves(state.params):
-        members = np.asarray(_take(leaf, spread))
-        if any(x.tobytes() != members[0].tobytes() for x in members):
-            return
-    warnings.warn(
-        f"the {spread.members} members have equal weights, see the same batches and "
-        "use no random key, so they stay equal; have init_fn draw from its key, or "
-        "give each its own order or batches",
-        stacklevel=4,
-    )
+
+    def equal(leaf):
+        return len({x.tobytes() for x in np.asarray(_take(leaf, spread))}) == 1
+
+    if all(map(equal, jax.tree.leaves(state.params))):
+        warnings.warn(
+            f"the {spread.members} members have equal weights, see the same batches "
+            "and use no random key, so they stay equal; have init_fn draw from its "
+            "key, or give each its own order or batches",
+            stacklevel=4,
+        )
 
 
 _STEPS = 256  # orders are padded to a multiple, so that most share one program
@@ -1880,14 +1882,13 @@ def _make_predicting(apply_fn, output, stateful, chunk, over_members, spread):
 
     def outputs(model, _, inputs, __, *h):
         found = apply_fn(*model, inputs, *h)
-        if output is jax.nn.softmax:
-            shapes = [np.shape(x) for x in jax.tree.leaves(found)]
-            if not isinstance(found, Array) or found.ndim < 2 or found.shape[-1] < 2:
-                raise ValueError(
-                    f"apply_fn returns {type(found).__name__} of shapes {shapes}, no "
-                    "logits [B, ..., C] for the softmax; make the trainer with "
-                    "output=None, or with a function of what apply_fn returns"
-                )
+        logits = isinstance(found, Array) and found.ndim > 1 and found.shape[-1] > 1
+        if output is jax.nn.softmax and not logits:
+            raise ValueError(
+                f"apply_fn returns shapes {jax.tree.map(np.shape, found)}; the softmax "
+                "takes logits [B, ..., C]: make the trainer with output=None, or with "
+                "a function of what apply_fn returns"
+            )
         found = found if output is None else output(found)
         expected = f"{chunk}, one of each example, in all of them"
         _first_axes("outputs", found, chunk, expected=expected)
@@ -1908,8 +1909,8 @@ def _make_predicting(apply_fn, output, stateful, chunk, over_members, spread):
     members_program = over_members(outputs)
     mean_program = over_members(counted_outputs, meet=True, total=mean)
 
-    def in_chunks(program, own, state, inputs):
-        """Predict by a program for leaves [D, k, b, ...]: [D / R * k, N, ...]."""
+    def in_chunks(program, own, count, state, inputs):
+        """Predict by a program for leaves [D, k, b, ...]; return [count, N, ...]."""
         if apply_fn is None:
             raise ValueError("predicting takes an apply_fn; give make_trainer one")
         num_rows = _first_axes("inputs", inputs)
@@ -1925,7 +1926,7 @@ def _make_predicting(apply_fn, output, stateful, chunk, over_members, spread):
         def join(x):  # replicas hold a chunk one after another
             x = _every_device(x)
             x = x.reshape(-1, spread.replicas, *x.shape[1:]).swapaxes(1, 2)
-            return x.reshape(-1, rows, *x.shape[4:])
+            return x.reshape(-1, rows, *x.shape[4:])[:count]
 
         for start in range(0, num_rows, rows):
             part = jax.tree.map(functools.partial(cut, start), inputs)
@@ -1935,13 +1936,12 @@ def _make_predicting(apply_fn, output, stateful, chunk, over_members, spread):
 
     def predict(state, inputs):
         _, counts, _ = _slots(spread)
-        found = in_chunks(mean_program, counts, state, inputs)
+        found = in_chunks(mean_program, counts, 1, state, inputs)
         return jax.tree.map(lambda x: x[0], found)
 
-    def predict_members(state, inputs):
-        found = in_chunks(members_program, None, state, inputs)
-        return jax.tree.map(lambda x: x[: spread.members], found)
-
+    predict_members = functools.partial(
+        in_chunks, members_program, None, spread.members
+    )
     return predict, predict_members
 
 
@@ -2076,21 +2076,16 @@ def make_trainer(
         _over_members, spread=spread, hyper=_lay(own, spread)
     )
     may_stay_equal = members > 1 and hyper is None and not stateful
+    init = _make_init(init_fn, make_optimizer, stateful, over_members, spread)
     update, epoch = _make_training(make_step, may_stay_equal, over_members, spread)
     predict, predict_members = _make_predicting(
         apply_fn, output, stateful, chunk, over_members, spread
     )
-    return Trainer(
-        layout=spread,
-        init=_make_init(init_fn, make_optimizer, stateful, over_members, spread),
-        update=update,
-        epoch=epoch,
-        place=functools.partial(_place, spread=spread),
-        predict=predict,
-        predict_members=predict_members,
-        gather=functools.partial(_gather, spread=spread),
-        scatter=functools.partial(_scatter, spread=spread),
+    place, gather, scatter = (
+        functools.partial(f, spread=spread) for f in (_place, _gather, _scatter)
     )
+    training, predicting = (init, update, epoch, place), (predict, predict_members)
+    return Trainer(spread, *training, *predicting, gather, scatter)
 
 
 def prefetch(batches: Iterable, size: int = 2) -> Iterator:
