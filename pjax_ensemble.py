@@ -602,7 +602,9 @@ def gaussian_nll(mean: Array, variance: Array, targets: Array) -> Array:
     that is not above 0 gives nan: make it so, as with softplus.  Raises ValueError for
     shapes that differ.
     """
-    shapes = [np.shape(x) for x in (mean, variance, targets)]
+    arrays = map(jnp.asarray, (mean, variance, targets))
+    mean, variance, targets = map(_floats, arrays)
+    shapes = [x.shape for x in (mean, variance, targets)]
     if len(set(shapes)) > 1:
         raise ValueError(
             f"mean, variance and targets have shapes {shapes}; expected the same; take "
@@ -610,7 +612,7 @@ def gaussian_nll(mean: Array, variance: Array, targets: Array) -> Array:
         )
     # By the deviation, whose square is finite in the gradient for any variance.
     deviation = jnp.sqrt(variance)
-    error = (_floats(targets) - mean) / deviation
+    error = (targets - mean) / deviation
     return jnp.log(deviation) + (math.log(2 * math.pi) + jnp.square(error)) / 2
 
 
@@ -1270,7 +1272,11 @@ _ANY = "one or more arrays, all of one length"
 
 def _first_axes(what, tree, *lengths, expected=_ANY):
     """Return the length of all leaves' first axis; or check the lengths of several."""
-    found = {np.shape(x)[: len(lengths) or 1] for x in jax.tree.leaves(tree)}
+    leaves = jax.tree.leaves(tree)
+    for x in leaves:
+        if isinstance(x, np.ndarray) and x.dtype.kind in "OSUMm":
+            raise ValueError(f"the {what} hold {x.dtype}; expected numbers")
+    found = {np.shape(x)[: len(lengths) or 1] for x in leaves}
     if len(found) != 1 or () in found or lengths not in [(), *found]:
         raise ValueError(
             f"the first axes of the {what} have lengths {sorted(found)}; expected "
@@ -1929,7 +1935,8 @@ def _make_predicting(apply_fn, output, stateful, chunk, over_members, spread):
             return x.reshape(-1, rows, *x.shape[4:])[:count]
 
         for start in range(0, num_rows, rows):
-            part = jax.tree.map(functools.partial(cut, start), inputs)
+            cut_here = functools.partial(_on_data, functools.partial(cut, start))
+            part = jax.tree.map(cut_here, inputs)
             found = program(model, own, _lay_batch(part, spread), None)
             chunks.append(jax.tree.map(join, found))
         return jax.tree.map(lambda *x: np.concatenate(x, axis=1)[:, :num_rows], *chunks)
