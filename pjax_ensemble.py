@@ -1987,7 +1987,9 @@ def make_trainer(
     `init_fn(key)` returns a member's parameters, a tree of arrays, or with `stateful`
     (params, model_state).  `loss_fn`, `has_aux`, `stateful`, `microbatch` and
     `skip_nonfinite` are those of `make_sync_update`, and so is the step.  `devices` is
-    how many to use at most, by default all.
+    how many to use at most, by default all.  Where that is more than members, a device
+    sees a part of its member's batch, and losses are averaged: for a loss that is no
+    mean over its examples, pass as many devices as members, or fewer.
 
     For predicting, `apply_fn(params, inputs)`, or `apply_fn(params, model_state,
     inputs)` with `stateful`, takes any tree of arrays [B, ...] and returns any such
