@@ -177,6 +177,33 @@ def test_module_works_alone_beside_a_script(tmp_path):
     assert str(tmp_path) in printed and "Step 900" in printed
 
 
+def test_example_runs_beside_the_module_and_says_what_holds(tmp_path):
+    for name in ("pjax_ensemble.py", "examples/any_model.py"):
+        shutil.copy(HERE / name, tmp_path)
+    code = "import any_model; any_model.main(['--plot', 'regression.png'])"
+    fast = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # in compiling
+    printed = run_python(code, cwd=tmp_path, **fast)
+    png = (tmp_path / "regression.png").read_bytes()
+    assert png.startswith(b"\x89PNG") and len(png) < 100_000
+
+    def numbers(start, stop="\n"):
+        text = printed.partition(start)[2].partition(stop)[0]
+        return np.float64(re.findall(r"-?\d+\.?\d*", text))
+
+    for use in ("Regression", "Tokens", "Own batches"):
+        ensemble, *members = numbers(use)
+        assert ensemble < np.mean(members), use
+    inside, beside = numbers("members differ by ")
+    assert inside > 3 * beside
+    table = numbers("weight decay\n", "  chosen")[2:].reshape(8, 3)
+    losses = table[:, 1:].min(axis=1)
+    assert 0 < losses.argmin() < 7
+    chosen, *_ = numbers("chosen: ")
+    assert chosen == table[losses.argmin(), 0]
+    whole, _, nothing = numbers("  model")
+    assert whole > nothing
+
+
 def test_usage_in_the_docstring_runs():
     lines = pe.__doc__.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("    import"))
