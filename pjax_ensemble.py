@@ -1194,9 +1194,6 @@ def _make_step(loss_fn, optimizer, options, axis, groups=None):
             return tree
         return lax.pmean(tree, axis, axis_index_groups=groups)
 
-    def has_mean(x):
-        return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-
     def step(state, *batch):
         params, opt_state, model_state, key = state
         num_parts = _num_parts(batch, model_state, microbatch)
@@ -1235,7 +1232,7 @@ def _make_step(loss_fn, optimizer, options, axis, groups=None):
         grads, loss, aux = average((grads, loss, aux))
         new_model_state = jax.tree.map(
             # Counts and keys have no mean; replicas advance them alike.
-            lambda x: average(x) if has_mean(x) else x,
+            lambda x: average(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x,
             new_model_state,
         )
         more = {"value": loss} if takes_value else {}

@@ -2193,8 +2193,9 @@ def trained_with(trainer, order):
     return trainer.gather(state)[:2], losses, loss, probs
 
 
-@pytest.mark.parametrize("adam", [False, True])
-@pytest.mark.parametrize("members, devices", [(5, 2), (3, 3), (2, 4)])
+@pytest.mark.parametrize(
+    "members, devices, adam", [(5, 2, True), (3, 3, False), (2, 4, False)]
+)
 def test_member_with_its_hyper_is_the_one_trained_alone_with_it(members, devices, adam):
     hyper, order = jax.tree.map(lambda x: x[:members], HYPER), orders(1, batch=24)[0]
     trainer = hyper_trainer(hyper, devices, adam)
@@ -2562,20 +2563,19 @@ def plain_loss(params, xs, ys):
 def scaled(params, inputs, rate):
     return {"logits": net(params, inputs["xs"]), "rate": inputs["xs"][:, 0] * rate}
 
-for members in (2, 5):
-    trainer = pe.make_trainer(lambda key, rate: init(key),
-        lambda params, xs, ys, rate: plain_loss(params, xs, ys) * rate, pe.sgd,
-        members=members, hyper=np.linspace(0.1, 0.5, members), output=None,
-        apply_fn=scaled, chunk=5)
-    state = trainer.init(jax.random.key(1))
-    own = (np.stack([x[k::5][:8] for k in range(members)]) for x in (xs, ys))
-    state, loss = trainer.update(state, *own, per_member=True)
-    outputs = trainer.predict(state, {"xs": xs})
-    each = trainer.predict_members(state, {"xs": xs})
-    found[f"{members} own losses"] = loss
-    found[f"{members} own probs"] = np.c_[outputs["logits"], outputs["rate"]]
-    found[f"{members} own member probs"] = np.concatenate(
-        [each["logits"], each["rate"][..., None]], axis=2)
+trainer = pe.make_trainer(lambda key, rate: init(key),
+    lambda params, xs, ys, rate: plain_loss(params, xs, ys) * rate, pe.sgd,
+    members=2, hyper=np.linspace(0.1, 0.5, 2), output=None,
+    apply_fn=scaled, chunk=5)
+state = trainer.init(jax.random.key(1))
+own = (np.stack([x[k::2][:8] for k in range(2)]) for x in (xs, ys))
+state, loss = trainer.update(state, *own, per_member=True)
+outputs = trainer.predict(state, {"xs": xs})
+each = trainer.predict_members(state, {"xs": xs})
+found["own losses"] = loss
+found["own probs"] = np.c_[outputs["logits"], outputs["rate"]]
+found["own member probs"] = np.concatenate(
+    [each["logits"], each["rate"][..., None]], axis=2)
 
 optimizer = pe.sgd(0.1)
 update = pe.make_sync_update(plain_loss, optimizer)
@@ -2631,7 +2631,7 @@ def test_two_processes_end_as_one_with_as_many_devices(tmp_path):
     assert first.pop("equal keys") and not one.pop("equal keys")
     for name, value in first.items():
         assert_array_equal(value, second[name], err_msg=name)
-        if name[0] == "5" and not re.match("5( own)? probs", name):  # no replicas
+        if name[0] == "5" and name != "5 probs":  # no replicas
             assert_array_equal(value, one[name], err_msg=name)
         else:
             assert_close(value, one[name])
