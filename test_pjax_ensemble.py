@@ -1417,8 +1417,11 @@ def test_step_traces_its_loss_once_and_reuses_its_state(way, options):
             counts.append(len(traces))
             yield batch
 
-    train(way, counted, members_state(keys_of(0, way.members)), batches(), **options)
+    first = members_state(keys_of(0, way.members))
+    with mock.patch.object(pe, "_check_apart") as look:
+        train(way, counted, first, batches(), **options)
     assert counts[0] == 0 < counts[1] == counts[2] == counts[3]
+    assert look.call_count == 1  # a state that it returned is known
 
 
 @pytest.mark.parametrize("what", ["key", "nan"])
@@ -1592,7 +1595,13 @@ def test_a_step_that_is_not_finite_can_be_skipped(way):
 
 @every_way
 def test_optimizer_is_given_the_loss_where_it_takes_it(way):
-    optimizer = optax.chain(optax.polyak_sgd(max_learning_rate=0.2), optax.scale(0.5))
+    optimizer = optax.chain(optax.polyak_sgd(max_learning_rate=99), optax.scale(0.02))
+    if way.kind == "sync":  # by its name, where others take any
+
+        def update(grads, opt_state, params=None, *, value, chain=optimizer):
+            return chain.update(grads, opt_state, params, value=value)
+
+        optimizer = pe.Optimizer(optimizer.init, update)
     first, batches = (
         members_state(keys_of(0, way.members), optimizer=optimizer),
         net_batches(3),
@@ -2011,12 +2020,13 @@ def tree_init(key):
     return jax.random.normal(keys[0], (9, 4)), jax.random.normal(keys[1], (2, 3))
 
 
-def tree_apply(params, inputs):  # tokens [B, 5], position [B, 2]: any tree
+def tree_apply(params, inputs):  # tokens [B, 5], position [B, 2], keys [B]: any tree
     table, weight = params
     rows = table[inputs["tokens"]]  # [B, 5, 4]
     moved = (inputs["position"] @ weight)[:, 0]
     outputs = {"tokens": rows, "moved": moved, "best": rows.argmax(axis=-1)}
     outputs["half"] = rows.astype(jnp.bfloat16)
+    outputs["drawn"] = jax.vmap(jax.random.normal)(inputs["keys"])
     return outputs | {"log": jnp.log(jax.nn.relu(rows))}  # some -inf
 
 
@@ -2030,6 +2040,7 @@ def test_predictions_are_any_tree_of_any_tree(members, devices):
         inputs = {
             "tokens": rng.integers(9, size=(count, 5)),
             "position": randn(1, count, 2),
+            "keys": keys_of(2, count),
         }
         found = trainer.predict_members(state, inputs)
         alone = [jax.jit(tree_apply)(member(params, k), inputs) for k in range(members)]
@@ -2122,11 +2133,13 @@ def test_few_leaves_are_not_taken_for_as_many_arguments():
     x, y = randn(0, 2, 6)  # a state of two leaves and a batch of two
     init = functools.partial(jax.random.normal, shape=())
     options = dict(members=1, devices=2)
+    options |= dict(apply_fn=lambda w, x: w * x, output=None)
     trainer = pe.make_trainer(
         init, lambda w, x, y: jnp.mean((w * x - y) ** 2), optax.sgd(0.1), **options
     )
     state = trainer.init(jax.random.key(0))
     w = trainer.gather(state).params[0]
+    assert_close(trainer.predict(state, x), w * x)
     assert_close(trainer.update(state, x, y)[1], [np.mean((w * x - y) ** 2)])
 
 
@@ -2176,7 +2189,7 @@ def hyper_trainer(hyper, devices, adam=False, **options):
 
     def optimizer(h):
         if adam:
-            return pe.adam(0.1 * h.rate)
+            return optax.adamw(0.1 * h.rate, weight_decay=h.decay)
         return pe.sgd(pe.cosine_schedule(h.rate, 10), momentum=h.rate)
 
     options |= dict(members=len(hyper.rate), hyper=hyper, devices=devices)
@@ -2186,11 +2199,21 @@ def hyper_trainer(hyper, devices, adam=False, **options):
 
 def trained_with(trainer, order):
     state, losses = trainer.epoch(trainer.init(jax.random.key(3)), image_data(), order)
-    batch = [x[:24] for x in image_data()]
-    state, loss = trainer.update(state, *batch)
-    probs = trainer.predict_members(state, image_data()[0][:9])
-    assert_close(trainer.predict(state, image_data()[0][:9]), probs.mean(axis=0))
-    return trainer.gather(state)[:2], losses, loss, probs
+    images, labels = (x[:24] for x in image_data())
+    before = trainer.gather(state).params
+    for _ in range(3):
+        state, loss = trainer.update(state, images, labels)
+        losses = np.c_[losses, loss]
+    for k, params in enumerate(member(before, k) for k in range(len(loss))):
+        squares = sum(np.sum(x**2) for x in jax.tree.leaves(params))
+        expected = net_loss(params, images, labels) + HYPER.decay[k] * squares
+        assert_close(losses[k, len(order)], expected)
+    probs, ends = trainer.predict_members(state, images[:9]), trainer.gather(state)
+    for k, own in enumerate(probs):
+        logits = net(member(ends.params, k), images[:9]) / HYPER.temperature[k]
+        assert_close(own, jax.nn.softmax(logits))
+    assert_close(trainer.predict(state, images[:9]), probs.mean(axis=0))
+    return ends[:2], losses, probs
 
 
 @pytest.mark.parametrize(
@@ -2418,6 +2441,7 @@ REFUSED_TRAINERS = [
     (dict(optimizer=lambda h: SGD), "optimizer is function; expected one with init"),
     (dict(hyper=np.ones(2)), "optimizer is Optimizer; with hyper, expected a function"),
     (dict(hyper=np.ones(3)), r"\[\(3,\)\]; expected arrays \[K, ...\].* 2 members"),
+    (dict(hyper=np.array(["a", "b"])), "the hyper hold <U1; expected numbers"),
     (dict(hyper=[0.1, 0.2]), r"the hyper have .*\[\(\)\]; expected arrays"),
     (
         dict(hyper=np.array([0.1, -1.0]), optimizer=lambda h: pe.sgd(h)),
