@@ -2233,6 +2233,17 @@ def test_member_with_its_hyper_is_the_one_trained_alone_with_it(members, devices
             assert_close(member(together, k), ends, 1e-4 if adam else 1e-5)
 
 
+def test_updates_end_in_the_same_bits_however_many_share_a_device():
+    ends = []
+    for members in (1, 3):
+        trainer = net_trainer(members, 1, optimizer=pe.adam(0.05))
+        state = trainer.init(jax.random.key(3))
+        for batch in net_batches(3, 24):
+            state, _ = trainer.update(state, *batch)
+        ends.append(member(trainer.gather(state)[:2], 0))
+    assert leaves_equal(*ends)
+
+
 def test_a_sweep_trains_as_plain_numbers_do():
     def optimizer(h):
         return pe.sgd(h["rate"], momentum=h["momentum"], nesterov=True)
