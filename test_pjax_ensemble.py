@@ -2549,6 +2549,7 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
 
 PROCESS = """
 import sys
+import warnings
 import jax
 import numpy as np
 import jax.numpy as jnp
@@ -2611,6 +2612,13 @@ found["own losses"] = loss
 found["own probs"] = np.c_[outputs["logits"], outputs["rate"]]
 found["own member probs"] = np.concatenate(
     [each["logits"], each["rate"][..., None]], axis=2)
+
+plain = pe.make_trainer(lambda key: init(jax.random.key(0)), plain_loss, pe.sgd(0.1),
+    members=2)
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    _, found["plain losses"] = plain.update(plain.init(jax.random.key(1)), xs, ys)
+assert any("equal weights" in str(each.message) for each in told)
 
 optimizer = pe.sgd(0.1)
 update = pe.make_sync_update(plain_loss, optimizer)
