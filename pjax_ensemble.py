@@ -393,7 +393,6 @@ def batch_norm(
     of channels than the parameters', and in training for inputs without a row.
     """
     _check_features(inputs, params.bias, axis=0)
-
     if training and 0 in inputs.shape[:-1]:
         raise ValueError(f"inputs of shape {inputs.shape} have no row to train on")
 
@@ -1268,18 +1267,23 @@ _ANY = "one or more arrays, all of one length"
 
 
 def _first_axes(what, tree, *lengths, expected=_ANY):
-    """Return the length of all leaves' first axis; or check the lengths of several."""
-    leaves = jax.tree.leaves(tree)
+    """Return the length of all leaves' first axis, once the first ones are the same.
+
+    They are as many as `lengths`, by default one, and as long, where that is not None.
+    """
+    leaves, lengths = jax.tree.leaves(tree), lengths or (None,)
     for x in leaves:
         if isinstance(x, np.ndarray) and x.dtype.kind in "OSUMm":
             raise ValueError(f"the {what} hold {x.dtype}; expected numbers")
-    found = {np.shape(x)[: len(lengths) or 1] for x in leaves}
-    if len(found) != 1 or () in found or lengths not in [(), *found]:
+    found = {np.shape(x)[: len(lengths)] for x in leaves}
+    first = min(found, default=())
+    fits = all(n in (None, m) for n, m in zip(lengths, first))
+    if len(found) != 1 or len(first) != len(lengths) or not fits:
         raise ValueError(
             f"the first axes of the {what} have lengths {sorted(found)}; expected "
             f"{expected}"
         )
-    return found.pop()[0]
+    return first[0]
 
 
 def _check_keys(key_data: Array, num_replicas: int) -> None:
@@ -1406,7 +1410,7 @@ def _pmap_update(step, axis, replicas):
         if state.key is not None:
             keys = _every_device(jax.random.key_data(state.key))
             _check_keys(keys, len(keys) if replicas else 1)
-        num_devices = _first_axes("state", state)
+        num_devices = np.shape(jax.tree.leaves(state)[0])[0]
         return jax.device_put(state, _device_sharding(num_devices, axis))
 
     run = _consuming(functools.partial(_run, pmapped, replicas), admit)
@@ -1600,8 +1604,8 @@ def _over_members(
     program = jax.pmap(
         on_device,
         axis_name=_axis(spread),
-        # Nested: of a flat tuple, JAX (to 0.12 at least) gives entry i to leaf i where
-        # there are as many leaves as entries, also if arguments have none or several.
+        # Nested: of a flat tuple, JAX (0.10, 0.12) gives entry i to leaf i where there
+        # are as many leaves as entries, also if arguments have none or several.
         in_axes=(0, (0, 0, 0), None),
         donate_argnums=(0,) if consume else (),
     )
@@ -1842,9 +1846,8 @@ def _make_training(make_step, may_stay_equal, over_members, spread):
 
     def update(state, *batch, per_member=False):
         if per_member:
-            expected = f"arrays [K, B, ...], with K = {spread.members}"
-            _first_axes("batch", batch, spread.members, expected=expected)
-            _first_axes("members' batches", jax.tree.map(lambda x: x[0], batch))
+            expected = f"arrays [K, B, ...], with K = {spread.members} and one B"
+            _first_axes("batch", batch, spread.members, None, expected=expected)
             own, shared = _lay_own_batch(batch, spread), None
         else:
             _first_axes("batch", batch)
@@ -1922,9 +1925,12 @@ def _make_predicting(apply_fn, output, stateful, chunk, over_members, spread):
         model = (state.params, state.model_state) if stateful else (state.params,)
         own, chunks = jax.device_put(own, _spread_sharding(spread)), []
 
-        def cut(start, x):  # rows of zeros fill the last chunk
-            x = np.asarray(x[start : start + rows])
-            return np.pad(x, [(0, rows - len(x)), *[(0, 0)] * (x.ndim - 1)])
+        def chunk_at(start):
+            def cut(x):  # rows of zeros fill the last chunk
+                x = np.asarray(x[start : start + rows])
+                return np.pad(x, [(0, rows - len(x)), *[(0, 0)] * (x.ndim - 1)])
+
+            return jax.tree.map(functools.partial(_on_data, cut), inputs)
 
         def join(x):  # replicas hold a chunk one after another
             x = _every_device(x)
@@ -1932,9 +1938,7 @@ def _make_predicting(apply_fn, output, stateful, chunk, over_members, spread):
             return x.reshape(-1, rows, *x.shape[4:])[:count]
 
         for start in range(0, num_rows, rows):
-            cut_here = functools.partial(_on_data, functools.partial(cut, start))
-            part = jax.tree.map(cut_here, inputs)
-            found = program(model, own, _lay_batch(part, spread), None)
+            found = program(model, own, _lay_batch(chunk_at(start), spread), None)
             chunks.append(jax.tree.map(join, found))
         return jax.tree.map(lambda *x: np.concatenate(x, axis=1)[:, :num_rows], *chunks)
 
@@ -2076,7 +2080,7 @@ def make_trainer(
 
         return _make_step(own_loss_fn, make_optimizer(*h), options, axis, groups)
 
-    for i in range(members):  # raises for options and numbers that cannot be
+    for i in range(members if own else 1):  # raises for what cannot be, of each
         make_step(*jax.tree.map(operator.itemgetter(i), own))
     over_members = functools.partial(
         _over_members, spread=spread, hyper=_lay(own, spread)
@@ -2090,8 +2094,9 @@ def make_trainer(
     place, gather, scatter = (
         functools.partial(f, spread=spread) for f in (_place, _gather, _scatter)
     )
-    training, predicting = (init, update, epoch, place), (predict, predict_members)
-    return Trainer(spread, *training, *predicting, gather, scatter)
+    return Trainer(
+        spread, init, update, epoch, place, predict, predict_members, gather, scatter
+    )
 
 
 def prefetch(batches: Iterable, size: int = 2) -> Iterator:

@@ -2524,8 +2524,14 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         ("expected this trainer's", other.gather),
         ("takes an apply_fn; give make_trainer one", blind.predict, data[0]),
         ("hold no example", trainer.predict_members, data[0][:0]),
-        (r"\[\(10,\)\]; expected arrays \[K, B, ...\], with K = 2", own, *ten),
-        (r"\[\(8,\), \(9,\)\]; exp", own, *(np.ones((2, n)) for n in (8, 9))),
+        (
+            r"\[\(10,\), \(10, 8\)\]; expected arrays \[K, B, ...\], with K = 2",
+            own,
+            *ten,
+        ),
+        (r"\[\(2, 8\), \(2, 9\)\]; .* one B", own, *(np.ones((2, n)) for n in (8, 9))),
+        (r"\[\(2,\)\]; expected arrays \[K, B", own, np.ones(2)),
+        (r"\[\(3, 8\)\]; expected arrays \[K, B", own, np.ones((3, 8))),
         ("batch of 9 .*over 4", own, *[np.ones((2, 9))] * 2),
         ("first axes of the batch", own),
     ]:
