@@ -1684,12 +1684,14 @@ def _lay_own_batch(batch: PyTree, spread: Layout) -> PyTree:
     return jax.tree.map(lay, batch)
 
 
-def _lay_order(order: Any, num_rows: int, spread: Layout) -> np.ndarray:
+_STEPS = 256  # orders are padded to a multiple, so that most share one program
+
+
+def _lay_order(order: np.ndarray, num_rows: int, spread: Layout) -> np.ndarray:
     """Give each device its replica's part of [steps, B], or of [K, steps, B].
 
-    Returns int32 [D, M, steps, B / R].
+    Returns int32 [D, M, steps, B / R], with steps of zeros up to the next `_STEPS`.
     """
-    order = np.asarray(order)
     if not np.issubdtype(order.dtype, np.integer):
         raise ValueError(f"order is {order.dtype}; expected integers, rows of the data")
     if order.ndim == 2:
@@ -1705,8 +1707,10 @@ def _lay_order(order: Any, num_rows: int, spread: Layout) -> np.ndarray:
             f"order holds rows {order.min()} to {order.max()}; the data have rows 0 to "
             f"{num_rows - 1}"
         )
-    rows = order.astype(np.int32).swapaxes(1, 2)
-    return _lay_own_batch(rows, spread).swapaxes(2, 3)
+    members, steps, size = order.shape
+    rows = np.zeros((members, steps + -steps % _STEPS, size), np.int32)
+    rows[:, :steps] = order
+    return _lay_own_batch(rows.swapaxes(1, 2), spread).swapaxes(2, 3)
 
 
 def _gather(state: TrainState, spread: Layout) -> TrainState:
@@ -1806,7 +1810,24 @@ def _warn_if_equal(state: TrainState, spread: Layout) -> None:
         )
 
 
-_STEPS = 256  # orders are padded to a multiple, so that most share one program
+def _scan_first(f: Callable, carry: PyTree, xs: PyTree, count: Array) -> tuple:
+    """Scan the first `count` of xs, a traced number; what it returns for others is 0.
+
+    Thus one program serves all numbers up to the length of xs.
+    """
+
+    def at(i):
+        return jax.tree.map(lambda x: x[i], xs)
+
+    def advance(i, both):
+        carry, ys = both
+        carry, y = f(carry, at(i))
+        return carry, jax.tree.map(lambda ys, y: ys.at[i].set(y), ys, y)
+
+    _, shapes = jax.eval_shape(f, carry, at(0))
+    length = len(jax.tree.leaves(xs)[0])
+    ys = jax.tree.map(lambda y: jnp.zeros((length, *y.shape), y.dtype), shapes)
+    return lax.fori_loop(0, count, advance, (carry, ys))
 
 
 def _make_training(make_step, may_stay_equal, over_members, spread):
@@ -1818,19 +1839,10 @@ def _make_training(make_step, may_stay_equal, over_members, spread):
     def train_member(state, order, _, whole, *h):  # order [steps, b]
         step, (num_steps, data) = make_step(*h), whole
 
-        def train_on(state, i):
-            return step(state, *jax.tree.map(lambda x: x[order[i]], data))
+        def train_on(state, rows):
+            return step(state, *jax.tree.map(lambda x: x[rows], data))
 
-        def advance(i, carry):
-            state, metrics = carry
-            state, now = train_on(state, i)
-            return state, jax.tree.map(lambda x, y: x.at[i].set(y), metrics, now)
-
-        _, shapes = jax.eval_shape(train_on, state, 0)
-        metrics = jax.tree.map(
-            lambda x: jnp.zeros((len(order), *x.shape), x.dtype), shapes
-        )
-        return lax.fori_loop(0, num_steps, advance, (state, metrics))
+        return _scan_first(train_on, state, order, num_steps)
 
     options = dict(consume=True, meet=spread.replicas > 1)
     step_program, epoch_program = (
@@ -1840,7 +1852,8 @@ def _make_training(make_step, may_stay_equal, over_members, spread):
     def look(state, order=()):
         """Warn of equal members, once, where their batches do not differ either."""
         nonlocal may_stay_equal
-        if may_stay_equal and (np.ndim(order) < 3 or np.ptp(order, axis=0).max() == 0):
+        batches = order if np.ndim(order) == 3 else ()  # each member's own
+        if may_stay_equal and all(np.array_equal(x, batches[0]) for x in batches):
             may_stay_equal = False
             _warn_if_equal(state, spread)
 
@@ -1861,11 +1874,10 @@ def _make_training(make_step, may_stay_equal, over_members, spread):
             raise ValueError(
                 f"data is {type(data).__name__}; expected a tuple of what loss_fn takes"
             )
-        num_rows = _first_axes("data", data)
+        num_rows, order = _first_axes("data", data), np.asarray(order)
         laid = _lay_order(order, num_rows, spread)
         look(state, order)
-        num_steps = laid.shape[2]
-        laid = np.pad(laid, [(0, 0), (0, 0), (0, -num_steps % _STEPS), (0, 0)])
+        num_steps = order.shape[-2]
         whole = np.int32(num_steps), _place(tuple(data), spread)
         state, metrics = epoch_program(state, laid, None, whole)
         metrics = _take(metrics, spread)
@@ -1881,12 +1893,14 @@ def _place(data: PyTree, spread: Layout) -> PyTree:
     return jax.device_put(data, everywhere)
 
 
+_CHUNKS = 32  # a device predicts at most so many in one call of a program
+
+
 def _make_predicting(apply_fn, output, stateful, chunk, over_members, spread):
     """Make `predict` and `predict_members` of a Trainer."""
     across = _groups(spread).T.tolist()  # the devices with the same rows
-    rows = chunk * spread.replicas
 
-    def outputs(model, _, inputs, __, *h):
+    def of_chunk(model, inputs, *h):
         found = apply_fn(*model, inputs, *h)
         logits = isinstance(found, Array) and found.ndim > 1 and found.shape[-1] > 1
         if output is jax.nn.softmax and not logits:
@@ -1899,6 +1913,14 @@ def _make_predicting(apply_fn, output, stateful, chunk, over_members, spread):
         expected = f"{chunk}, one of each example, in all of them"
         _first_axes("outputs", found, chunk, expected=expected)
         return found
+
+    def outputs(model, _, inputs, num_chunks, *h):
+        def scanned(nothing, inputs):
+            return nothing, of_chunk(model, inputs, *h)
+
+        chunks = jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), inputs)
+        _, found = _scan_first(scanned, (), chunks, num_chunks)
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
 
     def counted_outputs(model, counts, *rest):
         def count(x):  # in float32 at least, and nan or infinite only in what counts
@@ -1915,40 +1937,47 @@ def _make_predicting(apply_fn, output, stateful, chunk, over_members, spread):
     members_program = over_members(outputs)
     mean_program = over_members(counted_outputs, meet=True, total=mean)
 
-    def in_chunks(program, own, count, state, inputs):
-        """Predict by a program for leaves [D, k, b, ...]; return [count, N, ...]."""
+    def in_blocks(program, own, count, state, inputs):
+        """Predict by a program for leaves [D, k, b, ...]; return [count, N, ...].
+
+        It is called for a block of up to _CHUNKS chunks a replica: bounded memory.
+        """
         if apply_fn is None:
             raise ValueError("predicting takes an apply_fn; give make_trainer one")
         num_rows = _first_axes("inputs", inputs)
         if num_rows == 0:
             raise ValueError("the inputs hold no example")
         model = (state.params, state.model_state) if stateful else (state.params,)
-        own, chunks = jax.device_put(own, _spread_sharding(spread)), []
+        own, blocks = jax.device_put(own, _spread_sharding(spread)), []
+        chunks = -(-num_rows // (chunk * spread.replicas))
+        chunks = min(_CHUNKS, 1 << (chunks - 1).bit_length())  # so few programs serve
+        rows = chunks * chunk * spread.replicas
 
-        def chunk_at(start):
-            def cut(x):  # rows of zeros fill the last chunk
+        def block_at(start):
+            def cut(x):  # rows of zeros fill the last block
                 x = np.asarray(x[start : start + rows])
                 return np.pad(x, [(0, rows - len(x)), *[(0, 0)] * (x.ndim - 1)])
 
             return jax.tree.map(functools.partial(_on_data, cut), inputs)
 
-        def join(x):  # replicas hold a chunk one after another
+        def join(x):  # replicas hold a block one after another
             x = _every_device(x)
             x = x.reshape(-1, spread.replicas, *x.shape[1:]).swapaxes(1, 2)
             return x.reshape(-1, rows, *x.shape[4:])[:count]
 
         for start in range(0, num_rows, rows):
-            found = program(model, own, _lay_batch(chunk_at(start), spread), None)
-            chunks.append(jax.tree.map(join, found))
-        return jax.tree.map(lambda *x: np.concatenate(x, axis=1)[:, :num_rows], *chunks)
+            filled = np.int32(min(chunks, -(-(num_rows - start) // chunk)))
+            found = program(model, own, _lay_batch(block_at(start), spread), filled)
+            blocks.append(jax.tree.map(join, found))
+        return jax.tree.map(lambda *x: np.concatenate(x, axis=1)[:, :num_rows], *blocks)
 
     def predict(state, inputs):
         _, counts, _ = _slots(spread)
-        found = in_chunks(mean_program, counts, 1, state, inputs)
+        found = in_blocks(mean_program, counts, 1, state, inputs)
         return jax.tree.map(lambda x: x[0], found)
 
     predict_members = functools.partial(
-        in_chunks, members_program, None, spread.members
+        in_blocks, members_program, None, spread.members
     )
     return predict, predict_members
 

@@ -1998,7 +1998,7 @@ def test_a_member_that_is_not_finite_leaves_the_others_predictions():
     assert leaves_equal(spoiled[others], probs[others])
 
 
-def test_predicting_compiles_once_and_holds_one_chunk_at_a_time():
+def test_predicting_compiles_few_programs_and_holds_one_chunk_at_a_time():
     shapes = []
 
     def apply_fn(params, images):
@@ -2007,12 +2007,27 @@ def test_predicting_compiles_once_and_holds_one_chunk_at_a_time():
 
     trainer = net_trainer(2, 4, apply_fn=apply_fn, chunk=5)
     state = trainer.init(jax.random.key(0))
-    for count in (1, 9, 23):
+    for count in (1, 23):  # on two replicas, a chunk of each and three of each
         assert trainer.predict(state, image_data()[0][:count]).shape == (count, 4)
     assert set(shapes) == {(5, 8, 8, 1)}
-    count = len(shapes)
-    trainer.predict(state, image_data()[0])
-    assert len(shapes) == count
+    traced = len(shapes)
+    for count in (2, 10, 31, 40):
+        trainer.predict(state, image_data()[0][:count])
+    assert len(shapes) == traced
+
+
+@pytest.mark.parametrize("members, devices", [(1, 4), (2, 4), (3, 2)])
+def test_predictions_do_not_depend_on_the_rows_that_go_with_them(
+    monkeypatch, members, devices
+):
+    images = image_data()[0]
+    trainer = net_trainer(members, devices, chunk=3)
+    state = trainer.init(jax.random.key(0))
+    whole = trainer.predict(state, images), trainer.predict_members(state, images)
+    alone = trainer.predict_members(state, images[17:18])
+    monkeypatch.setattr(pe, "_CHUNKS", 2)  # several blocks, the last one not full
+    blocks = trainer.predict(state, images), trainer.predict_members(state, images)
+    assert leaves_equal(whole, blocks) and leaves_equal(alone, whole[1][:, 17:18])
 
 
 def tree_init(key):
