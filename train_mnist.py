@@ -534,28 +534,42 @@ def init_of(recipe: Recipe, form: dict) -> Callable:
 
 
 def make_trainer(
-    recipe: Recipe, members: int, devices: int | None, num_steps: int, form=MNIST_FORM
+    recipe: Recipe,
+    members: int,
+    devices: int | None,
+    num_steps: int,
+    form=MNIST_FORM,
+    hyper=None,
 ) -> pe.Trainer:
-    """Make a trainer for data (uint8 images, int32 labels) and a run of num_steps."""
-    network = NETWORKS[recipe.network]
+    """Make a trainer for data (uint8 images, int32 labels) and a run of num_steps.
 
-    def loss_fn(params, model_state, key, images, labels):
+    `hyper` has numbers of the optimizer in which members differ, by their names in the
+    recipe, each [K].
+    """
+    network, init = NETWORKS[recipe.network], init_of(recipe, form)
+
+    def loss_fn(params, model_state, key, images, labels, *_):
         shift_key, key = jax.random.split(key)
         images = scale(shift_images(shift_key, images, recipe.max_shift))
         logits, model_state = network.logits(params, model_state, images, key)
         return pe.softmax_cross_entropy(logits, labels).mean(), model_state
 
-    rate = SCHEDULES[recipe.schedule](recipe.learning_rate, num_steps)
-    optimizer = (
-        pe.adam(rate) if recipe.optimizer == "adam" else pe.sgd(rate, recipe.momentum)
-    )
+    def apply_fn(params, model_state, images, *_):
+        return network.logits(params, model_state, scale(images))[0]
+
+    def optimizer(own):
+        its = recipe._replace(**own)
+        rate = SCHEDULES[its.schedule](its.learning_rate, num_steps)
+        return pe.adam(rate) if its.optimizer == "adam" else pe.sgd(rate, its.momentum)
+
     return pe.make_trainer(
-        init_of(recipe, form),
+        lambda key, *_: init(key),
         loss_fn,
-        optimizer,
+        optimizer if hyper else optimizer({}),
         members=members,
         devices=devices,
-        apply_fn=lambda params, state, x: network.logits(params, state, scale(x))[0],
+        apply_fn=apply_fn,
+        hyper=hyper,
         stateful=True,
         microbatch="auto",
         skip_nonfinite=recipe.skip_nonfinite,
