@@ -61,6 +61,7 @@ import train_mnist as tm
 
 sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
 import faults
+import recipe as recipes
 
 D = 8
 jax.devices()  # now, before a test could ask for another number
@@ -4214,3 +4215,116 @@ def test_script_without_a_workdir_writes_nothing(tmp_path, script, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert script("--epochs 1 --network tiny")[0] == 0
     assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------------------------
+# benchmarks/recipe.py
+# ---------------------------------------------------------------------------------
+
+
+def test_sweep_trains_each_rate_on_each_order_as_the_script_does(monkeypatch):
+    linear = tm.Network(
+        lambda key, **form: (jax.random.normal(key, (784, 10)) / 28, ()),
+        lambda w, _, images, key=None: (images.reshape(len(images), 784) @ w, ()),
+    )
+    monkeypatch.setitem(tm.NETWORKS, "cnn", linear)
+    data, rates = tm.generate_digits(0, 160, 40), (0.1, 0.02)
+    recipe = tm.RECIPES["cnn"]._replace(batch_size=32, epochs=2)
+    probs, alone = (
+        recipes.sweep(recipe, rates, 2, data, data.test_images, 1, at_once)[0]
+        for at_once in (True, False)
+    )
+    assert leaves_equal(probs, alone)
+    # Members 2 and 3 start from the weights, and train on the orders, of 0 and 1.
+    trainer = tm.make_trainer(recipe._replace(learning_rate=rates[1]), 4, 1, 10)
+    start = trainer.gather(trainer.init(jax.random.key(0)))
+    state = trainer.scatter(start._replace(params=start.params[[0, 1, 0, 1]]))
+    for epoch in range(2):
+        order = tm.member_orders(160, recipe, seed=0, epoch=epoch, members=2)
+        state, _ = trainer.epoch(state, data[1:3], order[[0, 1, 0, 1]])
+    assert_close(probs[2:], trainer.predict_members(state, data.test_images)[2:])
+
+
+@pytest.fixture
+def sweep_script(monkeypatch, capsys, small_folder):
+    """Return a function that runs it, 200 images to score: status, output, errors."""
+    monkeypatch.setenv("MNIST_DIR", str(small_folder))
+    monkeypatch.setattr(recipes, "VALIDATION", 200)
+
+    def run(flags):
+        status = recipes.main(words(flags))
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_sweep_prints_a_rate_a_row_and_which_is_best(
+    sweep_script, small_folder, monkeypatch
+):
+    probs, calls = random_probs(0, 6, 200, 10), []
+    probs[1, 7] = np.nan
+
+    def sweep(*what, at_once=True):
+        calls.append(what)
+        return (probs, 1.25) if at_once else (probs[[0, 1, 4, 5, 2, 3]], 3.5)
+
+    monkeypatch.setattr(recipes, "sweep", sweep)
+    flags = (
+        "batch_size=32,bootstrap --train-size 256 --orders 2 --one-by-one --epochs 3"
+    )
+    status, out, err = sweep_script(f"{flags} --learning-rates .1 .2 .3")
+    assert (status, err) == (0, "")
+    images, labels = tm.load_mnist(small_folder)[1:3]
+    default = tm.RECIPES["cnn"]._replace(epochs=3)
+    others = default._replace(batch_size=32, bootstrap=True)
+    for recipe, call in zip((default, default, others, others), calls):
+        assert call[:3] == (recipe, [0.1, 0.2, 0.3], 2)
+        assert_array_equal(call[3].train_images, images[:256])
+        assert_array_equal(call[4], images[-200:])
+    rows, losses = ["| 0.1 | 1 of 2 members are not finite |  |  |  |  |"], []
+    for rate, own in ((0.2, probs[2:4]), (0.3, probs[4:])):
+        report = pe.ensemble_report(own, labels[-200:])
+        (a, x, *_), (b, y, *_) = (scores.values() for scores in report["member"])
+        cells = [
+            f"{rate} | {50 * (a + b):.2f} ± {100 * abs(a - b) / 2**0.5:.2f}",
+            f"{(x + y) / 2:.4f} ± {abs(x - y) / 2**0.5:.4f}",
+        ]
+        accuracy, nll, _, ece = report["ensemble"].values()
+        cells += [f"{100 * accuracy:.2f}", f"{nll:.4f}", f"{ece:.4f}"]
+        rows.append(f"| {' | '.join(cells)} |")
+        losses.append([x, y])
+    best = (0.2, 0.3)[np.argmin(np.mean(losses, axis=1))]
+    apart = np.abs(np.subtract(*losses)).max()
+    end = f"\n\nbest by a member's NLL: {best}\n6 members at once: 1.2 s\n"
+    end += f"one after another: 3.5 s, NLL within {apart:.1g}\n"
+    assert out.count("\n".join(rows) + end) == 2
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("max_shift=3,size=9", "max_shift=3,size=9: expected one of network, .*'size'"),
+        ("learning_rate=1", r"expected .* \(rates: --learning-rates\), not"),
+        ("max_shift", "max_shift: argument --max-shift: expected one argument"),
+        ("epochs=x", "epochs=x: argument --epochs: expected a whole number, .*'x'"),
+        ("batch_size=300", "batch_size=300: .* more than the 256 training images"),
+        ("--learning-rates .1 0", "--learning-rates: expected .* above 0, not '0'"),
+        ("--learning-rates nan", "--learning-rates: expected .* above 0, not 'nan'"),
+        ("--orders 0", "--orders: expected a whole number, 1 or more, not '0'"),
+        ("--devices 9", f"--devices 9: there are {D} CPU devices"),
+        ("--train-size 569", "569: .* has 568 training images, besides 200 to score"),
+        ("--one-by-one --devices 7", "batch-size 64: does not split over the 7 dev"),
+    ],
+)
+def test_sweep_says_in_a_line_what_is_wrong(sweep_script, flags, message):
+    size = "" if "--train-size" in flags else "--train-size 256"
+    status, _, err = sweep_script(f"{flags} {size}")
+    assert status == 2 and re.fullmatch(f"recipe.py: error: .*{message}.*\n", err)
+
+
+def test_sweep_names_the_file_that_is_damaged(tmp_path, sweep_script, monkeypatch):
+    path = write_files(tmp_path, {**small_files(), IMAGES: b"damaged"}) / IMAGES
+    monkeypatch.setenv("MNIST_DIR", str(tmp_path))
+    status, _, err = sweep_script("--train-size 1")
+    assert status == 2 and err.startswith(f"recipe.py: error: {path}: magic number")
+    assert err.count("\n") == 1

@@ -1,15 +1,30 @@
-"""Compare training recipes on held-out training images, never on the test set.
+"""Choose a learning rate on held-out training images, in one run; never on test images.
 
+    MNIST_DIR=... python benchmarks/recipe.py
     MNIST_DIR=... python benchmarks/recipe.py batch_size=128 max_shift=0,epochs=3
-    MNIST_DIR=... python benchmarks/recipe.py --members 8 bootstrap=True
 
-Trains the default recipe and each given change to it on MNIST's first 50,000 training
-images, and scores the last 10,000: a row a recipe, mean and half the range over the
-seeds.
+Trains each learning rate on each batch order, 16 members at once, by the recipe of
+train_mnist.py on MNIST's first 50,000 training images, and scores the last 10,000: a
+row a rate, mean and standard deviation over its members, and their ensemble.  At every
+rate, order j and the weights that it starts from are those of the script's member j.
+
+  name=value,name ...     further recipes, by what they change, in the names of the
+                          script's flags: a trainer and a table each
+  --learning-rates R ...  default: the recipe's, divided by 4 and by 2, itself, doubled
+  --orders N              default: 4
+  --epochs N              default: the recipe's
+  --devices D             default: all; on CPU, one a core
+  --train-size N          train on the first N images (default: 50000)
+  --one-by-one            train the same members one after another too, each on all
+                          devices
+
+Seconds are from the starting weights to the probabilities on the 10,000 images: they
+include compiling, training and predicting.
 """
 
-import argparse
+import math
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -17,67 +32,137 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import pjax_ensemble as pe
-import train_mnist
+import train_mnist as tm
 
-NUM_TRAIN = 50_000
-
-
-def parse_recipe(text: str) -> train_mnist.Recipe:
-    """Read "name=value,name=value" as changes to the default recipe."""
-    changes = dict(part.split("=") for part in filter(None, text.split(",")))
-    recipe = train_mnist.RECIPES[changes.get("network", "cnn")]
-    kinds = {name: type(value) for name, value in recipe._asdict().items()}
-    kinds["bootstrap"] = lambda value: value == "True"
-    return recipe._replace(**{n: kinds[n](value) for n, value in changes.items()})
+VALIDATION = 10_000  # training images, the last ones
+FACTORS = 0.25, 0.5, 1, 2  # of the recipe's learning rate
+FIELDS = [name for name in tm.Recipe._fields if name != "learning_rate"]
+HEAD = "| learning rate | a member's accuracy, % | its NLL | accuracy, % | NLL | ECE |"
 
 
-def score(recipe: train_mnist.Recipe, data, members: int, devices: int, seed: int):
-    """Train once; return accuracy, negative log-likelihood and calibration error."""
-    images, labels = data.train_images, data.train_labels
-    num_steps = recipe.epochs * (NUM_TRAIN // recipe.batch_size)
-    trainer = train_mnist.make_trainer(recipe, members, devices, num_steps)
-    state = trainer.init(jax.random.key(seed))
-    placed = trainer.place((images[:NUM_TRAIN], labels[:NUM_TRAIN]))
-    for epoch in range(recipe.epochs):
-        order = train_mnist.member_orders(
-            NUM_TRAIN, recipe, seed=seed, epoch=epoch, members=members
-        )
-        state, _ = trainer.epoch(state, placed, order)
-    probs = trainer.predict_members(state, images[NUM_TRAIN:])
-    report = pe.ensemble_report(probs, labels[NUM_TRAIN:])
+class Parser(tm.Parser):
+    def format_help(self):
+        return __doc__
+
+
+def prepare(change: str, args) -> tuple[tm.Recipe, tm.Dataset]:
+    """Read "name=value,name" as flags of the script.  Raises Failure, DataError."""
+    members = args.orders * len(args.learning_rates or FACTORS)
+    given = {"members": 1 if args.one_by_one else members, "data": "mnist"}
+    given |= {name: getattr(args, name) for name in ("epochs", "devices", "train_size")}
+    flags = [f"{tm.flag(name)}={value}" for name, value in given.items() if value]
+    for name, *value in (part.partition("=") for part in change.split(",") if part):
+        if name not in FIELDS:
+            expected = f"one of {', '.join(FIELDS)} (rates: --learning-rates)"
+            raise tm.Failure(f"{change}: expected {expected}, not {name!r}")
+        flags.append(tm.flag(name) + "".join(value))
+    try:
+        return tm.prepare(tm.parse_arguments(flags))[:2]
+    except tm.Failure as failure:
+        raise tm.Failure(f"{change}: {failure}" if change else str(failure)) from None
+
+
+def sweep(recipe, rates, num_orders, data, images, devices=None, at_once=True):
+    """Train each rate on each order, all at once or one after another.
+
+    Returns probabilities on `images` [K, N, C], all orders of the first rate first, and
+    the seconds.
+    """
+    rate, number = np.repeat(rates, num_orders), np.tile(range(num_orders), len(rates))
+    size, members = len(data.train_images), len(rate)
+
+    def make_trainer(rate):
+        num_steps = size // recipe.batch_size * recipe.epochs
+        where = len(rate), devices, num_steps, data.form()
+        return tm.make_trainer(recipe, *where, hyper={"learning_rate": rate})
+
+    whole = make_trainer(rate)
+    start = whole.gather(whole.init(jax.random.key(0)))
+    start = start._replace(params=jax.tree.map(lambda x: x[number], start.params))
+    found, started = [], time.perf_counter()
+    for own in np.split(np.arange(members), 1 if at_once else members):
+        trainer = make_trainer(rate[own])
+        state = trainer.scatter(jax.tree.map(lambda x, own=own: x[own], start))
+        placed = trainer.place((data.train_images, data.train_labels))
+        for epoch in range(recipe.epochs):
+            which = {"seed": 0, "epoch": epoch, "members": num_orders}
+            order = tm.member_orders(size, recipe, **which)[number[own]]
+            state, _ = trainer.epoch(state, placed, order)
+        found.append(trainer.predict_members(state, images))
+    return np.concatenate(found), time.perf_counter() - started
+
+
+def member_losses(probs: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Return the negative log-likelihood of each member [K], nan of one not finite."""
+    reports = (tm.report_finite(own[None], labels) for own in probs)
+    return np.array([tm.mean_loss(report) if report else np.nan for report in reports])
+
+
+def spread(values, digits: int) -> str:
+    more = f" ± {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else ""
+    return f"{np.mean(values):.{digits}f}{more}"
+
+
+def cells(probs: np.ndarray, losses: np.ndarray, labels: np.ndarray) -> list[str]:
+    """Return a rate's cells of the table: its members' scores, and their ensemble's."""
+    if failed := np.isnan(losses).sum():
+        return [f"{failed} of {len(losses)} members are not finite", *[""] * 4]
+    report = pe.ensemble_report(probs, labels)
     accuracy, nll, _, calibration = report["ensemble"].values()
-    member_accuracy = np.mean([m["accuracy"] for m in report["member"]])
-    return 100 * accuracy, 100 * member_accuracy, nll, calibration
+    whole = f"{100 * accuracy:.2f}", f"{nll:.4f}", f"{calibration:.4f}"
+    accuracies = [100 * member["accuracy"] for member in report["member"]]
+    return [spread(accuracies, 2), spread(losses, 4), *whole]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("changes", nargs="*", help="recipes, as name=value,name=value")
-    parser.add_argument("--members", type=int, default=2)
-    parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    args = parser.parse_args()
-    data = train_mnist.load_mnist(train_mnist.default_folder())
+def run(args) -> None:
+    """Print a table a recipe, its best rate, and the seconds.
+
+    Raises Failure and DataError.
+    """
     pe.use_cpu_devices(args.devices)
-    print(
-        f"{args.members} members on {args.devices} devices, seeds {args.seeds}, "
-        f"{data.name}"
-    )
-    print("| recipe | accuracy, % | a member's, % | NLL | ECE |")
-    print("|---|---|---|---|---|")
-    for change in ["", *args.changes]:
-        recipe = parse_recipe(change)
-        scores = np.array(
-            [
-                score(recipe, data, args.members, args.devices, seed)
-                for seed in args.seeds
-            ]
-        )
-        mean, spread = scores.mean(axis=0), scores.max(axis=0) - scores.min(axis=0)
-        cells = [f"{mean[i]:.2f} ± {spread[i] / 2:.2f}" for i in (0, 1)]
-        cells += [f"{mean[i]:.4f} ± {spread[i] / 2:.4f}" for i in (2, 3)]
-        print(f"| {' | '.join([change or 'default', *cells])} |", flush=True)
+    prepared = {change: prepare(change, args) for change in ["", *args.changes]}
+    whole = tm.load_mnist(tm.default_folder())
+    images, labels = (x[-VALIDATION:] for x in whole[1:3])
+    if args.train_size > (most := len(whole.train_images) - VALIDATION):
+        has = f"{whole.name} has {most} training images, besides {VALIDATION} to score"
+        raise tm.Failure(f"--train-size {args.train_size}: {has}")
+    devices = args.devices or jax.local_device_count()
+    print(f"{whole.name}, {args.train_size} training images, {devices} devices")
+    for change, (recipe, data) in prepared.items():
+        rates = args.learning_rates or [f * recipe.learning_rate for f in FACTORS]
+        what = recipe, rates, args.orders, data, images, devices
+        print(f"\n{change or 'default recipe'}\n\n{HEAD}\n|{'---|' * 6}", flush=True)
+        probs, seconds = sweep(*what)
+        losses = member_losses(probs, labels)
+        parts = [np.split(x, len(rates)) for x in (probs, losses)]
+        for rate, *own in zip(rates, *parts):
+            print("|", " | ".join([f"{rate:g}", *cells(*own, labels)]), "|")
+        means = {rate: own.mean() for rate, own in zip(rates, parts[1])}
+        finite = [rate for rate in rates if np.isfinite(means[rate])]
+        best = min(finite, key=means.get, default=math.nan)
+        print(f"\nbest by a member's NLL: {best:g}")
+        print(f"{len(probs)} members at once: {seconds:.1f} s", flush=True)
+        if args.one_by_one:
+            alone, seconds = sweep(*what, at_once=False)
+            apart = np.nanmax(np.abs(member_losses(alone, labels) - losses))
+            print(f"one after another: {seconds:.1f} s, NLL within {apart:.1g}")
+
+
+def main(argv=None) -> int:
+    parser, many = Parser("recipe.py"), tm.at_least(1)
+    parser.add_argument("changes", nargs="*")
+    parser.add_argument("--learning-rates", type=tm.positive, nargs="+")
+    defaults = {"orders": 4, "epochs": None, "devices": None, "train_size": 50_000}
+    for name, default in defaults.items():
+        parser.add_argument(tm.flag(name), type=many, default=default)
+    parser.add_argument("--one-by-one", action="store_true")
+    try:
+        run(parser.parse_args(argv))
+        return 0
+    except (tm.Failure, tm.DataError, OSError) as error:
+        print(f"recipe.py: error: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
