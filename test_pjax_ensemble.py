@@ -62,6 +62,7 @@ import train_mnist as tm
 sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
 import faults
 import recipe as recipes
+import uci
 
 D = 8
 jax.devices()  # now, before a test could ask for another number
@@ -2758,6 +2759,105 @@ def test_prefetch_raises_what_its_source_raises_in_its_place():
     assert got == [0, 1]
     with pytest.raises(ValueError, match="size is 0; expected an int >= 1"):
         pe.prefetch([], 0)
+
+
+@pytest.fixture
+def uci_folder(tmp_path):
+    """A folder of one set in the form of benchmarks/uci.py: splits of two sizes."""
+    (tmp_path / "made-up").mkdir()
+    x, noise = randn(3, 60, 3), randn(4, 60)
+    x[:, 2] = 0.1  # a column that does not vary
+    table = np.c_[5 + 2 * x, 300 + 40 * (np.sin(x[:, 0]) + 0.2 * noise)]
+    np.savetxt(tmp_path / "made-up" / "data.txt", table)
+    rows = np.random.default_rng(0).permutation(60)
+    lines = [" ".join(map(str, test)) for test in (rows[:6], rows[6:14])]
+    (tmp_path / "made-up" / "test_rows.txt").write_text("\n".join(lines))
+    return tmp_path
+
+
+def test_uci_scores_are_those_of_networks_trained_one_by_one(uci_folder, monkeypatch):
+    """benchmarks/uci.py in its short form."""
+    monkeypatch.setattr(uci, "BATCH", 20)
+    file = uci_folder / "uci.json"
+    flags = f"--data {uci_folder} --members 2 --epochs 3 --json {file}"
+    uci.main(flags.split())
+    found = json.loads(file.read_text())["results"]["made-up"]
+    x, y, splits = uci.read_set(uci_folder / "made-up")
+    trains = [split.train for split in splits for _ in range(2)]
+    recipe, num_steps = (uci.RATE, uci.DECAY), 3 * 2  # 52 rows: two batches of 20
+    hyper = [uci.member_hyper(x, y, rows, *recipe) for rows in trains]
+    together = uci.make_trainer(hyper, num_steps)
+    start, ends = together.gather(together.init(jax.random.key(0))), []
+    for i, rows in enumerate(trains):
+        assert_close(hyper[i]["x_mean"][0], x[rows].mean(axis=0))
+        assert_close(hyper[i]["x_scale"][0], [*x[rows, :2].std(axis=0), 1])
+        alone = uci.make_trainer(hyper[i : i + 1], num_steps)
+        state = alone.scatter(jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], start))
+        for epoch in range(3):
+            order = uci.member_orders(trains, epoch, 0)[i]
+            assert order.shape == (2, 20) == (2, len(set(order.flat)) // 2)
+            assert set(order.flat) <= set(rows)
+            state, _ = alone.epoch(state, (x, y), order)
+        ends.append(alone.predict_members(state, x))
+    means, variances = np.concatenate(ends, axis=1)  # [4, 60] each
+    for i, (_, test) in enumerate(splits):
+        mine, target = (slice(2 * i, 2 * i + 2), test), y[test]
+        report = pe.regression_report(means[mine], variances[mine], target)  # same bits
+        for name in (uci.RMSE, uci.NLL):
+            assert found[name][i] == report["ensemble"][name]
+        assert found["coverage"][i] == report["ensemble"]["coverage"]["90%"]
+        assert found["variance_of_means"][i] == report["variance_of_means"] > 0
+
+
+def test_uci_recipe_is_chosen_without_the_test_rows(uci_folder, monkeypatch, capsys):
+    data = uci.read_set(uci_folder / "made-up")
+    for before, (train, held) in zip(data.splits, uci.hold_out(data, 0).splits):
+        assert len(held) == len(before.train) // 10
+        assert sorted([*train, *held]) == list(before.train)
+    monkeypatch.setattr(uci, "RATES", (1e-9, 0.1))  # the first learns nothing
+    monkeypatch.setattr(uci, "DECAYS", (0,))
+    uci.main(f"--data {uci_folder} --members 1 --epochs 40 --choose".split())
+    *_, poor, good, _, chosen = capsys.readouterr().out.splitlines()
+    assert chosen == "chosen: rate 0.1, decay 0"
+    assert good.endswith("| 0.0000 |") and not poor.endswith("| 0.0000 |")
+
+
+@pytest.mark.parametrize(
+    "file, content, flags, message",
+    [
+        ("data.txt", "", "", "data.txt is empty; expected a row an example"),
+        ("data.txt", "1 2\n3 x", "", "could not convert string 'x'"),
+        ("data.txt", "1 2\n3", "", "columns changed from 2 to 1"),
+        ("data.txt", "1 2\n3 nan", "", "row 1 holds nan; expected below 1e18"),
+        ("data.txt", "1 2\n3 1e39", "", "row 1 holds inf; expected below 1e18"),
+        ("data.txt", "1\n2", "", "one column; expected features and a target"),
+        ("test_rows.txt", "", "", "test_rows.txt is empty; expected a line"),
+        (
+            "test_rows.txt",
+            "1 60",
+            "",
+            "tests 2 rows and leaves 59 of 60; expected each",
+        ),
+        ("test_rows.txt", "1\n2 2", "", "split 1 tests 2 rows and leaves 59 of 60"),
+        ("test_rows.txt", "1\n\n2", "", "split 1 tests 0 rows and leaves 60 of 60"),
+        ("test_rows.txt", "1 2.5", "", "invalid literal for int"),
+        ("test_rows.txt", " ".join(map(str, range(60))), "", "leaves 0 of 60"),
+        ("x", "", "--sets boston", "no set boston in DIR; there are made-up"),
+        ("x", "", "--data DIR/made-up", "DIR/made-up holds no folder with data.txt"),
+        ("x", "", "--members 0", "argument --members: 0 is below 1"),
+        ("x", "", "--seed -1", "--seed -1 is below 0"),
+    ],
+)
+def test_uci_says_in_one_line_what_is_wrong(
+    uci_folder, capsys, file, content, flags, message
+):
+    (uci_folder / "made-up" / file).write_text(content)
+    flags = f"--data DIR {flags}".replace("DIR", str(uci_folder)).split()
+    with pytest.raises(SystemExit, match="2"):
+        uci.main(flags)
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("uci.py: error: ") and err.count("\n") == 1
+    assert message.replace("DIR", str(uci_folder)) in err
 
 
 # ---------------------------------------------------------------------------------
