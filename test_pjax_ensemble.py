@@ -2788,6 +2788,8 @@ def test_uci_scores_are_those_of_networks_trained_one_by_one(uci_folder, monkeyp
     hyper = [uci.member_hyper(x, y, rows, *recipe) for rows in trains]
     together = uci.make_trainer(hyper, num_steps)
     start, ends = together.gather(together.init(jax.random.key(0))), []
+    drawn = [uci.member_orders(trains, epoch, 0)[i] for epoch in (0, 1) for i in (0, 1)]
+    assert len({order.tobytes() for order in drawn}) == 4  # of one split
     for i, rows in enumerate(trains):
         assert_close(hyper[i]["x_mean"][0], x[rows].mean(axis=0))
         assert_close(hyper[i]["x_scale"][0], [*x[rows, :2].std(axis=0), 1])
@@ -2846,6 +2848,7 @@ def test_uci_recipe_is_chosen_without_the_test_rows(uci_folder, monkeypatch, cap
         ("x", "", "--data DIR/made-up", "DIR/made-up holds no folder with data.txt"),
         ("x", "", "--members 0", "argument --members: 0 is below 1"),
         ("x", "", "--seed -1", "--seed -1 is below 0"),
+        ("x", "", "--json DIR/no/x", "--json DIR/no/x: there is no folder DIR/no"),
     ],
 )
 def test_uci_says_in_one_line_what_is_wrong(

@@ -265,17 +265,21 @@ def positive(text: str) -> int:
 def main(argv=None) -> None:
     parser = Parser("uci.py", description=__doc__.splitlines()[0])
     folder = os.environ.get("UCI_DIR")
-    parser.add_argument("--data", type=Path, metavar="DIR", default=folder)
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", default=folder, help="$UCI_DIR"
+    )
     parser.add_argument("--sets", nargs="+", metavar="NAME", help="default: all of DIR")
     parser.add_argument("--members", type=positive, default=5, help="of each split")
     parser.add_argument("--epochs", type=positive, default=40)
     parser.add_argument("--devices", type=positive, help="default: one a core")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--choose", action="store_true", help="rate and decay")
+    parser.add_argument("--choose", action="store_true", help="RATE and DECAY")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
     if args.seed < 0:
         parser.error(f"--seed {args.seed} is below 0")
+    if args.json and not args.json.parent.is_dir():
+        parser.error(f"--json {args.json}: there is no folder {args.json.parent}")
     if args.data is None:
         parser.error("where are the sets? give --data DIR, or set UCI_DIR")
     there = sorted(path.parent.name for path in args.data.glob("*/test_rows.txt"))
