@@ -38,10 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import pjax_ensemble as pe
 
 HIDDEN, BATCH, WARMUP = 50, 100, 0.05
-RATE, DECAY = (
-    0.04,
-    3,
-)  # Adam's at the peak; of squared weights, beside the sum of losses
+RATE, DECAY = 0.04, 3  # Adam's highest; of squared weights, beside the rows' summed NLL
 RATES, DECAYS = (0.02, 0.04, 0.08), (0, 1, 3, 10)  # to choose from
 RMSE, NLL = "root_mean_squared_error", "negative_log_likelihood"
 PARTS = "mean_of_variances", "variance_of_means"
