@@ -1,23 +1,27 @@
 """Measure training throughput beside other systems, in one run, in turn.
 
     python -m pip install '.[bench]'
-    MNIST_DIR=... python benchmarks/speed.py --json speed.json
+    MNIST_DIR=... UCI_DIR=... python benchmarks/speed.py --json speed.json
 
 Every system is a process of its own (benchmarks/peers) that warms up and then waits.
 Rounds of a fixed number of steps go around the systems of a group; a figure is the
-median over the rounds, in member-images trained per second.  In the last group a round
-is a whole job, from the start of its process to its end, in seconds.
+median over the rounds, in member-images trained per second, or member-rows where the
+data are rows.  In the last group a round is a whole job, from the start of its process
+to its end, in seconds.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import NoReturn
 
 PEERS = Path(__file__).resolve().parent / "peers"
 MATMUL = "rate of a float32 matrix product, GFLOP/s"
@@ -46,6 +50,14 @@ GROUPS = {
         "pjax_ensemble, sync": "ours.py --sync --batch 256 --steps 100",
         "Keras guide": "keras_guide.py --batch 256 --steps 50",
     },
+    "a hundred small networks, 8-50-2, Adam, init and 360 steps of batch 100; rows": {
+        "pjax_ensemble, epoch, D = 2": "small_ours.py",
+        "JAX, jit(vmap(scan)), D = 1": "small_jax.py",
+        "JAX, pmap(vmap(scan)), D = 2": "small_jax.py --devices 2",
+        "JAX, pmap(map(scan)), D = 2": "small_jax.py --devices 2 --map",
+        "torch.func.vmap": "small_torch.py",
+        "PyTorch, a loop, init and 72 steps": "small_torch.py --loop --steps 72",
+    },
 }
 JOBS_TITLE = "whole job, two epochs with their tests, K = 2, batch 128"
 JOBS = {
@@ -57,24 +69,37 @@ JOBS = {
 }
 
 
-def start(command: str) -> tuple[subprocess.Popen, dict]:
-    """Start a peer; return it and what it says once it is warm."""
+def launch(command: str, **pipes) -> subprocess.Popen:
+    """Start a script of a peer, its errors into a file that `fail` reads."""
     script, *options = command.split()
-    peer = subprocess.Popen(
-        [sys.executable, PEERS / script, *options],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
+    path = (PEERS / script).resolve()
+    errors = tempfile.TemporaryFile()  # noqa: SIM115, it lives as the process does
+    process = subprocess.Popen(
+        [sys.executable, path, *options], stderr=errors, text=True, **pipes
     )
-    return peer, answer(peer, script)
+    process.stderr = errors
+    return process
+
+
+def fail(process: subprocess.Popen, name: str) -> NoReturn:
+    """Exit with the status of a process that ended early, and its last words."""
+    process.stderr.seek(0)
+    lines = process.stderr.read().decode(errors="replace").split("\n")
+    words = next(filter(str.strip, reversed(lines)), "it said nothing")
+    raise SystemExit(f"{name} ended with status {process.wait()}: {words}")
+
+
+def start(name: str, command: str) -> tuple[subprocess.Popen, dict]:
+    """Start a peer; return it and what it says once it is warm."""
+    peer = launch(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    return peer, answer(peer, name)
 
 
 def answer(peer: subprocess.Popen, name: str) -> dict:
     for line in peer.stdout:
         if line.startswith("{"):
             return json.loads(line)
-    raise SystemExit(f"{name} ended with status {peer.wait()}")
+    fail(peer, name)
 
 
 def finish(process: subprocess.Popen) -> float:
@@ -87,12 +112,13 @@ def finish(process: subprocess.Popen) -> float:
 
 def measure(systems: dict, rounds: int) -> dict:
     """Run rounds in turn; return rates, peak memory and versions by system."""
-    peers = {name: start(command) for name, command in systems.items()}
+    peers = {name: start(name, command) for name, command in systems.items()}
     rates = {name: [] for name in peers}
     for _ in range(rounds):
         for name, (peer, hello) in peers.items():
-            peer.stdin.write("round\n")
-            peer.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # it has ended: `answer` says so
+                peer.stdin.write("round\n")
+                peer.stdin.flush()
             said = answer(peer, name)
             steps = said["steps"]
             rates[name].append(steps * hello["images_per_step"] / said["seconds"])
@@ -108,18 +134,12 @@ def measure(systems: dict, rounds: int) -> dict:
 
 def run_job(name: str, command: str) -> tuple[float, float]:
     """Run a command to its end; return its seconds and its peak memory in GB."""
-    script, *options = command.split()
     started = time.perf_counter()
-    job = subprocess.Popen(
-        [sys.executable, (PEERS / script).resolve(), *options],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    job = launch(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     memory = finish(job)
     seconds = time.perf_counter() - started
     if job.returncode:
-        raise SystemExit(f"{name} ended with status {job.returncode}")
+        fail(job, name)
     return seconds, memory
 
 
@@ -175,6 +195,19 @@ def print_jobs(title: str, results: dict) -> None:
         print(f"| {cell if name != next(iter(figures)) else ''} |")
 
 
+def check_data(commands: list[str]) -> None:
+    """Exit with a line if what the commands read is missing or damaged."""
+    sys.path.insert(0, str(PEERS))
+    import common
+    import small
+
+    of_rows = [command.startswith("small_") for command in commands]
+    if any(of_rows):
+        small.load_concrete()
+    if not all(of_rows):
+        common.load_mnist()
+
+
 def describe_machine() -> str:
     return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
@@ -190,19 +223,31 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="two rounds, one of whole jobs, for a look"
     )
-    parser.add_argument("--group", type=int, nargs="+", help="groups, from 1")
+    last = len(GROUPS) + 1
+    parser.add_argument(
+        "--group",
+        type=int,
+        nargs="+",
+        default=range(1, last + 1),
+        help=f"some of the groups 1 to {last}, of which the last are whole jobs",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
+    for number in args.group:
+        if not 1 <= number <= last:
+            raise SystemExit(f"--group {number}: there are groups 1 to {last}")
+    groups = dict(enumerate([*GROUPS.values(), JOBS], 1))
+    check_data([each for number in args.group for each in groups[number].values()])
     machine = describe_machine()
     print(f"{machine}, Python {platform.python_version()}")
     results = {}
     for number, (title, systems) in enumerate(GROUPS.items(), 1):
-        if args.group and number not in args.group:
+        if number not in args.group:
             continue
         results[title] = measure(systems, 2 if args.quick else args.rounds)
         print_group(title, results[title])
         sys.stdout.flush()
-    if not args.group or len(GROUPS) + 1 in args.group:
+    if last in args.group:
         rounds = 1 if args.quick else args.job_rounds
         results[JOBS_TITLE] = measure_jobs(JOBS, rounds)
         print_jobs(JOBS_TITLE, results[JOBS_TITLE])

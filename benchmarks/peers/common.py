@@ -26,8 +26,20 @@ def arguments(doc, flags=(), **numbers):
     return parser.parse_args()
 
 
+def folder(variable):
+    """Return the folder that an environment variable names; exit if it names none."""
+    path = os.environ.get(variable)
+    if not path or not os.path.isdir(path):
+        is_what = f"is {path}, no folder" if path else "is not set"
+        raise SystemExit(f"{variable} {is_what}; set it to the folder of the data")
+    return Path(path)
+
+
 def load_mnist():
-    return train_mnist.load_mnist(Path(os.environ["MNIST_DIR"]))
+    try:
+        return train_mnist.load_mnist(folder("MNIST_DIR"))
+    except train_mnist.DataError as error:
+        raise SystemExit(str(error)) from error
 
 
 def timed(run, steps):

