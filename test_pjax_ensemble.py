@@ -63,6 +63,8 @@ sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
 import faults
 import recipe as recipes
 import uci
+import seconds
+import speed
 
 D = 8
 jax.devices()  # now, before a test could ask for another number
@@ -4431,3 +4433,47 @@ def test_sweep_names_the_file_that_is_damaged(tmp_path, sweep_script, monkeypatc
     status, _, err = sweep_script("--train-size 1")
     assert status == 2 and err.startswith(f"recipe.py: error: {path}: magic number")
     assert err.count("\n") == 1
+# benchmarks
+# ---------------------------------------------------------------------------------
+
+
+def test_speed_says_in_a_line_why_it_stops(tmp_path, monkeypatch):
+    def said(call, *args):
+        with pytest.raises(SystemExit) as stop:
+            call(*args)
+        return stop.value.code
+
+    def refused(group):
+        monkeypatch.setattr(sys, "argv", ["speed.py", "--group", group])
+        return said(speed.main)
+
+    data = tmp_path / "concrete" / "data.txt"
+    data.parent.mkdir()
+    data.write_text("1 2 3")
+    monkeypatch.setenv("UCI_DIR", str(tmp_path))
+    monkeypatch.setenv("MNIST_DIR", str(tmp_path / "none"))
+    with monkeypatch.context() as patch:  # before anything starts
+        patch.setattr(speed.subprocess, "Popen", None)
+        assert refused("7") == "--group 7: there are groups 1 to 6"
+        assert refused("5").startswith(f"{data}: cannot reshape array of size 3 into")
+        assert refused("6").startswith(f"MNIST_DIR is {tmp_path / 'none'}, no folder;")
+        monkeypatch.delenv("UCI_DIR")
+        assert refused("5").startswith("UCI_DIR is not set; set it to the folder")
+    peer = "a peer", "../speed.py --nope"  # of whose words the last line tells
+    for stopped in said(speed.measure, dict([peer]), 1), said(speed.run_job, *peer):
+        words = "speed.py: error: unrecognized arguments: --nope"
+        assert stopped == f"a peer ended with status 2: {words}"
+
+
+def test_seconds_count_for_the_innermost_part():
+    spans = [(2, 6, "part"), (0, 9, "rest"), (0, 1, "imports"), (3, 5, "tracing")]
+    spans += [(4, 5, "XLA"), (5, 5.5, "tracing"), (5.25, 5.5, "inner"), (8, 9, "XLA")]
+    assert seconds.add_up(spans) == {
+        "imports": {"running": 1},
+        "rest": {"running": 3, "XLA": 1},
+        "part": {"running": 1.5, "tracing": 1.25, "XLA": 1},
+        "inner": {"running": 0.25},
+    }
+    names = seconds.FUNCTIONS.values()
+    assert all(functools.reduce(getattr, name.split("."), tm) for name in names)
+    assert {*seconds.METHODS.values()} < {*pe.Trainer._fields}
