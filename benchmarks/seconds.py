@@ -1,7 +1,7 @@
 """Tell where the seconds of a run of train_mnist.py go, from its start to its exit.
 
     MNIST_DIR=... python benchmarks/seconds.py
-    python benchmarks/seconds.py --data generated --epochs 1
+    python benchmarks/seconds.py -- --data generated --epochs 1
 
 Without flags it runs our whole job of speed.py, and then train_mnist.py's default
 one. A run is a process of its own in which the functions below are timed; each moment
@@ -137,7 +137,8 @@ def main() -> None:
     from speed import JOBS
 
     ours = next(iter(JOBS.values())).split()[1:]
-    for job in [flags] if flags else [ours, []]:
+    jobs = [flags[flags[0] == "--" :]] if flags else [ours, []]
+    for job in jobs:
         print_table(job, measure(job))
 
 
