@@ -62,9 +62,9 @@ import train_mnist as tm
 sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
 import faults
 import recipe as recipes
-import uci
 import seconds
 import speed
+import uci
 
 D = 8
 jax.devices()  # now, before a test could ask for another number
@@ -4433,6 +4433,8 @@ def test_sweep_names_the_file_that_is_damaged(tmp_path, sweep_script, monkeypatc
     status, _, err = sweep_script("--train-size 1")
     assert status == 2 and err.startswith(f"recipe.py: error: {path}: magic number")
     assert err.count("\n") == 1
+
+
 # benchmarks
 # ---------------------------------------------------------------------------------
 
