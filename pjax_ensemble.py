@@ -1707,10 +1707,14 @@ def _lay_order(order: np.ndarray, num_rows: int, spread: Layout) -> np.ndarray:
             f"order holds rows {order.min()} to {order.max()}; the data have rows 0 to "
             f"{num_rows - 1}"
         )
-    members, steps, size = order.shape
-    rows = np.zeros((members, steps + -steps % _STEPS, size), np.int32)
-    rows[:, :steps] = order
-    return _lay_own_batch(rows.swapaxes(1, 2), spread).swapaxes(2, 3)
+    member, _, replica = _slots(spread)
+    rows = _split_axis(order, 2, spread.replicas)  # [K, steps, R, B / R]
+    num_steps, size = order.shape[1], rows.shape[3]
+    padded = num_steps + -num_steps % _STEPS
+    laid = np.zeros((*member.shape, padded, size), np.int32)
+    for (device, slot), i in np.ndenumerate(member):
+        laid[device, slot, :num_steps] = rows[i, :, replica[device]]
+    return laid
 
 
 def _gather(state: TrainState, spread: Layout) -> TrainState:
