@@ -1,10 +1,10 @@
-"""Measure how the cost of training grows with members K and devices D, on CPUs.
+"""Measure how the cost grows with members K and devices D, on CPUs.
 
     MNIST_DIR=... python benchmarks/cost.py --json cost.json --plot cost.png
 
-Trains the CNN in batches of 128 in every layout of K members on D devices; K = 1 is
-sync mode.  Each layout is a process of its own (peers/ours.py); rounds of as many
-member-images go around them, as in speed.py.
+Trains the CNN in batches of 128 in every layout of K members on D devices, and predicts
+with it; K = 1 is sync mode.  Both are processes of their own (peers/ours.py); rounds of
+as many member-images go around all of them, as in speed.py.
 """
 
 import argparse
@@ -33,30 +33,35 @@ def make_layouts(members: list[int], devices: list[int]) -> list[tuple[int, int]
 def measure(layouts: list[tuple[int, int]], rounds: int) -> list[dict]:
     """Run rounds of every layout in turn; return a row each."""
     commands = {
-        (k, d): f"ours.py --members {k} --devices {d} --batch {BATCH} "
-        f"--steps {max(4, 96 // k)}"
+        (k, d, flag): f"ours.py --members {k} --devices {d} --batch {BATCH} "
+        f"--steps {max(4, 96 // k)} {flag}"
         for k, d in layouts
+        for flag in ("", "--predict")
     }
-    rows = []
-    for (k, d), result in speed.measure(commands, rounds).items():
-        spread = pe.layout(k, d)
+    found, rows = speed.measure(commands, rounds), []
+    for k, d in layouts:
+        spread, result = pe.layout(k, d), found[k, d, ""]
         places = {
             "members": k,
             "devices": d,
             "members_per_device": spread.members_per_device,
             "replicas": spread.replicas,
         }
-        rows.append({**places, **result})
+        predicted = found[k, d, "--predict"]["rates"]
+        rows.append({**places, **result, "predicted": predicted})
     return rows
 
 
 def print_rows(rows: list[dict]) -> None:
-    print("| K | D | members a device | replicas | member-images a second ", end="")
-    print("| lowest to highest | peak memory, GB |\n|---|---|---|---|---|---|---|")
+    print("| K | D | members a device | replicas | trained a second ", end="")
+    print("| lowest to highest | peak memory, GB | predicted a second | is |")
+    print(f"|{'---|' * 9}")
     for row in rows:
         print("| {members} | {devices} | {members_per_device} ".format(**row), end="")
         print("| {replicas} | ".format(**row) + speed.spread(row["rates"]), end="")
-        print(f" | {row['peak_memory_gb']:.2f} |")
+        predicted, trained = (statistics.median(row[x]) for x in ("predicted", "rates"))
+        print(f" | {row['peak_memory_gb']:.2f} | {predicted:,.0f} ", end="")
+        print(f"| {predicted / trained:.2f}x |")
 
 
 def plot(rows: list[dict], path: Path) -> None:

@@ -32,6 +32,7 @@ GROUPS = {
     "CNN, K = 2, batch 128": {
         "pjax_ensemble, epoch": "ours.py --members 2 --steps 120",
         "pjax_ensemble, update with prefetch": "ours.py --members 2 --host --steps 120",
+        "the same, predict_members": "ours.py --members 2 --predict --steps 80",
         "Flax ensembling guide": "flax_guide.py",
         "PyTorch, a loop": "torch_loop.py --members 2",
         "Equinox, filter_vmap": "equinox_vmap.py --members 2 --steps 10",
@@ -44,10 +45,12 @@ GROUPS = {
     },
     "batch-norm network, Adam, D = 2, batch 64": {
         "pjax_ensemble, sync": "ours.py --sync --batch 64 --steps 400",
+        "two members of 32, apart": "ours.py --apart --batch 32 --steps 400",
         "Keras guide": "keras_guide.py --batch 64 --steps 200",
     },
     "batch-norm network, Adam, D = 2, batch 256": {
         "pjax_ensemble, sync": "ours.py --sync --batch 256 --steps 100",
+        "two members of 128, apart": "ours.py --apart --batch 128 --steps 100",
         "Keras guide": "keras_guide.py --batch 256 --steps 50",
     },
     "a hundred small networks, 8-50-2, Adam, init and 360 steps of batch 100; rows": {

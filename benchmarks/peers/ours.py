@@ -1,8 +1,10 @@
 """pjax_ensemble itself: K members on D devices, rounds of `epoch` or of `update`.
 
 The ensembling guide's CNN with SGD, a batch and an order for each member; with
-`--sync`, the Keras guide's network with Adam, one model on all devices.  `--host` calls
-`update` for each step, on batches from the host that `prefetch` makes ahead.
+`--sync`, the Keras guide's network with Adam, one model on all devices, and with
+`--apart` a member of that on each.  `--host` calls `update` for each step, on batches
+from the host that `prefetch` makes ahead; `--predict` calls `predict_members` on as many
+images.
 """
 
 import itertools
@@ -29,13 +31,15 @@ def host_batches(arrays, order):
 
 
 def main():
-    args = common.arguments(__doc__, ["sync", "host"], members=2, devices=2)
+    flags = ["sync", "apart", "host", "predict"]
+    args = common.arguments(__doc__, flags, members=2, devices=2)
     jax.config.update("jax_num_cpu_devices", args.devices)
-    network = "batchnorm" if args.sync else "cnn"
+    keras = args.sync or args.apart
+    network = "batchnorm" if keras else "cnn"
     recipe = train_mnist.RECIPES[network]._replace(
         batch_size=args.batch, max_shift=0, schedule="constant"
     )
-    if not args.sync:
+    if not keras:
         recipe = recipe._replace(learning_rate=0.1)
     members = 1 if args.sync else args.members
     trainer = train_mnist.make_trainer(recipe, members, args.devices, 1)
@@ -47,6 +51,9 @@ def main():
 
     def run(steps):
         nonlocal state
+        if args.predict:
+            trainer.predict_members(state, host[0][: steps * args.batch])
+            return 0.0
         if args.host:
             losses = []
             batches = host_batches(host, itertools.islice(order, steps))
