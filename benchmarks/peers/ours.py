@@ -3,8 +3,8 @@
 The ensembling guide's CNN with SGD, a batch and an order for each member; with
 `--sync`, the Keras guide's network with Adam, one model on all devices, and with
 `--apart` a member of that on each.  `--host` calls `update` for each step, on batches
-from the host that `prefetch` makes ahead; `--predict` calls `predict_members` on as many
-images.
+from the host that `prefetch` makes ahead; `--predict` calls `predict_members` on as
+many images.
 """
 
 import itertools
