@@ -1897,7 +1897,7 @@ def _place(data: PyTree, spread: Layout) -> PyTree:
     return jax.device_put(data, everywhere)
 
 
-_CHUNKS = 32  # a device predicts at most so many in one call of a program
+_BLOCK_ROWS, _BLOCK_BYTES = 4096, 2**24  # a device predicts about so many in one call
 
 
 def _make_predicting(apply_fn, output, stateful, chunk, over_members, spread):
@@ -1944,7 +1944,7 @@ def _make_predicting(apply_fn, output, stateful, chunk, over_members, spread):
     def in_blocks(program, own, count, state, inputs):
         """Predict by a program for leaves [D, k, b, ...]; return [count, N, ...].
 
-        It is called for a block of up to _CHUNKS chunks a replica: bounded memory.
+        It is called for a block of chunks at a time: bounded memory.
         """
         if apply_fn is None:
             raise ValueError("predicting takes an apply_fn; give make_trainer one")
@@ -1953,8 +1953,10 @@ def _make_predicting(apply_fn, output, stateful, chunk, over_members, spread):
             raise ValueError("the inputs hold no example")
         model = (state.params, state.model_state) if stateful else (state.params,)
         own, blocks = jax.device_put(own, _spread_sharding(spread)), []
-        chunks = -(-num_rows // (chunk * spread.replicas))
-        chunks = min(_CHUNKS, 1 << (chunks - 1).bit_length())  # so few programs serve
+        row_bytes = sum(x.nbytes for x in jax.tree.leaves(inputs)) // num_rows
+        most = max(1, min(_BLOCK_ROWS, _BLOCK_BYTES // max(1, row_bytes)) // chunk)
+        needed = -(-num_rows // (chunk * spread.replicas))
+        chunks = 1 << (min(needed, most) - 1).bit_length()  # so few programs serve
         rows = chunks * chunk * spread.replicas
 
         def block_at(start):

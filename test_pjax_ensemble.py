@@ -2029,7 +2029,7 @@ def test_predictions_do_not_depend_on_the_rows_that_go_with_them(
     state = trainer.init(jax.random.key(0))
     whole = trainer.predict(state, images), trainer.predict_members(state, images)
     alone = trainer.predict_members(state, images[17:18])
-    monkeypatch.setattr(pe, "_CHUNKS", 2)  # several blocks, the last one not full
+    monkeypatch.setattr(pe, "_BLOCK_ROWS", 6)  # several blocks, the last one not full
     blocks = trainer.predict(state, images), trainer.predict_members(state, images)
     assert leaves_equal(whole, blocks) and leaves_equal(alone, whole[1][:, 17:18])
 
