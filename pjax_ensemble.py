@@ -1897,10 +1897,11 @@ def _place(data: PyTree, spread: Layout) -> PyTree:
     return jax.device_put(data, everywhere)
 
 
-_BLOCK_ROWS, _BLOCK_BYTES = 4096, 2**24  # a device predicts about so many in one call
+# What a device predicts in one call of a program, about: rows; bytes in and out of it.
+_BLOCK_ROWS, _BLOCK_BYTES = 4096, 2**24
 
 
-def _make_predicting(apply_fn, output, stateful, chunk, over_members, spread):
+def _make_predicting(apply_fn, output, stateful, chunk, over_members, spread, hyper):
     """Make `predict` and `predict_members` of a Trainer."""
     across = _groups(spread).T.tolist()  # the devices with the same rows
 
@@ -1941,6 +1942,20 @@ def _make_predicting(apply_fn, output, stateful, chunk, over_members, spread):
     members_program = over_members(outputs)
     mean_program = over_members(counted_outputs, meet=True, total=mean)
 
+    shapes = jax.jit(of_chunk).eval_shape  # keeps what it has traced
+
+    def chunk_bytes(model, inputs):
+        """Return the size of a chunk's inputs and a device's outputs of it."""
+
+        def part(x, axes, *first):
+            return jax.ShapeDtypeStruct((*first, *x.shape[axes:]), x.dtype)
+
+        one = jax.tree.map(lambda x: part(x, 1, chunk), inputs)
+        member = jax.tree.map(lambda x: part(x, 2), model)
+        found = shapes(member, one, *jax.tree.map(lambda x: part(x, 1), hyper))
+        leaves = jax.tree.leaves([one, *[found] * spread.members_per_device])
+        return max(1, sum(x.size * x.dtype.itemsize for x in leaves))
+
     def in_blocks(program, own, count, state, inputs):
         """Predict by a program for leaves [D, k, b, ...]; return [count, N, ...].
 
@@ -1951,12 +1966,13 @@ def _make_predicting(apply_fn, output, stateful, chunk, over_members, spread):
         num_rows = _first_axes("inputs", inputs)
         if num_rows == 0:
             raise ValueError("the inputs hold no example")
+        _check_state(state, spread)
         model = (state.params, state.model_state) if stateful else (state.params,)
         own, blocks = jax.device_put(own, _spread_sharding(spread)), []
-        row_bytes = sum(x.nbytes for x in jax.tree.leaves(inputs)) // num_rows
-        most = max(1, min(_BLOCK_ROWS, _BLOCK_BYTES // max(1, row_bytes)) // chunk)
+        most = min(_BLOCK_ROWS // chunk, _BLOCK_BYTES // chunk_bytes(model, inputs))
         needed = -(-num_rows // (chunk * spread.replicas))
-        chunks = 1 << (min(needed, most) - 1).bit_length()  # so few programs serve
+        chunks = min(needed, max(1, most))
+        chunks = 1 << (chunks - 1).bit_length()  # so that few programs serve all N
         rows = chunks * chunk * spread.replicas
 
         def block_at(start):
@@ -2124,7 +2140,7 @@ def make_trainer(
     init = _make_init(init_fn, make_optimizer, stateful, over_members, spread)
     update, epoch = _make_training(make_step, may_stay_equal, over_members, spread)
     predict, predict_members = _make_predicting(
-        apply_fn, output, stateful, chunk, over_members, spread
+        apply_fn, output, stateful, chunk, over_members, spread, own
     )
     place, gather, scatter = (
         functools.partial(f, spread=spread) for f in (_place, _gather, _scatter)

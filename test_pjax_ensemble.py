@@ -2034,6 +2034,19 @@ def test_predictions_do_not_depend_on_the_rows_that_go_with_them(
     assert leaves_equal(whole, blocks) and leaves_equal(alone, whole[1][:, 17:18])
 
 
+def test_a_block_of_predictions_is_bounded_by_what_goes_in_and_out(monkeypatch):
+    calls, run = [], pe._run
+    monkeypatch.setattr(pe, "_run", lambda *args: calls.append(1) or run(*args))
+    trainer = net_trainer(4, 2, chunk=2)
+    state = trainer.init(jax.random.key(0))
+    # In go 2 x 64 bytes a chunk, out come 2 x 4 floats of each of two members.
+    for most, expected in ((191, 8), (192 + 191, 8), (2 * 192, 4), (4 * 192, 2)):
+        monkeypatch.setattr(pe, "_BLOCK_BYTES", most)
+        calls.clear()
+        trainer.predict_members(state, image_data()[0][:16])
+        assert len(calls) == expected
+
+
 def tree_init(key):
     keys = jax.random.split(key)
     return jax.random.normal(keys[0], (9, 4)), jax.random.normal(keys[1], (2, 3))
