@@ -296,7 +296,10 @@ def main(argv=None) -> None:
             parser.error(f"{args.data / name}: {error}")
         sets[name] = data, time.perf_counter() - started
     pe.use_cpu_devices(args.devices)
-    results = (choose if args.choose else print_table)(sets, args)
+    try:
+        results = (choose if args.choose else print_table)(sets, args)
+    except ValueError as error:  # of regression_report: networks that diverged
+        parser.error(str(error))
     if args.json:
         config = {key: getattr(args, key) for key in ("members", "epochs", "seed")}
         speed.write_json(args.json, config=config, results=results)
