@@ -2793,14 +2793,18 @@ def uci_folder(tmp_path):
 def test_uci_scores_are_those_of_networks_trained_one_by_one(uci_folder, monkeypatch):
     """benchmarks/uci.py in its short form."""
     monkeypatch.setattr(uci, "BATCH", 20)
+    monkeypatch.setattr(uci, "choose", lambda *_: [(2, 300), (0.5, 0)])
     file = uci_folder / "uci.json"
     flags = f"--data {uci_folder} --members 2 --epochs 3 --json {file}"
     uci.main(flags.split())
     found = json.loads(file.read_text())["results"]["made-up"]
     x, y, splits = uci.read_set(uci_folder / "made-up")
     trains = [split.train for split in splits for _ in range(2)]
-    recipe, num_steps = (uci.RATE, uci.DECAY), 3 * 2  # 52 rows: two batches of 20
-    hyper = [uci.member_hyper(x, y, rows, *recipe) for rows in trains]
+    own, num_steps = [(2, 300), (0.5, 0)], 3 * 2  # 52 rows: two batches of 20
+    assert found["recipes"] == [list(recipe) for recipe in own]
+    hyper = [
+        uci.member_hyper(x, y, rows, *own[i // 2]) for i, rows in enumerate(trains)
+    ]
     together = uci.make_trainer(hyper, num_steps)
     start, ends = together.gather(together.init(jax.random.key(0))), []
     drawn = [uci.member_orders(trains, epoch, 0)[i] for epoch in (0, 1) for i in (0, 1)]
@@ -2826,17 +2830,30 @@ def test_uci_scores_are_those_of_networks_trained_one_by_one(uci_folder, monkeyp
         assert found["variance_of_means"][i] == report["variance_of_means"] > 0
 
 
-def test_uci_recipe_is_chosen_without_the_test_rows(uci_folder, monkeypatch, capsys):
+def test_uci_recipe_is_chosen_without_the_test_rows(uci_folder, monkeypatch):
     data = uci.read_set(uci_folder / "made-up")
     for before, (train, held) in zip(data.splits, uci.hold_out(data, 0).splits):
         assert len(held) == len(before.train) // 10
         assert sorted([*train, *held]) == list(before.train)
-    monkeypatch.setattr(uci, "RATES", (1e-9, 0.1))  # the first learns nothing
+    seen, train = [], uci.train
+
+    def record(held, recipes, *sizes):
+        seen.append((held, recipes))
+        means, variances = train(held, recipes, *sizes)
+        means[1, 2] = np.nan  # in the second split the third diverges
+        return means, variances
+
+    monkeypatch.setattr(uci, "train", record)
+    monkeypatch.setattr(uci, "RATES", (1e-9, 1, 2))  # the first learns nothing
     monkeypatch.setattr(uci, "DECAYS", (0,))
-    uci.main(f"--data {uci_folder} --members 1 --epochs 40 --choose".split())
-    *_, poor, good, _, chosen = capsys.readouterr().out.splitlines()
-    assert chosen == "chosen: rate 0.1, decay 0"
-    assert good.endswith("| 0.0000 |") and not poor.endswith("| 0.0000 |")
+    chosen = uci.choose(data, 40, 0)
+    [(held, recipes)] = seen
+    assert recipes == [[(1e-9, 0), (1, 0), (2, 0)]] * 2
+    found, nll = train(held, recipes, uci.TRIALS, 40, 0), []
+    for i in range(3):
+        nll.append(uci.score(held, *(x[:, i] for x in found))[uci.NLL])
+    first, second = np.argmin(nll, axis=0)[0], np.argmin(nll[:2], axis=0)[1]
+    assert chosen == [recipes[0][first], recipes[1][second]] and second == 1
 
 
 @pytest.mark.parametrize(
@@ -4448,7 +4465,8 @@ def test_sweep_names_the_file_that_is_damaged(tmp_path, sweep_script, monkeypatc
     assert err.count("\n") == 1
 
 
-# benchmarks
+# ---------------------------------------------------------------------------------
+# benchmarks: their errors, and how times add up
 # ---------------------------------------------------------------------------------
 
 
