@@ -2849,6 +2849,9 @@ def test_uci_recipe_is_chosen_without_the_test_rows(uci_folder, monkeypatch):
     chosen = uci.choose(data, 40, 0)
     [(held, recipes)] = seen
     assert recipes == [[(1e-9, 0), (1, 0), (2, 0)]] * 2
+    for (rows, test), expected in zip(held.splits, uci.hold_out(data, 0).splits):
+        assert_array_equal(rows, expected.train)
+        assert_array_equal(test, expected.test)
     found, nll = train(held, recipes, uci.TRIALS, 40, 0), []
     for i in range(3):
         nll.append(uci.score(held, *(x[:, i] for x in found))[uci.NLL])
