@@ -65,6 +65,7 @@ import recipe as recipes
 import seconds
 import speed
 import uci
+import uncertainty
 
 D = 8
 jax.devices()  # now, before a test could ask for another number
@@ -4467,6 +4468,180 @@ def test_sweep_names_the_file_that_is_damaged(tmp_path, sweep_script, monkeypatc
     status, _, err = sweep_script("--train-size 1")
     assert status == 2 and err.startswith(f"recipe.py: error: {path}: magic number")
     assert err.count("\n") == 1
+
+
+# ---------------------------------------------------------------------------------
+# benchmarks/uncertainty.py
+# ---------------------------------------------------------------------------------
+
+
+def test_shifts_turn_to_the_left_and_move_around_the_edge():
+    images = np.random.default_rng(0).integers(0, 256, (3, 28, 28, 1), np.uint8)
+    for quarters in range(3):
+        turned = uncertainty.turn(images, 90 * quarters)
+        assert_array_equal(turned, np.rot90(images, quarters, axes=(1, 2)))
+    third = uncertainty.turn(np.full((1, 28, 28, 1), 200, np.uint8), 30)[0, ..., 0]
+    assert third.dtype == np.uint8 and third[13, 13] == 200 and third[0, 0] == 0
+    moved = uncertainty.move(images, 4)
+    assert_array_equal(moved[:, :, 4:], images[:, :, :-4])
+    assert_array_equal(moved[:, :, :4], images[:, :, -4:])
+    amounts = [list(amounts) for _, amounts in uncertainty.SHIFTS.values()]
+    assert amounts == [[*range(0, 181, 15)], [*range(0, 15, 2)]]
+
+
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory, small_folder):
+    """Return the folder of a run of one model, of no epochs."""
+    folder = tmp_path_factory.mktemp("untrained")
+    flags = words("--mode sync --network tiny --epochs 0 --workdir", folder)
+    assert tm.main([*flags, "--data-dir", str(small_folder)]) == 0
+    return folder
+
+
+def test_shift_scores_runs_as_the_report_does(
+    tmp_path, capsys, whole_run, untrained, small_folder, drawn
+):
+    """benchmarks/uncertainty.py shift in its short form."""
+    runs = words("shift", whole_run, "--long", untrained)
+    files = words("--json", tmp_path / "json", "--plot", tmp_path / "shift.png")
+    assert uncertainty.main(runs + files) == 0
+    rows = json.loads((tmp_path / "json").read_text())["shifts"]
+    assert [row[:2] for row in rows][12:15] == [
+        ["turned, degrees", 180],
+        ["moved, pixels", 0],
+        ["moved, pixels", 2],
+    ]
+    data = tm.load_mnist(small_folder)
+    upside_down = data.test_images[:, ::-1, ::-1]
+    probs = tm.load_run(whole_run).predict_members(upside_down)
+    report, found = pe.ensemble_report(probs, data.test_labels), rows[12][2]
+    assert [*found] == ["a member", "ensemble of 2", uncertainty.LONG]
+    entropy = pe.predictive_entropy(probs).mean()
+    both = {**report["by_size"][1], "predictive_entropy": entropy}
+    assert_close(found["ensemble of 2"], [both], 1e-9)
+    entropies = [pe.predictive_entropy(p[None]).mean() for p in probs]
+    members = [
+        {**scores, "predictive_entropy": entropy}
+        for scores, entropy in zip(report["member"], entropies)
+    ]
+    assert_close(found["a member"], members, 1e-9)
+    long = tm.load_run(untrained).predict_members(upside_down)
+    (scores,) = pe.ensemble_report(long, data.test_labels)["member"]
+    assert found[uncertainty.LONG][0].items() > scores.items()
+    out = capsys.readouterr().out
+    accuracies = [100 * scores["accuracy"] for scores in report["member"]]
+    low, mean, high = min(accuracies), np.mean(accuracies), max(accuracies)
+    alone = 100 * report["by_size"][1]["accuracy"], 100 * scores["accuracy"]
+    cells = "| {:.2f} | {:.2f} |\n".format(*alone)
+    row = f"| turned, degrees 180 | {mean:.2f} ({low:.2f} to {high:.2f}) | "
+    assert row in out and cells in out
+    brier = [
+        (min(m["brier_score"] for m in f["a member"]), f["ensemble of 2"][0])
+        for _, _, f in rows
+    ]
+    ahead = sum(whole["brier_score"] < best for best, whole in brier)
+    assert (
+        f"Brier score: ensemble of 2 is ahead of its best member at {ahead} of" in out
+    )
+    assert (tmp_path / "shift.png").read_bytes().startswith(b"\x89PNG")
+    accuracy = drawn().axes[0].lines
+    turned = [line for line in accuracy if line.get_label() == "ensemble of 2"]
+    expected = [100 * f["ensemble of 2"][0]["accuracy"] for _, _, f in rows[:13]]
+    assert_close(turned[0].get_ydata(), expected)
+
+
+def test_labels_are_those_that_the_ensemble_is_least_sure_of():
+    data = tm.generate_digits(0, 300, 100)
+    recipe = tm.Recipe("tiny", "sgd", 1, 32, 0.1, 0.9, "linear", 1)
+    sizes = {"seeds": 2, "rounds": 3, "steps": 10}
+    together, alone = (tm.make_trainer(recipe, n, 1, 10, data.form()) for n in (4, 1))
+    strategy = uncertainty.STRATEGIES["mutual information"]
+    errors, labeled = uncertainty.learn(together, data, strategy, **sizes)
+    assert errors.shape == (3, 2) and labeled.shape == (2, 60)
+    assert set(labeled[0]) != set(labeled[1])
+    pool, labels = data[1:3]
+    for seed, rows in enumerate(labeled):
+        assert sorted(labels[rows[:20]]) == sorted([*range(10)] * 2)
+        for number in range(3):
+            known, probs = rows[: 20 * (number + 1)], []
+            start = together.gather(together.init(jax.random.key(number)))
+            for i in range(2):
+                state = member(start, slice(2 * seed + i, 2 * seed + i + 1))
+                draw = np.random.default_rng([1, number, seed, i])
+                order = uncertainty.batches(draw, known, 10)
+                assert order.shape == (10, 32) and set(order.flat) == set(known)
+                state, _ = alone.epoch(alone.scatter(state), (pool, labels), order)
+                images = np.concatenate([data.test_images, pool])
+                probs.append(alone.predict_members(state, images)[0])
+            test, rest = np.split(np.stack(probs), [100], axis=1)
+            wrong = test.mean(axis=0).argmax(axis=-1) != data.test_labels
+            assert errors[number, seed] == wrong.mean()
+            unsure = pe.mutual_information(rest)
+            unsure[known] = -1
+            best = np.argsort(-unsure, kind="stable")[:20]
+            assert_array_equal(rows[len(known) :][:20], best[: 60 - len(known)])
+
+
+def test_label_prints_and_draws_the_errors_of_each_strategy(
+    tmp_path, capsys, drawn, monkeypatch
+):
+    """benchmarks/uncertainty.py label in its short form."""
+    monkeypatch.setitem(tm.NETWORKS, "cnn", tm.NETWORKS["tiny"])
+    flags = words("label --quick --json", tmp_path / "json")
+    assert uncertainty.main([*flags, "--plot", str(tmp_path / "label.png")]) == 0
+    found, out = json.loads((tmp_path / "json").read_text()), capsys.readouterr().out
+    assert found.pop("labels") == [20, 40, 60] and [*found] == [*uncertainty.STRATEGIES]
+    (axes,) = drawn().axes
+    for name, errors in found.items():
+        assert_close(lines_of(axes)[name][:, 1], 100 * np.mean(errors, axis=1))
+    rows = zip(*(100 * np.array(errors) for errors in found.values()))
+    for labels, row in zip((20, 40, 60), rows):
+        cells = (f"{e.mean():.2f} ({e.min():.2f} to {e.max():.2f})" for e in row)
+        assert f"| {' | '.join([str(labels), *cells])} |\n" in out
+    assert len({errors[0][0] for errors in found.values()}) == 1  # the same start
+
+
+def test_labels_needed_are_the_first_that_reach_the_target():
+    labels = np.array([20, 40, 60])
+    errors = np.array([[0.3, 0.2], [0.04, 0.07], [0.06, 0.02]])
+    needed = [uncertainty.needed(labels, e) for e in (*errors.T, errors.mean(axis=1))]
+    assert needed == ["40", "60", "60"]
+    assert uncertainty.needed(labels, errors.T[0] + 1) == "more than 60"
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("", "the following arguments are required: command"),
+        ("turn", "argument command: invalid choice: 'turn'"),
+        ("shift DIR/none", "DIR/none holds no finished run"),
+        ("shift DIR --long DIR", "--long DIR: holds 2 models; expected one"),
+        ("shift DIR --plot DIR/no/x", "--plot DIR/no/x: there is no folder DIR/no"),
+        ("label --seeds 0", "argument --seeds: expected a whole number, 1 or more"),
+        ("label --rounds 40", "--rounds 40: take 800 labels; the pool has 768"),
+        ("label --validate", "--validate: 768 training images; pool and validation ta"),
+        (
+            "label --quick --learning-rate 1e30",
+            "a member is not finite after round 1; lower --learning-rate",
+        ),
+    ],
+)
+def test_uncertainty_says_in_one_line_what_is_wrong(
+    whole_run, small_folder, monkeypatch, capsys, flags, message
+):
+    monkeypatch.setitem(tm.NETWORKS, "cnn", tm.NETWORKS["tiny"])
+    monkeypatch.setenv("MNIST_DIR", str(small_folder))
+    assert uncertainty.main(words(flags.replace("DIR", str(whole_run)))) == 2
+    err = capsys.readouterr().err
+    message = message.replace("DIR", str(whole_run))
+    assert err.startswith(f"uncertainty.py: error: {message}") and err.count("\n") == 1
+
+
+def test_shift_refuses_a_run_of_other_data(whole_run, monkeypatch, capsys):
+    digits = tm.generate_digits(0, 10, 10)
+    monkeypatch.setattr(tm, "load_data", lambda *_: digits)
+    assert uncertainty.main(words("shift", whole_run)) == 2
+    assert "; of the test images, generated digits\n" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------

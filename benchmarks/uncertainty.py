@@ -1,0 +1,418 @@
+"""See what an ensemble's uncertainty is good for: on shifted images, and for labeling.
+
+    export MNIST_DIR=...
+    python train_mnist.py --members 8 --workdir runs/8
+    python train_mnist.py --mode sync --epochs 40 --workdir runs/long
+    python benchmarks/uncertainty.py shift runs/8 --long runs/long --plot shift.png
+    python benchmarks/uncertainty.py label --plot label.png
+
+shift RUN: score the members that a run left, and ensembles of the first 2, 4, 8 ... of
+them, on test images that are turned, and moved around the edge (Ovadia et al. 2019,
+"Can you trust your model's uncertainty?").
+
+  --long RUN              a run of one network, trained for as long as the members
+                          together (default: none)
+
+label: label 20 more images of a pool a round, those of which an ensemble is least sure,
+and train it anew (Gal, Islam and Ghahramani 2017, "Deep Bayesian active learning with
+image data").  The pool is the first 10,000 training images; the ensembles of all seeds
+are one trainer.
+
+  --seeds S               ensembles, each with labels of its own (default: 3)
+  --members K             of an ensemble (default: 5)
+  --rounds N              the first has two labels a class (default: 20)
+  --steps N               of training, in a round (default: 240)
+  --learning-rate RATE    the schedule's peak (default: 0.1)
+  --max-shift PIXELS      by which training images move at random (default: 2)
+  --validate              score on the last 10,000 training images, which these three
+                          were chosen by, in place of the test images
+  --quick                 a look, on generated digits: 2 ensembles of 2, 3 rounds of 20
+                          steps
+
+both:
+  --json FILE             write the scores
+  --plot FILE             draw them, with matplotlib
+"""
+
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+import scipy.ndimage
+import speed
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import pjax_ensemble as pe
+import train_mnist as tm
+
+# ---------------------------------------------------------------------------------
+# shift: the same networks on images that they were not trained for
+# ---------------------------------------------------------------------------------
+
+NLL, BRIER, ENTROPY = "negative_log_likelihood", "brier_score", "predictive_entropy"
+SCORES = {  # the title, the factor, the digits
+    "accuracy": ("accuracy, %", 100, 2),
+    NLL: ("NLL, nats", 1, 4),
+    BRIER: ("Brier score", 1, 4),
+    "expected_calibration_error": ("calibration error", 1, 4),
+    ENTROPY: ("predictive entropy, nats", 1, 4),
+}
+LONG = "one, trained longer"
+
+
+def turn(images: np.ndarray, degrees: int) -> np.ndarray:
+    """Turn images [N, H, W, C] to the left about their centers, zeros moving in."""
+    options = {"axes": (2, 1), "reshape": False, "order": 1}
+    return scipy.ndimage.rotate(images, degrees, **options)
+
+
+def move(images: np.ndarray, pixels: int) -> np.ndarray:
+    """Move images [N, H, W, C] to the right; what leaves them comes in on the left."""
+    return np.roll(images, pixels, axis=2)
+
+
+SHIFTS = {  # each with its unit and amounts, which start with the images as they are
+    turn: ("turned, degrees", range(0, 181, 15)),
+    move: ("moved, pixels", range(0, 15, 2)),
+}
+
+
+def score(probs: np.ndarray, labels: np.ndarray) -> dict[str, list[dict]]:
+    """Score members [K, N, C] and their ensembles: by name, the scores of each."""
+    report = pe.ensemble_report(probs, labels)
+
+    def scored(scores, own):
+        return {**scores, ENTROPY: float(pe.predictive_entropy(own).mean())}
+
+    found = {
+        "a member": [scored(*own) for own in zip(report["member"], probs[:, None])]
+    }
+    for size in (n for n in range(2, len(probs) + 1) if n & (n - 1) == 0):
+        own = scored(report["by_size"][size - 1], probs[:size])
+        found[f"ensemble of {size}"] = [own]
+    return found
+
+
+def score_shifts(run: tm.Trained, long: tm.Trained | None, data: tm.Dataset) -> list:
+    """Score on every shift of the test images: (unit, amount, scores by name) each."""
+    rows = []
+    for change, (unit, amounts) in SHIFTS.items():
+        for amount in amounts:
+            images = change(data.test_images, amount)
+            found = score(run.predict_members(images), data.test_labels)
+            if long:
+                probs = long.predict_members(images)
+                found[LONG] = score(probs, data.test_labels)["a member"]
+            rows.append((unit, amount, found))
+    return rows
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Write the mean and, of several values, the range."""
+    low, high = (f"{end:.{digits}f}" for end in (min(values), max(values)))
+    return f"{np.mean(values):.{digits}f}" + f" ({low} to {high})" * (len(values) > 1)
+
+
+def print_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    for cells in (names, ["---"] * len(names), *rows):
+        print(f"| {' | '.join(cells)} |")
+
+
+def print_shifts(rows: list) -> None:
+    """Print a table a score, and at how many shifts the whole ensemble is ahead."""
+    scores = [found for _, _, found in rows]
+    names = list(scores[0])
+    for key, (title, factor, digits) in SCORES.items():
+        cells = [
+            [f"{unit} {amount}"]
+            + [spread([factor * x[key] for x in own], digits) for own in found.values()]
+            for unit, amount, found in rows
+        ]
+        print()
+        print_table([title, *names], cells)
+    *_, whole = others = [name for name in names if name != LONG]
+    others[-1:] = [LONG] * (LONG in names)
+    for key in (NLL, BRIER):
+        print(f"\n{SCORES[key][0]}: {whole} is ahead of", end="")
+        for name in others:
+            pairs = [[min(x[key] for x in f[n]) for n in (whole, name)] for f in scores]
+            whom = name.replace("a member", "its best member")
+            print(f" {whom} at {sum(a < b for a, b in pairs)} of {len(rows)},", end="")
+    print()
+
+
+def draw_shifts(rows: list, path: Path) -> None:
+    """Draw all scores but Brier's, which looks like the likelihood, over the shifts."""
+    from matplotlib.figure import Figure
+
+    first, *others = rows[0][-1]
+    sizes = [name for name in others if name != LONG]
+    styles = {first: tm.MEMBER, LONG: {**tm.DASHED, "marker": "x", "markersize": 4}}
+    for number, name in enumerate(sizes, 1):
+        styles[name] = {**tm.ENSEMBLE, "alpha": number / len(sizes)}
+    figure = Figure(figsize=(9, 6.5), layout="constrained")
+    for axes, key in zip(figure.subplots(2, 2).flat, [k for k in SCORES if k != BRIER]):
+        title, factor, _ = SCORES[key]
+        start, ticks, units = 0, [], []
+        for unit, amounts in SHIFTS.values():
+            x = start + np.arange(len(amounts))
+            mine = [found for its_unit, _, found in rows if its_unit == unit]
+            for name in (first, *others):
+                y = factor * np.array([[own[key] for own in f[name]] for f in mine])
+                label = name if start == 0 else None
+                axes.plot(x, y.mean(axis=1), **styles[name], label=label)
+                band = {"color": styles[name]["color"], "alpha": 0.2, "linewidth": 0}
+                axes.fill_between(x, y.min(axis=1), y.max(axis=1), **band)
+            ticks += zip(x[::2], amounts[::2])
+            units.append(unit)
+            start = x[-1] + 2
+        axes.set_xticks(*zip(*ticks))
+        axes.set(xlabel="        ".join(units), title=title)
+    axes.legend(frameon=False)
+    with pe.replace_file(path) as file:
+        figure.savefig(file, format="png", dpi=110)
+
+
+# ---------------------------------------------------------------------------------
+# label: an ensemble that asks for the labels of what it is least sure of
+# ---------------------------------------------------------------------------------
+
+A_CLASS, A_ROUND = 2, 20  # labels to begin with, and labels to add
+POOL, VALIDATION, BATCH = 10_000, 10_000, 32
+STRATEGIES = {  # what is highest for those to label: members' [K, N, C] -> [N]
+    "mutual information": lambda probs, draw: pe.mutual_information(probs),
+    "predictive entropy": lambda probs, draw: pe.predictive_entropy(probs),
+    "at random": lambda probs, draw: draw.random(probs.shape[1]),
+}
+TARGET = 0.05  # the error that is to be reached, with the labels below in the paper
+PAPER = {"mutual information": 335, "at random": 835}
+LINES = [tm.ENSEMBLE, {**tm.MEMBER, "linewidth": 2}, {**tm.DASHED, "marker": "x"}]
+
+
+def first_rows(draw: np.random.Generator, labels: np.ndarray) -> list[int]:
+    """Draw the rows of two images a class."""
+    rows = draw.permutation(len(labels))
+    own = [rows[labels[rows] == label][:A_CLASS] for label in np.unique(labels)]
+    return np.concatenate(own).tolist()
+
+
+def batches(draw: np.random.Generator, rows: list[int], steps: int) -> np.ndarray:
+    """Draw batches [steps, B]: all rows in an order, then all in another."""
+    count = steps * BATCH
+    passes = [draw.permutation(rows) for _ in range(-(-count // len(rows)))]
+    return np.concatenate(passes)[:count].reshape(steps, BATCH)
+
+
+def learn(
+    trainer: pe.Trainer,
+    data: tm.Dataset,
+    strategy: Callable,
+    *,
+    seeds: int,
+    rounds: int,
+    steps: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Train on a few labels, label what `strategy` says, train anew, and so on.
+
+    The trainer's members are as many ensembles as there are seeds, each with labels of
+    its own.  Returns the errors on the test images [rounds, seeds], and the rows of the
+    training images in the order in which they were labeled [seeds, labels].  Raises
+    Failure.
+    """
+    pool, labels = data.train_images, data.train_labels
+    placed = trainer.place((pool, labels))
+    members = trainer.layout.members // seeds  # of an ensemble
+    draws = [np.random.default_rng([0, seed]) for seed in range(seeds)]
+    labeled = [first_rows(draw, labels) for draw in draws]
+    errors, rest = [], ()
+    for number in range(rounds):
+        for rows, probs, draw in zip(labeled, rest, draws):  # not in the first round
+            scores = strategy(probs, draw)
+            scores[rows] = -np.inf  # they are labeled
+            rows += np.argsort(-scores, kind="stable")[:A_ROUND].tolist()
+        order = [
+            batches(np.random.default_rng([1, number, seed, i]), rows, steps)
+            for seed, rows in enumerate(labeled)
+            for i in range(members)
+        ]
+        state = trainer.init(jax.random.key(number))
+        state, _ = trainer.epoch(state, placed, np.stack(order))
+        images = np.concatenate([data.test_images, pool])
+        probs = trainer.predict_members(state, images)
+        if not np.isfinite(probs).all():
+            wrong = f"a member is not finite after round {number + 1}"
+            raise tm.Failure(f"{wrong}; lower --learning-rate")
+        probs = probs.reshape(seeds, members, *probs.shape[1:])
+        test, rest = np.split(probs, [len(data.test_images)], axis=2)
+        errors.append((test.mean(1).argmax(-1) != data.test_labels).mean(-1))
+    return np.stack(errors), np.array(labeled)
+
+
+def needed(labels: np.ndarray, errors: np.ndarray) -> str:
+    """Say with how many labels errors [rounds] first were at most the target."""
+    enough = labels[errors <= TARGET]
+    return str(enough[0]) if len(enough) else f"more than {labels[-1]}"
+
+
+def print_errors(labels: np.ndarray, found: dict) -> None:
+    """Print a table of errors [rounds, seeds] by strategy, and what 5% takes."""
+    columns = [[spread(100 * e, 2) for e in errors] for errors in found.values()]
+    print_table(["labels", *found], [*zip(map(str, labels), *columns)])
+    print(f"\nlabels for an error of {TARGET:.0%}:")
+    for name, errors in found.items():
+        each = ", ".join(needed(labels, own) for own in errors.T)
+        mean, theirs = needed(labels, errors.mean(axis=1)), PAPER.get(name)
+        paper = f"; Gal et al. 2017: {theirs}" * bool(theirs)
+        print(f"{name}: {mean} by the mean of seeds ({each}){paper}")
+
+
+def draw_errors(labels: np.ndarray, found: dict, path: Path) -> None:
+    """Draw errors [rounds, seeds] over labels: mean and range of seeds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.5, 4), layout="constrained")
+    axes = figure.subplots()
+    for (name, errors), style in zip(found.items(), LINES):
+        errors = 100 * errors
+        axes.plot(labels, errors.mean(axis=1), **style, label=name)
+        ends = errors.min(axis=1), errors.max(axis=1)
+        axes.fill_between(labels, *ends, color=style["color"], alpha=0.2, linewidth=0)
+    axes.axhline(100 * TARGET, **tm.DASHED)
+    axes.set(xlabel="labels", ylabel="error on test images, %", yscale="log")
+    axes.legend(frameon=False)
+    with pe.replace_file(path) as file:
+        figure.savefig(file, format="png", dpi=110)
+
+
+# ---------------------------------------------------------------------------------
+# Command line
+# ---------------------------------------------------------------------------------
+
+
+def check_data(run: tm.Trained, data: tm.Dataset, where: str) -> None:
+    """Raise Failure for a run that was trained on other data."""
+    for name, ours in {"dataset": data.name, **data.form()}.items():
+        if (theirs := run.config[name]) != ours:
+            raise tm.Failure(f"{where}: {name} is {theirs}; of the test images, {ours}")
+
+
+def shift(args) -> dict:
+    """Print how runs do on shifted images.  Raises Failure, DataError, ValueError."""
+    run = tm.load_run(args.run)
+    long = tm.load_run(args.long) if args.long else None
+    if long and (count := long.trainer.layout.members) > 1:
+        raise tm.Failure(f"--long {args.long}: holds {count} models; expected one")
+    data = tm.load_data(run.config["data"], Path(run.config["data_dir"]))
+    check_data(run, data, args.run)
+    if long:
+        check_data(long, data, f"--long {args.long}")
+    print(f"{data.name}, {len(data.test_images)} test images")
+    rows = score_shifts(run, long, data)
+    print_shifts(rows)
+    if args.plot:
+        draw_shifts(rows, args.plot)
+    return {"shifts": rows}
+
+
+SIZES = {  # flags of label: their types, their defaults, and those of --quick
+    "seeds": (tm.at_least(1), 3, 2),
+    "members": (tm.at_least(1), 5, 2),
+    "rounds": (tm.at_least(1), 20, 3),
+    "steps": (tm.at_least(1), 240, 20),
+    "learning_rate": (tm.positive, 0.1, 0.1),
+    "max_shift": (tm.between(0, 28), 2, 2),
+}
+
+
+def label(args) -> dict:
+    """Print what labels are worth, by who chooses them.  Raises Failure, DataError."""
+    for name, (_, *defaults) in SIZES.items():
+        if getattr(args, name) is None:
+            setattr(args, name, defaults[args.quick])
+    if args.quick:
+        data = tm.generate_digits(0, 500, 200)
+    else:
+        data = tm.load_mnist(tm.default_folder())
+    images, labels = data.train_images, data.train_labels
+    if args.validate:
+        if len(images) < POOL + VALIDATION:
+            takes = f"pool and validation take {POOL + VALIDATION}"
+            raise tm.Failure(f"--validate: {len(images)} training images; {takes}")
+        last = images[-VALIDATION:], labels[-VALIDATION:]
+        data = data._replace(test_images=last[0], test_labels=last[1])
+    data = data._replace(train_images=images[:POOL], train_labels=labels[:POOL])
+    first = len(first_rows(np.random.default_rng(0), data.train_labels))
+    count = first + A_ROUND * np.arange(args.rounds)  # labels of each round
+    if count[-1] > (most := len(data.train_labels)):
+        takes = f"take {count[-1]} labels; the pool has {most}"
+        raise tm.Failure(f"--rounds {args.rounds}: {takes}")
+    changes = {name: getattr(args, name) for name in ("learning_rate", "max_shift")}
+    recipe = tm.RECIPES["cnn"]._replace(batch_size=BATCH, **changes)
+    members = args.seeds * args.members
+    trainer = tm.make_trainer(recipe, members, None, args.steps, data.form())
+    what = "validation" if args.validate else "test"
+    print(f"{data.name}, {len(data.test_images)} {what} images: errors, %", flush=True)
+    sizes, found = {n: getattr(args, n) for n in ("seeds", "rounds", "steps")}, {}
+    for name, strategy in STRATEGIES.items():
+        started = time.perf_counter()
+        found[name], _ = learn(trainer, data, strategy, **sizes)
+        seconds = time.perf_counter() - started
+        print(f"{name}: {seconds:.0f} s", file=sys.stderr, flush=True)
+    print_errors(count, found)
+    if args.plot:
+        draw_errors(count, found, args.plot)
+    return {"labels": count.tolist()} | {n: e.tolist() for n, e in found.items()}
+
+
+class Parser(tm.Parser):
+    def format_help(self):
+        return __doc__
+
+
+def parse_arguments(argv: Sequence[str] | None):
+    parser = Parser("uncertainty.py")
+    commands = parser.add_subparsers(dest="command", required=True)
+    shifting, labeling = map(commands.add_parser, ("shift", "label"))
+    shifting.set_defaults(call=shift)
+    labeling.set_defaults(call=label)
+    shifting.add_argument("run", type=Path)
+    shifting.add_argument("--long", type=Path)
+    for name, (kind, *_) in SIZES.items():
+        labeling.add_argument(tm.flag(name), type=kind)
+    for name in ("--validate", "--quick"):
+        labeling.add_argument(name, action="store_true")
+    for each in (shifting, labeling):
+        for name in ("--json", "--plot"):
+            each.add_argument(name, type=Path)
+    args = parser.parse_args(argv)
+    for name in ("json", "plot"):
+        path = getattr(args, name)
+        if path and not path.parent.is_dir():
+            raise tm.Failure(f"--{name} {path}: there is no folder {path.parent}")
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        raise tm.Failure("--plot needs matplotlib: python -m pip install matplotlib")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status, after one line of what is wrong."""
+    try:
+        args = parse_arguments(argv)
+        pe.use_cpu_devices()
+        started = time.perf_counter()
+        scores = args.call(args)
+        print(f"\n{time.perf_counter() - started:.0f} s")
+        if args.json:
+            speed.write_json(args.json, **scores)
+        return 0
+    except (tm.Failure, tm.DataError, OSError, ValueError) as error:
+        print(f"uncertainty.py: error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
