@@ -900,7 +900,8 @@ class Folder:
         pe.save(self.path / f"checkpoint_{done:08d}.safetensors", checkpoint)
         older = [path for step, path in checkpoints(self.path) if step <= done]
         for path in older[self.keep :]:
-            os.unlink(path)
+            with contextlib.suppress(PermissionError):  # Windows: it is being read
+                os.unlink(path)
 
     def restore(self, like: Checkpoint) -> Checkpoint:
         """Load the newest valid checkpoint, and the metrics of its epochs.
@@ -1671,4 +1672,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if sys.stdout:  # a path that its encoding lacks is no reason to end
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(main())

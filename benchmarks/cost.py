@@ -101,7 +101,8 @@ def plot(rows: list[dict], path: Path) -> None:
 
 
 def main() -> None:
-    cores = len(os.sched_getaffinity(0))
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--members", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument(

@@ -1,6 +1,6 @@
 """Measure where a training step's time goes: each layer by itself, on one core.
 
-    python benchmarks/layers.py
+    python benchmarks/layers.py     (on Linux; elsewhere nothing binds it to one core)
 
 For the ensembling guide's network and the Keras guide's: the value and the gradients of
 each layer, for 32 images, which are a device's micro-batch of the first, and its part
@@ -16,11 +16,12 @@ import sys
 import time
 from pathlib import Path
 
-os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])  # before JAX counts them
-import jax  # noqa: E402
+if hasattr(os, "sched_setaffinity"):  # Linux; before JAX counts the cores
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
+import jax
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import pjax_ensemble as pe  # noqa: E402
+import pjax_ensemble as pe
 
 BATCH, ROUNDS = 32, 100
 
