@@ -221,7 +221,7 @@ sys.modules |= {"fcntl": None, "resource": None}
 vars(os).pop("sched_getaffinity", None)
 os.cpu_count = lambda: 3
 sys.path.append("benchmarks")
-import train_mnist, faults, recipe, seconds, speed, uci
+import train_mnist, faults, recipe, seconds, speed, uci, uncertainty
 train_mnist.pe.use_cpu_devices()
 print(jax.device_count())
 """
