@@ -137,11 +137,12 @@ def print_shifts(rows: list) -> None:
     *_, whole = others = [name for name in names if name != LONG]
     others[-1:] = [LONG] * (LONG in names)
     for key in (NLL, BRIER):
-        print(f"\n{SCORES[key][0]}: {whole} is ahead of", end="")
+        ahead = []
         for name in others:
             pairs = [[min(x[key] for x in f[n]) for n in (whole, name)] for f in scores]
             whom = name.replace("a member", "its best member")
-            print(f" {whom} at {sum(a < b for a, b in pairs)} of {len(rows)},", end="")
+            ahead.append(f"{whom} at {sum(a < b for a, b in pairs)} of {len(rows)}")
+        print(f"\n{SCORES[key][0]}: {whole} is ahead of {'; '.join(ahead)}", end="")
     print()
 
 
@@ -153,7 +154,11 @@ def draw_shifts(rows: list, path: Path) -> None:
     sizes = [name for name in others if name != LONG]
     styles = {first: tm.MEMBER, LONG: {**tm.DASHED, "marker": "x", "markersize": 4}}
     for number, name in enumerate(sizes, 1):
-        styles[name] = {**tm.ENSEMBLE, "alpha": number / len(sizes)}
+        faded = {
+            "alpha": number / len(sizes),
+            "marker": "s" if name == sizes[-1] else "",
+        }
+        styles[name] = {**tm.ENSEMBLE, **faded}
     figure = Figure(figsize=(9, 6.5), layout="constrained")
     for axes, key in zip(figure.subplots(2, 2).flat, [k for k in SCORES if k != BRIER]):
         title, factor, _ = SCORES[key]
@@ -172,7 +177,8 @@ def draw_shifts(rows: list, path: Path) -> None:
             start = x[-1] + 2
         axes.set_xticks(*zip(*ticks))
         axes.set(xlabel="        ".join(units), title=title)
-    axes.legend(frameon=False)
+    lines = axes.get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", ncols=5, frameon=False)
     with pe.replace_file(path) as file:
         figure.savefig(file, format="png", dpi=110)
 
@@ -276,6 +282,7 @@ def draw_errors(labels: np.ndarray, found: dict, path: Path) -> None:
 
     figure = Figure(figsize=(6.5, 4), layout="constrained")
     axes = figure.subplots()
+    low, high = (100 * end([*found.values()]) for end in (np.min, np.max))
     for (name, errors), style in zip(found.items(), LINES):
         errors = 100 * errors
         axes.plot(labels, errors.mean(axis=1), **style, label=name)
@@ -283,6 +290,9 @@ def draw_errors(labels: np.ndarray, found: dict, path: Path) -> None:
         axes.fill_between(labels, *ends, color=style["color"], alpha=0.2, linewidth=0)
     axes.axhline(100 * TARGET, **tm.DASHED)
     axes.set(xlabel="labels", ylabel="error on test images, %", yscale="log")
+    axes.set_yticks(ticks := [1, 2, 5, 10, 20, 50], ticks)
+    axes.minorticks_off()
+    axes.set_ylim(max(0.8 * low, 0.1), 1.2 * high + 0.1)
     axes.legend(frameon=False)
     with pe.replace_file(path) as file:
         figure.savefig(file, format="png", dpi=110)
