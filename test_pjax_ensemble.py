@@ -4712,6 +4712,7 @@ def test_labels_needed_are_the_first_that_reach_the_target():
         ("shift DIR --long DIR", "--long DIR: holds 2 models; expected one"),
         ("shift DIR --plot DIR/no/x", "--plot DIR/no/x: there is no folder DIR/no"),
         ("label --seeds 0", "argument --seeds: expected a whole number, 1 or more"),
+        ("label --members 1", "argument --members: expected a whole number, 2 or more"),
         ("label --rounds 40", "--rounds 40: take 800 labels; the pool has 768"),
         ("label --validate", "--validate: 768 training images; pool and validation ta"),
         (

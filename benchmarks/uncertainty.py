@@ -330,7 +330,7 @@ def shift(args) -> dict:
 
 SIZES = {  # flags of label: their types, their defaults, and those of --quick
     "seeds": (tm.at_least(1), 3, 2),
-    "members": (tm.at_least(1), 5, 2),
+    "members": (tm.at_least(2), 5, 2),  # one cannot disagree
     "rounds": (tm.at_least(1), 20, 3),
     "steps": (tm.at_least(1), 240, 20),
     "learning_rate": (tm.positive, 0.1, 0.1),
