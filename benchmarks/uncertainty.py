@@ -22,7 +22,7 @@ are one trainer.
   --members K             of an ensemble (default: 5)
   --rounds N              the first has two labels a class (default: 20)
   --steps N               of training, in a round (default: 240)
-  --learning-rate RATE    the schedule's peak (default: 0.1)
+  --learning-rate RATE    the schedule's peak (default: 0.2)
   --max-shift PIXELS      by which training images move at random (default: 2)
   --validate              score on the last 10,000 training images, which these three
                           were chosen by, in place of the test images
@@ -124,8 +124,7 @@ def print_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def print_shifts(rows: list) -> None:
     """Print a table a score, and at how many shifts the whole ensemble is ahead."""
-    scores = [found for _, _, found in rows]
-    names = list(scores[0])
+    names, shifted = list(rows[0][-1]), [found for _, amount, found in rows if amount]
     for key, (title, factor, digits) in SCORES.items():
         cells = [
             [f"{unit} {amount}"]
@@ -139,9 +138,10 @@ def print_shifts(rows: list) -> None:
     for key in (NLL, BRIER):
         ahead = []
         for name in others:
-            pairs = [[min(x[key] for x in f[n]) for n in (whole, name)] for f in scores]
+            best = [[min(x[key] for x in f[n]) for n in (whole, name)] for f in shifted]
+            count = sum(mine < theirs for mine, theirs in best)
             whom = name.replace("a member", "its best member")
-            ahead.append(f"{whom} at {sum(a < b for a, b in pairs)} of {len(rows)}")
+            ahead.append(f"{whom} at {count} of {len(best)} shifts")
         print(f"\n{SCORES[key][0]}: {whole} is ahead of {'; '.join(ahead)}", end="")
     print()
 
@@ -333,7 +333,7 @@ SIZES = {  # flags of label: their types, their defaults, and those of --quick
     "members": (tm.at_least(2), 5, 2),  # one cannot disagree
     "rounds": (tm.at_least(1), 20, 3),
     "steps": (tm.at_least(1), 240, 20),
-    "learning_rate": (tm.positive, 0.1, 0.1),
+    "learning_rate": (tm.positive, 0.2, 0.2),
     "max_shift": (tm.between(0, 28), 2, 2),
 }
 
