@@ -6,9 +6,9 @@
     python benchmarks/uncertainty.py shift runs/8 --long runs/long --plot shift.png
     python benchmarks/uncertainty.py label --plot label.png
 
-shift RUN: score the members that a run left, and ensembles of the first 2, 4, 8 ... of
-them, on test images that are turned, and moved around the edge (Ovadia et al. 2019,
-"Can you trust your model's uncertainty?").
+shift RUN: score the members that a run left, and ensembles of the first 2, 4, 8 ... and
+all of them, on test images that are turned, and moved around the edge (Ovadia et al.
+2019, "Can you trust your model's uncertainty?").
 
   --long RUN              a run of one network, trained for as long as the members
                           together (default: none)
@@ -24,8 +24,8 @@ are one trainer.
   --steps N               of training, in a round (default: 240)
   --learning-rate RATE    the schedule's peak (default: 0.2)
   --max-shift PIXELS      by which training images move at random (default: 2)
-  --validate              score on the last 10,000 training images, which these three
-                          were chosen by, in place of the test images
+  --validate              score on the last 10,000 training images, in place of the test
+                          images: to choose these three by
   --quick                 a look, on generated digits: 2 ensembles of 2, 3 rounds of 20
                           steps
 
@@ -91,7 +91,8 @@ def score(probs: np.ndarray, labels: np.ndarray) -> dict[str, list[dict]]:
     found = {
         "a member": [scored(*own) for own in zip(report["member"], probs[:, None])]
     }
-    for size in (n for n in range(2, len(probs) + 1) if n & (n - 1) == 0):
+    last = len(probs)
+    for size in (n for n in range(2, last + 1) if n & (n - 1) == 0 or n == last):
         own = scored(report["by_size"][size - 1], probs[:size])
         found[f"ensemble of {size}"] = [own]
     return found
@@ -135,7 +136,7 @@ def print_shifts(rows: list) -> None:
         print_table([title, *names], cells)
     *_, whole = others = [name for name in names if name != LONG]
     others[-1:] = [LONG] * (LONG in names)
-    for key in (NLL, BRIER):
+    for key in (NLL, BRIER) if others else ():
         ahead = []
         for name in others:
             best = [[min(x[key] for x in f[n]) for n in (whole, name)] for f in shifted]
