@@ -4456,12 +4456,17 @@ def test_script_without_a_workdir_writes_nothing(tmp_path, script, monkeypatch):
 # ---------------------------------------------------------------------------------
 
 
-def test_sweep_trains_each_rate_on_each_order_as_the_script_does(monkeypatch):
-    linear = tm.Network(
+@pytest.fixture
+def linear(monkeypatch):
+    """Put a linear model in the place of the CNN."""
+    model = tm.Network(
         lambda key, **form: (jax.random.normal(key, (784, 10)) / 28, ()),
         lambda w, _, images, key=None: (images.reshape(len(images), 784) @ w, ()),
     )
-    monkeypatch.setitem(tm.NETWORKS, "cnn", linear)
+    monkeypatch.setitem(tm.NETWORKS, "cnn", model)
+
+
+def test_sweep_trains_each_rate_on_each_order_as_the_script_does(linear):
     data, rates = tm.generate_digits(0, 160, 40), (0.1, 0.02)
     recipe = tm.RECIPES["cnn"]._replace(batch_size=32, epochs=2)
     probs, alone = (
@@ -4644,9 +4649,9 @@ def test_shift_scores_runs_as_the_report_does(
     assert_close(turned[0].get_ydata(), expected)
 
 
-def test_labels_are_those_that_the_ensemble_is_least_sure_of():
+def test_labels_are_those_that_the_ensemble_is_least_sure_of(linear):
     data = tm.generate_digits(0, 300, 100)
-    recipe = tm.Recipe("tiny", "sgd", 1, 32, 0.1, 0.9, "linear", 1)
+    recipe = tm.RECIPES["cnn"]._replace(batch_size=32, max_shift=0)
     sizes = {"seeds": 2, "rounds": 3, "steps": 10}
     together, alone = (tm.make_trainer(recipe, n, 1, 10, data.form()) for n in (4, 1))
     strategy = uncertainty.STRATEGIES["mutual information"]
@@ -4680,10 +4685,9 @@ def test_labels_are_those_that_the_ensemble_is_least_sure_of():
 
 
 def test_label_prints_and_draws_the_errors_of_each_strategy(
-    tmp_path, capsys, drawn, monkeypatch
+    tmp_path, capsys, drawn, linear
 ):
     """benchmarks/uncertainty.py label in its short form."""
-    monkeypatch.setitem(tm.NETWORKS, "cnn", tm.NETWORKS["tiny"])
     flags = words("label --quick --json", tmp_path / "json")
     assert uncertainty.main([*flags, "--plot", str(tmp_path / "label.png")]) == 0
     found, out = json.loads((tmp_path / "json").read_text()), capsys.readouterr().out
@@ -4741,15 +4745,14 @@ def test_labels_needed_are_the_first_that_reach_the_target():
         ("label --rounds 40", "--rounds 40: take 800 labels; the pool has 768"),
         ("label --validate", "--validate: 768 training images; pool and validation ta"),
         (
-            "label --quick --learning-rate 1e30",
+            "label --quick --learning-rate 1e38",
             "a member is not finite after round 1; lower --learning-rate",
         ),
     ],
 )
 def test_uncertainty_says_in_one_line_what_is_wrong(
-    whole_run, small_folder, monkeypatch, capsys, flags, message
+    whole_run, small_folder, monkeypatch, capsys, linear, flags, message
 ):
-    monkeypatch.setitem(tm.NETWORKS, "cnn", tm.NETWORKS["tiny"])
     monkeypatch.setenv("MNIST_DIR", str(small_folder))
     assert uncertainty.main(words(flags.replace("DIR", str(whole_run)))) == 2
     err = capsys.readouterr().err
