@@ -1948,7 +1948,7 @@ def _make_predicting(apply_fn, output, stateful, chunk, over_members, spread, hy
         """Return the size of a chunk's inputs and a device's outputs of it."""
 
         def part(x, axes, *first):
-            return jax.ShapeDtypeStruct((*first, *x.shape[axes:]), x.dtype)
+            return jax.ShapeDtypeStruct((*first, *x.shape[axes:]), jnp.result_type(x))
 
         one = jax.tree.map(lambda x: part(x, 1, chunk), inputs)
         member = jax.tree.map(lambda x: part(x, 2), model)

@@ -2118,6 +2118,7 @@ def tree_apply(params, inputs):  # tokens [B, 5], position [B, 2], keys [B]: any
     return outputs | {"log": jnp.log(jax.nn.relu(rows))}  # some -inf
 
 
+@pytest.mark.filterwarnings("error")  # as of integers of 64 bits
 @pytest.mark.parametrize("members, devices", [(1, 3), (2, 2), (2, 4), (5, 3), (3, 8)])
 def test_predictions_are_any_tree_of_any_tree(members, devices):
     options = dict(members=members, devices=devices, apply_fn=tree_apply, output=None)
