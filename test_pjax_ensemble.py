@@ -4642,7 +4642,7 @@ def test_shift_scores_runs_as_the_report_does(
     ]
     ahead = sum(whole["brier_score"] < best for best, whole in brier)
     said = f"is ahead of its best member at {ahead} of 19 shifts; one, trained longer"
-    assert f"Brier score: ensemble of 2 {said}" in out and 0 < ahead < 19
+    assert f"Brier score: ensemble of 2 {said}" in out
     assert (tmp_path / "shift.png").read_bytes().startswith(b"\x89PNG")
     accuracy = drawn().axes[0].lines
     turned = [line for line in accuracy if line.get_label() == "ensemble of 2"]

@@ -147,6 +147,13 @@ def print_shifts(rows: list) -> None:
     print()
 
 
+def draw_range(axes, x, y: np.ndarray, name: str | None, style: dict) -> None:
+    """Draw the mean of `y` [n, count] over `x` [n], under a name, and its range."""
+    tm.draw_curve(axes, x, y.mean(axis=1), name, style)
+    band = {"color": style["color"], "alpha": 0.2, "linewidth": 0}
+    axes.fill_between(x, y.min(axis=1), y.max(axis=1), **band)
+
+
 def draw_shifts(rows: list, path: Path) -> None:
     """Draw all scores but Brier's, which looks like the likelihood, over the shifts."""
     from matplotlib.figure import Figure
@@ -170,9 +177,7 @@ def draw_shifts(rows: list, path: Path) -> None:
             for name in (first, *others):
                 y = factor * np.array([[own[key] for own in f[name]] for f in mine])
                 label = name if start == 0 else None
-                axes.plot(x, y.mean(axis=1), **styles[name], label=label)
-                band = {"color": styles[name]["color"], "alpha": 0.2, "linewidth": 0}
-                axes.fill_between(x, y.min(axis=1), y.max(axis=1), **band)
+                draw_range(axes, x, y, label, styles[name])
             ticks += zip(x[::2], amounts[::2])
             units.append(unit)
             start = x[-1] + 2
@@ -232,6 +237,7 @@ def learn(
     """
     pool, labels = data.train_images, data.train_labels
     placed = trainer.place((pool, labels))
+    images = np.concatenate([data.test_images, pool])  # to predict
     members = trainer.layout.members // seeds  # of an ensemble
     draws = [np.random.default_rng([0, seed]) for seed in range(seeds)]
     labeled = [first_rows(draw, labels) for draw in draws]
@@ -248,7 +254,6 @@ def learn(
         ]
         state = trainer.init(jax.random.key(number))
         state, _ = trainer.epoch(state, placed, np.stack(order))
-        images = np.concatenate([data.test_images, pool])
         probs = trainer.predict_members(state, images)
         if not np.isfinite(probs).all():
             wrong = f"a member is not finite after round {number + 1}"
@@ -285,10 +290,7 @@ def draw_errors(labels: np.ndarray, found: dict, path: Path) -> None:
     axes = figure.subplots()
     low, high = (100 * end([*found.values()]) for end in (np.min, np.max))
     for (name, errors), style in zip(found.items(), LINES):
-        errors = 100 * errors
-        axes.plot(labels, errors.mean(axis=1), **style, label=name)
-        ends = errors.min(axis=1), errors.max(axis=1)
-        axes.fill_between(labels, *ends, color=style["color"], alpha=0.2, linewidth=0)
+        draw_range(axes, labels, 100 * errors, name, style)
     axes.axhline(100 * TARGET, **tm.DASHED)
     axes.set(xlabel="labels", ylabel="error on test images, %", yscale="log")
     axes.set_yticks(ticks := [1, 2, 5, 10, 20, 50], ticks)
