@@ -34,7 +34,7 @@ Legend, used everywhere.  A replica is an identical copy, a member a model of it
 
 Images are NHWC, kernels HWIO, labels integers, losses in nats per example.
 
-Contents: Layers, Networks, Losses and metrics, Optimizers, Devices, Updates, Trainer,
+Contents: Layers, Network, Losses and metrics, Optimizers, Devices, Updates, Trainer,
 Checkpoints, Demo.  A section uses only what stands above it.  Importing it touches no
 device.
 """
@@ -74,8 +74,8 @@ __all__ = [
     "Conv", "conv_init", "conv", "Dense", "dense_init", "dense", "avg_pool", "max_pool",
     "replica_mean", "BatchNorm", "BatchStats", "batch_norm_init", "batch_norm",
     "dropout",
-    # Networks
-    "CNN", "cnn_init", "cnn", "BatchNormCNN", "batch_norm_cnn_init", "batch_norm_cnn",
+    # Network
+    "CNN", "cnn_init", "cnn",
     # Losses and metrics
     "softmax_cross_entropy", "gaussian_nll", "accuracy", "predictive_entropy",
     "mutual_information", "reliability", "ensemble_report", "regression_report",
@@ -442,7 +442,7 @@ def dropout(key: Array | None, inputs: Array, rate: Real = 0.5) -> Array:
 
 
 # ---------------------------------------------------------------------------------
-# Networks
+# Network
 # ---------------------------------------------------------------------------------
 
 
@@ -451,18 +451,6 @@ def _count(name: str, value: Any) -> int:
     if not whole or value < 1:
         raise ValueError(f"{name} is {value!r}; expected an int >= 1")
     return int(value)
-
-
-def _image_shape(shape: Any, least: int) -> tuple[int, int, int]:
-    """Return (H, W, I), if those are, with `least` pixels a side or more."""
-    sizes = shape if isinstance(shape, Sequence) and len(shape) == 3 else (0, 0, 0)
-    whole = all(isinstance(n, (int, np.integer)) for n in sizes)
-    if not whole or min(sizes[:2]) < least or sizes[2] < 1:
-        raise ValueError(
-            f"image_shape is {shape!r}; expected (H, W, channels), ints, for this "
-            f"network with H and W >= {least}: pad smaller images"
-        )
-    return tuple(sizes)
 
 
 class CNN(NamedTuple):
@@ -481,7 +469,14 @@ def cnn_init(
     for another image_shape than three ints, images below 4 x 4, and for num_classes
     below 1 or not whole.
     """
-    height, width, channels = _image_shape(image_shape, 4)
+    sizes = image_shape if np.shape(image_shape) == (3,) else (0, 0, 0)
+    whole = all(isinstance(n, (int, np.integer)) for n in sizes)
+    if not whole or min(sizes[:2]) < 4 or sizes[2] < 1:
+        raise ValueError(
+            f"image_shape is {image_shape!r}; expected (H, W, channels), ints, for "
+            "this network with H and W >= 4: pad smaller images"
+        )
+    height, width, channels = sizes
     keys = jax.random.split(key, 4)
     return CNN(
         conv_init(keys[0], channels, 32),
@@ -498,69 +493,6 @@ def cnn(params: CNN, images: Array) -> Array:
     x = x.reshape(x.shape[0], -1)
     x = jax.nn.relu(dense(params.dense1, x))
     return dense(params.dense2, x)
-
-
-class BatchNormCNN(NamedTuple):
-    conv1: Conv  # [3, 3, I, 12], without bias
-    norm1: BatchNorm  # [12], without scale, as the others
-    conv2: Conv  # [6, 6, 12, 24], without bias
-    norm2: BatchNorm  # [24]
-    conv3: Conv  # [6, 6, 24, 32]
-    norm3: BatchNorm  # [32]
-    dense1: Dense  # [32, 256]
-    dense2: Dense  # [256, C]
-
-
-def batch_norm_cnn_init(
-    key: Array, *, image_shape: Sequence[int] = (28, 28, 1), num_classes: int = 10
-) -> tuple[BatchNormCNN, tuple]:
-    """Draw the network of Keras's distributed-JAX guide, as `cnn_init` does.
-
-    With the defaults it has 49,242 parameters; H and W are 6 or more, and do not change
-    it.  Returns (params, stats), stats a `BatchStats` a normalization.  Raises
-    ValueError as `cnn_init` does.
-    """
-    *_, channels = _image_shape(image_shape, 6)
-    keys = jax.random.split(key, 5)
-    norms, stats = zip(*(batch_norm_init(c, scale=False) for c in (12, 24, 32)))
-    params = BatchNormCNN(
-        conv_init(keys[0], channels, 12, 3, bias=False),
-        norms[0],
-        conv_init(keys[1], 12, 24, 6, bias=False),
-        norms[1],
-        conv_init(keys[2], 24, 32, 6),
-        norms[2],
-        dense_init(keys[3], 32, 256),
-        dense_init(keys[4], 256, _count("num_classes", num_classes)),
-    )
-    return params, stats
-
-
-def batch_norm_cnn(
-    params: BatchNormCNN,
-    stats: tuple,
-    images: Array,
-    key: Array | None = None,
-    *,
-    dropout_rate: float = 0.5,
-) -> tuple[Array, tuple]:
-    """Map images [B, H, W, I], pixels in [0, 1], to logits [B, C] and new stats.
-
-    With a key, as in training: the batch's statistics, and dropout.  Without, as in
-    evaluation: the running statistics, and none.
-    """
-    new_stats: list[BatchStats] = []
-
-    def norm_relu(norm, x):
-        x, new = batch_norm(norm, stats[len(new_stats)], x, training=key is not None)
-        new_stats.append(new)
-        return jax.nn.relu(x)
-
-    x = norm_relu(params.norm1, conv(params.conv1, images))
-    x = norm_relu(params.norm2, conv(params.conv2, x, stride=2, padding="VALID"))
-    x = norm_relu(params.norm3, conv(params.conv3, x, stride=2))
-    x = jax.nn.relu(dense(params.dense1, x.mean(axis=(1, 2))))
-    return dense(params.dense2, dropout(key, x, dropout_rate)), tuple(new_stats)
 
 
 # ---------------------------------------------------------------------------------

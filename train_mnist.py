@@ -153,6 +153,68 @@ SCHEDULES = {
 }
 
 
+class BatchNormCNN(NamedTuple):
+    conv1: pe.Conv  # [3, 3, I, 12], without bias
+    norm1: pe.BatchNorm  # [12], without scale, as the others
+    conv2: pe.Conv  # [6, 6, 12, 24], without bias
+    norm2: pe.BatchNorm  # [24]
+    conv3: pe.Conv  # [6, 6, 24, 32]
+    norm3: pe.BatchNorm  # [32]
+    dense1: pe.Dense  # [32, 256]
+    dense2: pe.Dense  # [256, C]
+
+
+def batch_norm_cnn_init(
+    key: jax.Array, *, image_shape: Sequence[int] = (28, 28, 1), num_classes: int = 10
+) -> tuple[BatchNormCNN, tuple]:
+    """Draw the network of Keras's distributed-JAX guide, as `pe.cnn_init` does.
+
+    With the defaults it has 49,242 parameters; H and W are 6 or more, and do not change
+    it.  Returns (params, stats), stats a `BatchStats` a normalization.
+    """
+    *_, channels = image_shape
+    keys = jax.random.split(key, 5)
+    norms, stats = zip(*(pe.batch_norm_init(c, scale=False) for c in (12, 24, 32)))
+    params = BatchNormCNN(
+        pe.conv_init(keys[0], channels, 12, 3, bias=False),
+        norms[0],
+        pe.conv_init(keys[1], 12, 24, 6, bias=False),
+        norms[1],
+        pe.conv_init(keys[2], 24, 32, 6),
+        norms[2],
+        pe.dense_init(keys[3], 32, 256),
+        pe.dense_init(keys[4], 256, num_classes),
+    )
+    return params, stats
+
+
+def batch_norm_cnn(
+    params: BatchNormCNN,
+    stats: tuple,
+    images: jax.Array,
+    key: jax.Array | None = None,
+    *,
+    dropout_rate: float = 0.5,
+) -> tuple[jax.Array, tuple]:
+    """Map images [B, H, W, I], pixels in [0, 1], to logits [B, C] and new stats.
+
+    With a key, as in training: the batch's statistics, and dropout.  Without, as in
+    evaluation: the running statistics, and none.
+    """
+    new_stats: list[pe.BatchStats] = []
+
+    def norm_relu(norm, x):
+        x, new = pe.batch_norm(norm, stats[len(new_stats)], x, training=key is not None)
+        new_stats.append(new)
+        return jax.nn.relu(x)
+
+    x = norm_relu(params.norm1, pe.conv(params.conv1, images))
+    x = norm_relu(params.norm2, pe.conv(params.conv2, x, stride=2, padding="VALID"))
+    x = norm_relu(params.norm3, pe.conv(params.conv3, x, stride=2))
+    x = jax.nn.relu(pe.dense(params.dense1, x.mean(axis=(1, 2))))
+    return pe.dense(params.dense2, pe.dropout(key, x, dropout_rate)), tuple(new_stats)
+
+
 class Network(NamedTuple):
     init: Callable  # (key, *, image_shape, num_classes) -> (params, model_state)
     logits: Callable  # (params, model_state, images, key=None) -> (logits, model_state)
@@ -163,7 +225,7 @@ NETWORKS = {
         lambda key, **form: (pe.cnn_init(key, **form), ()),
         lambda params, _, images, key=None: (pe.cnn(params, images), ()),
     ),
-    "batchnorm": Network(pe.batch_norm_cnn_init, pe.batch_norm_cnn),
+    "batchnorm": Network(batch_norm_cnn_init, batch_norm_cnn),
 }
 
 
@@ -1326,7 +1388,8 @@ def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
     check("batch_size", rest == 0, split)
     recipe = Recipe(**{name: getattr(args, name) for name in Recipe._fields})
     try:  # images may be too small for the network
-        jax.eval_shape(init_of(recipe, data.form()), jax.random.key(0))
+        models = jax.eval_shape(init_of(recipe, data.form()), jax.random.key(0))
+        jax.eval_shape(NETWORKS[recipe.network].logits, *models, scale(images[:1]))
     except ValueError as error:
         raise Failure(f"--network {recipe.network}: {error}") from error
     return recipe, data, layout

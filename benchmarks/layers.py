@@ -22,6 +22,7 @@ import jax
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import pjax_ensemble as pe
+import train_mnist as tm
 
 BATCH, ROUNDS = 32, 100
 
@@ -64,7 +65,7 @@ def cnn_parts():
 
 
 def batch_norm_parts():
-    params, stats = pe.batch_norm_cnn_init(jax.random.key(0))
+    params, stats = tm.batch_norm_cnn_init(jax.random.key(0))
     images, dense = draw(28, 28, 1), (params.dense1, params.dense2)
 
     def second(layer, x):
@@ -74,7 +75,7 @@ def batch_norm_parts():
         return pe.conv(layer, x, stride=2)
 
     def network(params):
-        return pe.batch_norm_cnn(params, stats, images, jax.random.key(1))[0]
+        return tm.batch_norm_cnn(params, stats, images, jax.random.key(1))[0]
 
     def norm(i, *shape):
         def function(layer, x):
