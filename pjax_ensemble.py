@@ -46,6 +46,7 @@ import collections
 import concurrent.futures
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import hashlib
 import importlib.util
@@ -59,12 +60,13 @@ import statistics
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from numpy.typing import ArrayLike
 
 __version__ = "0.1.0"
 
@@ -86,7 +88,7 @@ __all__ = [
     # Devices
     "use_cpu_devices", "split", "merge", "replicate", "unreplicate",
     # Updates
-    "TrainState", "train_state", "every_process", "make_sync_update",
+    "TrainState", "train_state", "gather_processes", "make_sync_update",
     "make_ensemble_update",
     # Trainer
     "Layout", "layout", "Trainer", "make_trainer", "prefetch",
@@ -120,11 +122,21 @@ def _he_normal(key: Array, shape: Sequence[int]) -> Array:
     return jax.random.normal(key, shape, jnp.float32) * math.sqrt(2 / fan_in)
 
 
+def _is_int(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _count(name: str, value: Any) -> int:
+    """Return an int of 1 or more, or raise ValueError."""
+    if not _is_int(value) or value < 1:
+        raise ValueError(f"{name} is {value!r}; expected an int >= 1")
+    return int(value)
+
+
 def _pair(name: str, value: Pair) -> tuple[int, int]:
     """Read an int as (int, int), for heights and widths."""
     pair = tuple(value) if isinstance(value, Sequence) else (value, value)
-    whole = all(isinstance(v, (int, np.integer)) for v in pair)
-    if len(pair) != 2 or not whole or min(pair) < 1:
+    if len(pair) != 2 or not all(map(_is_int, pair)) or min(pair) < 1:
         raise ValueError(f"{name} is {value!r}; expected an int >= 1, or two of them")
     return pair
 
@@ -209,9 +221,10 @@ def _conv_patches(images, weight, *, stride, padding):
     (kh, _), (sh, sw), (height, width) = size, stride, images.shape[1:3]
     bands = -(-size[1] // sw)  # of sw columns each
     block_rows = -(-kh // sh)
-    whole = kh * bands * sw * channels + features  # numbers to write for a position
-    parts = sh * bands * sw * channels + block_rows * features
-    if whole <= parts:
+    # Numbers to write for a position of the output, by whole windows and by groups.
+    by_windows = kh * bands * sw * channels + features
+    by_groups = sh * bands * sw * channels + block_rows * features
+    if by_windows <= by_groups:
         group, blocks, patch_rows, skipped = kh, 1, rows, 0
     else:  # rows of zeros above and below need no patches
         group, blocks, (skipped, above) = sh, block_rows, divmod(above, sh)
@@ -239,7 +252,8 @@ def _conv_patches(images, weight, *, stride, padding):
         return sum(outputs[1:], outputs[0])
 
     num_images = images.shape[0]
-    image_bytes = min(whole, parts) * patch_rows * columns * images.dtype.itemsize
+    numbers = min(by_windows, by_groups) * patch_rows * columns
+    image_bytes = numbers * images.dtype.itemsize
     if num_images * image_bytes <= _FEW_BYTES:
         return convolve(images)
     chunks = min(-(-num_images * image_bytes // _CHUNK_BYTES), num_images)
@@ -396,7 +410,7 @@ def batch_norm(
     if training and 0 in inputs.shape[:-1]:
         raise ValueError(f"inputs of shape {inputs.shape} have no row to train on")
 
-    def spread(x):
+    def expand(x):
         return jnp.broadcast_to(x, inputs.shape)
 
     inputs = _floats(inputs, stats.mean.dtype)
@@ -404,14 +418,14 @@ def batch_norm(
     if training:
         axes = tuple(range(x.ndim - 1))
         mean = replica_mean(x.mean(axes))
-        used = BatchStats(mean, replica_mean(jnp.square(x - spread(mean)).mean(axes)))
+        used = BatchStats(mean, replica_mean(jnp.square(x - expand(mean)).mean(axes)))
         stats = jax.tree.map(
             lambda old, new: momentum * old + (1 - momentum) * new, stats, used
         )
     factor = lax.rsqrt(used.var + eps)
     if params.scale is not None:
         factor = factor * params.scale
-    outputs = (x - spread(used.mean)) * spread(factor) + spread(params.bias)
+    outputs = (x - expand(used.mean)) * expand(factor) + expand(params.bias)
     return outputs.astype(inputs.dtype), stats
 
 
@@ -446,13 +460,6 @@ def dropout(key: Array | None, inputs: Array, rate: Real = 0.5) -> Array:
 # ---------------------------------------------------------------------------------
 
 
-def _count(name: str, value: Any) -> int:
-    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not whole or value < 1:
-        raise ValueError(f"{name} is {value!r}; expected an int >= 1")
-    return int(value)
-
-
 class CNN(NamedTuple):
     conv1: Conv  # [3, 3, I, 32]
     conv2: Conv  # [3, 3, 32, 64]
@@ -470,8 +477,7 @@ def cnn_init(
     below 1 or not whole.
     """
     sizes = image_shape if np.shape(image_shape) == (3,) else (0, 0, 0)
-    whole = all(isinstance(n, (int, np.integer)) for n in sizes)
-    if not whole or min(sizes[:2]) < 4 or sizes[2] < 1:
+    if not all(map(_is_int, sizes)) or min(sizes[:2]) < 4 or sizes[2] < 1:
         raise ValueError(
             f"image_shape is {image_shape!r}; expected (H, W, channels), ints, for "
             "this network with H and W >= 4: pad smaller images"
@@ -768,8 +774,19 @@ def auroc(scores_in: Any, scores_out: Any) -> float:
 
 
 class Optimizer(NamedTuple):
+    """What `sgd` and `adam` make, and what you may: two functions."""
+
     init: Callable  # params -> opt_state
     update: Callable  # (grads, opt_state, params=None) -> (updates, opt_state)
+
+
+class OptimizerLike(Protocol):
+    """What is taken for an `Optimizer`: one of those, or of Optax's."""
+
+    @property
+    def init(self) -> Callable: ...
+    @property
+    def update(self) -> Callable: ...
 
 
 def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
@@ -1031,7 +1048,7 @@ class TrainState(NamedTuple):
 
 def train_state(
     params: PyTree,
-    optimizer: Optimizer,
+    optimizer: OptimizerLike,
     *,
     model_state: PyTree = (),
     key: Array | None = None,
@@ -1053,8 +1070,8 @@ def _full_loss(loss_fn: Callable, has_aux: bool, stateful: bool) -> Callable:
 
     def loss(params, model_state, key, *batch):
         if not stateful:
-            found = loss_fn(params, *batch)
-            value, aux = found if has_aux else (found, ())
+            result = loss_fn(params, *batch)
+            value, aux = result if has_aux else (result, ())
             return value, (model_state, aux)
         value, rest = loss_fn(params, model_state, key, *batch)
         return value, (rest if has_aux else (rest, ()))
@@ -1068,8 +1085,8 @@ def _num_parts(batch: PyTree, model_state: PyTree, microbatch: int | str | None)
         raise ValueError("the batch is empty; expected one or more examples")
     rows = jax.tree.leaves(batch)[0].shape[0] if microbatch else 0
     if isinstance(microbatch, str):  # "auto"
-        whole = jax.default_backend() != "cpu" or jax.tree.leaves(model_state)
-        sizes = () if whole else range(16, 33)  # whose work stays in a core's cache
+        at_once = jax.default_backend() != "cpu" or jax.tree.leaves(model_state)
+        sizes = () if at_once else range(16, 33)  # whose work stays in a core's cache
         microbatch = max((n for n in sizes if rows % n == 0), default=None)
     if not microbatch or rows <= microbatch:
         return 1
@@ -1086,32 +1103,23 @@ def _num_parts(batch: PyTree, model_state: PyTree, microbatch: int | str | None)
     return rows // microbatch
 
 
-@contextlib.contextmanager
-def _replicas_meet(average: Callable) -> Iterator[None]:
-    """Let `replica_mean` be `average` for what is traced in here."""
-    token = _replica_mean.set(average)
-    try:
-        yield
-    finally:
-        _replica_mean.reset(token)
-
-
-def _make_step(loss_fn, optimizer, options, axis, groups=None):
+def _make_step(
+    loss_fn, optimizer, axis, groups, *, has_aux, stateful, microbatch, skip_nonfinite
+):
     """Make the training step: (state, *batch) -> (state, metrics).
 
-    `options` are has_aux, stateful, microbatch and skip_nonfinite.  `axis` names the
-    mapped axis over which the model's replicas stand, each with its part of the batch:
-    all of it, or each of the `groups` that divide it.  None is a model that stands
-    alone.
+    `axis` names the mapped axis over which the model's replicas stand, each with its
+    part of the batch: all of it, or with `groups`, lists of devices, each of these.
+    None is a model that stands alone.  The options are those of `make_sync_update`.
     """
-    has_aux, stateful, microbatch, skip_nonfinite = options
     loss_fn = _full_loss(loss_fn, has_aux, stateful)
     loss_and_grads = jax.value_and_grad(loss_fn, has_aux=True)
     if microbatch == "auto" and has_aux:
-        microbatch = None  # aux may not be a mean
-    elif microbatch not in (None, "auto"):
+        raise ValueError(
+            'microbatch="auto" with has_aux: aux may be no mean; give a number, or None'
+        )
+    if microbatch not in (None, "auto"):
         _count("microbatch", microbatch)
-
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise ValueError(
             f"optimizer is {type(optimizer).__name__}; expected one with init and "
@@ -1145,8 +1153,8 @@ def _make_step(loss_fn, optimizer, options, axis, groups=None):
             part_key = None
             if stateful:
                 part_key = jax.random.fold_in(loss_key, replica * num_parts + i)
-            found, grads = loss_and_grads(params, model_state, part_key, *part)
-            return jax.tree.map(jnp.add, total, grads), found
+            result, grads = loss_and_grads(params, model_state, part_key, *part)
+            return jax.tree.map(jnp.add, total, grads), result
 
         def mean(x):  # of one part, whatever its type
             return x.mean(axis=0) if num_parts > 1 else x[0]
@@ -1156,9 +1164,10 @@ def _make_step(loss_fn, optimizer, options, axis, groups=None):
 
         zeros = jax.tree.map(jnp.zeros_like, params)
         parts = jnp.arange(num_parts), jax.tree.map(cut, batch)
-        with _replicas_meet(average):
-            total, found = lax.scan(add, zeros, parts)
-        loss, (new_model_state, aux) = jax.tree.map(mean, found)
+        context = contextvars.copy_context()  # for what is traced in it alone
+        context.run(_replica_mean.set, average)
+        total, results = context.run(lax.scan, add, zeros, parts)
+        loss, (new_model_state, aux) = jax.tree.map(mean, results)
         grads = jax.tree.map(lambda g: g / num_parts, total)
         grads, loss, aux = average((grads, loss, aux))
         new_model_state = jax.tree.map(
@@ -1198,8 +1207,8 @@ def _make_step(loss_fn, optimizer, options, axis, groups=None):
 _ANY = "one or more arrays, all of one length"
 
 
-def _first_axes(what, tree, *lengths, expected=_ANY):
-    """Return the length of all leaves' first axis, once the first ones are the same.
+def _check_axes(what, tree, *lengths, expected=_ANY):
+    """Raise ValueError unless the first axes of all leaves are the same.
 
     They are as many as `lengths`, by default one, and as long, where that is not None.
     """
@@ -1207,32 +1216,29 @@ def _first_axes(what, tree, *lengths, expected=_ANY):
     for x in leaves:
         if isinstance(x, np.ndarray) and x.dtype.kind in "OSUMm":
             raise ValueError(f"the {what} hold {x.dtype}; expected numbers")
-    found = {np.shape(x)[: len(lengths)] for x in leaves}
-    first = min(found, default=())
+    axes = {np.shape(x)[: len(lengths)] for x in leaves}
+    first = min(axes, default=())
     fits = all(n in (None, m) for n, m in zip(lengths, first))
-    if len(found) != 1 or len(first) != len(lengths) or not fits:
+    if len(axes) != 1 or len(first) != len(lengths) or not fits:
         raise ValueError(
-            f"the first axes of the {what} have lengths {sorted(found)}; expected "
+            f"the first axes of the {what} have lengths {sorted(axes)}; expected "
             f"{expected}"
         )
-    return first[0]
 
 
-def _check_keys(key_data: Array, num_replicas: int) -> None:
-    """Raise ValueError unless keys [K R] are distinct members' of R equal replicas."""
+def _check_keys(key_data: Array, alike: bool) -> None:
+    """Raise ValueError unless keys [D] are all of one model, or all different."""
     rows = [row.tobytes() for row in np.asarray(key_data)]
-    for i, row in enumerate(rows):
-        first = i - i % num_replicas
-        if row != rows[first]:
+    for i, first in enumerate(map(rows.index, rows)):
+        if alike and first > 0:
             raise ValueError(
-                f"replicas {first} and {i} have different keys, so they would drift "
-                "apart; make them with replicate(train_state(...))"
+                f"replicas 0 and {i} have different keys, so they would drift apart; "
+                "make them with replicate(train_state(...))"
             )
-        other, member = rows.index(row) // num_replicas, i // num_replicas
-        if other != member:
+        if not alike and first < i:
             raise ValueError(
-                f"members {other} and {member} have equal keys, so they would draw "
-                f"alike; use jax.random.split(key, {len(rows) // num_replicas})"
+                f"members {first} and {i} have equal keys, so they would draw alike; "
+                f"use jax.random.split(key, {len(rows)})"
             )
 
 
@@ -1261,7 +1267,7 @@ def _all_gather() -> Callable:
     return jax.pmap(lambda x: lax.all_gather(x, "devices"), axis_name="devices")
 
 
-def _every_device(x: Array | np.ndarray) -> np.ndarray:
+def _gather_devices(x: Array | np.ndarray) -> np.ndarray:
     """Bring [D, ...] to the host from the devices of this and all other processes."""
     if jax.process_count() == 1:
         return np.asarray(x)
@@ -1270,7 +1276,7 @@ def _every_device(x: Array | np.ndarray) -> np.ndarray:
     return np.asarray(unreplicate(copies))
 
 
-def every_process(x: Any) -> np.ndarray:
+def gather_processes(x: Any) -> np.ndarray:
     """Stack what each process calls this with: [P, ...], the same in all of them.
 
     Every process has to call it, with the same shape and a dtype that JAX has.
@@ -1279,7 +1285,7 @@ def every_process(x: Any) -> np.ndarray:
     if jax.process_count() == 1:
         return x[None]
     devices = jax.local_device_count()
-    return _every_device(np.broadcast_to(x, (devices, *x.shape)))[::devices]
+    return _gather_devices(np.broadcast_to(x, (devices, *x.shape)))[::devices]
 
 
 def _is_key(leaf: Any) -> bool:
@@ -1313,21 +1319,21 @@ def _check_apart(state: PyTree) -> None:
 
 
 def _consuming(program: Callable, admit: Callable) -> Callable:
-    """Guard program(state, *args) -> (state, metrics), which reuses state's buffers.
+    """Guard program(state, *rest) -> (state, metrics), which reuses state's buffers.
 
     What it would end the process with is a ValueError.  `admit` checks and places a
     state that is not what the call before returned.
     """
     returned: list = []  # weak references to leaves, so that no state is kept
 
-    def run(state, *args):
+    def run(state, *rest, **named):
         _check_usable(state)
         leaves = jax.tree.leaves(state)
         known = len(leaves) == len(returned)
         if not (known and all(ref() is x for ref, x in zip(returned, leaves))):
             state = admit(state)
             _check_apart(state)
-        state, metrics = program(state, *args)
+        state, metrics = program(state, *rest, **named)
         returned[:] = map(weakref.ref, jax.tree.leaves(state))
         return state, metrics
 
@@ -1340,20 +1346,20 @@ def _pmap_update(step, axis, replicas):
 
     def admit(state):
         if state.key is not None:
-            keys = _every_device(jax.random.key_data(state.key))
-            _check_keys(keys, len(keys) if replicas else 1)
+            keys = _gather_devices(jax.random.key_data(state.key))
+            _check_keys(keys, alike=replicas)
         num_devices = np.shape(jax.tree.leaves(state)[0])[0]
         return jax.device_put(state, _device_sharding(num_devices, axis))
 
     run = _consuming(functools.partial(_run, pmapped, replicas), admit)
 
     def update(state, *batch):
-        _first_axes(
-            "state and the batch",
-            (state, batch),
-            expected="the number of devices in all of them: replicate the state, split "
-            "or replicate the batch",
+        """Take a step: (state, metrics).  `state` is consumed."""
+        expected = (
+            "the number of devices in all of them: replicate the state, split or "
+            "replicate the batch"
         )
+        _check_axes("state and the batch", (state, batch), expected=expected)
         return run(state, *batch)
 
     return update
@@ -1361,11 +1367,11 @@ def _pmap_update(step, axis, replicas):
 
 def make_sync_update(
     loss_fn: Callable,
-    optimizer: Optimizer,
+    optimizer: OptimizerLike,
     *,
     has_aux: bool = False,
     stateful: bool = False,
-    microbatch: int | None = None,
+    microbatch: int | str | None = None,
     skip_nonfinite: bool = False,
 ) -> Callable:
     """Make update(state, *batch) -> (state, metrics) for one model on D devices.
@@ -1385,10 +1391,10 @@ def make_sync_update(
     averages loss, aux and gradients: in less memory, and faster on CPU, where the work
     then stays in cache.  For a loss that is a mean over its examples it is the same
     step, to rounding; for others, such as a sum, a contrast between examples or a mean
-    over some of them, it is another.  "auto" takes, on CPU, the largest size from 16 to
-    32 that divides a device's batch, where there is no model state and no aux.  With
-    `stateful`, every micro-batch has a key of its own too, the same one on whichever
-    device it stands.
+    over some of them, it is another.  "auto", for losses without aux, takes on CPU the
+    largest size from 16 to 32 that divides a device's batch, where there is no model
+    state.  With `stateful`, every micro-batch has a key of its own too, the same one on
+    whichever device it stands.
 
     An `optimizer` whose update takes `value`, as some of Optax's do, is given the loss.
 
@@ -1405,18 +1411,19 @@ def make_sync_update(
     one buffer in two leaves, replicas of unequal keys, micro-batches that do not divide
     the batch or meet a model state, and an optimizer that needs more than it is given.
     """
-    options = has_aux, stateful, microbatch, skip_nonfinite
-    step = _make_step(loss_fn, optimizer, options, "devices")
+    options: dict = dict(has_aux=has_aux, stateful=stateful, microbatch=microbatch)
+    options |= dict(skip_nonfinite=skip_nonfinite)
+    step = _make_step(loss_fn, optimizer, "devices", None, **options)
     return _pmap_update(step, "devices", replicas=True)
 
 
 def make_ensemble_update(
     loss_fn: Callable,
-    optimizer: Optimizer,
+    optimizer: OptimizerLike,
     *,
     has_aux: bool = False,
     stateful: bool = False,
-    microbatch: int | None = None,
+    microbatch: int | str | None = None,
     skip_nonfinite: bool = False,
 ) -> Callable:
     """Make update(state, *batch) -> (state, metrics) for D members, one a device.
@@ -1432,8 +1439,9 @@ def make_ensemble_update(
     Raises ValueError as `make_sync_update` does, and `update` for members of equal keys
     where that refuses replicas of unequal ones.
     """
-    options = has_aux, stateful, microbatch, skip_nonfinite
-    step = _make_step(loss_fn, optimizer, options, None)
+    options: dict = dict(has_aux=has_aux, stateful=stateful, microbatch=microbatch)
+    options |= dict(skip_nonfinite=skip_nonfinite)
+    step = _make_step(loss_fn, optimizer, None, None, **options)
     return _pmap_update(step, "members", replicas=False)
 
 
@@ -1470,89 +1478,79 @@ def layout(members: int, num_devices: int, num_processes: int = 1) -> Layout:
     return Layout(members, -(-members // shared) * replicas, shared, replicas)
 
 
-def _axis(spread: Layout) -> str:
+def _axis(layout: Layout) -> str:
     """Name the devices' axis after what stands on them.
 
     JAX keeps what it has traced by the names around it, so that a function with an
     average over R replicas is not taken for one with an average over others.
     """
-    if spread.replicas == 1:
+    if layout.replicas == 1:
         return "members"
-    return "devices" if spread.members == 1 else f"replicas by {spread.replicas}"
+    return "devices" if layout.members == 1 else f"replicas by {layout.replicas}"
 
 
-def _groups(spread: Layout) -> np.ndarray:
-    """Return the devices of each member's replicas, [D / R, R]."""
-    return np.arange(spread.devices).reshape(-1, spread.replicas)
-
-
-def _slots(spread: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the member in each slot [D, M], whether it counts, and the replica [D].
+def _slots(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+    """Return the member in each slot [D, M], and the replica on each device [D].
 
     Of several processes, those on the devices of this one.  Slots that are left over,
-    on the last devices, repeat the last member, and do not count in a mean.
+    on the last devices, repeat the last member.
     """
-    members, devices, shared, replicas = spread
+    members, devices, shared, replicas = layout
     device = np.arange(devices).reshape(jax.process_count(), -1)[jax.process_index()]
     slot = device[:, None] // replicas * shared + np.arange(shared)
-    return np.minimum(slot, members - 1), slot < members, device % replicas
+    return np.minimum(slot, members - 1), device % replicas
 
 
-def _spread_sharding(spread: Layout) -> Any:
+def _layout_sharding(layout: Layout) -> Any:
     """Lay a leading axis over the devices in use, of this process."""
-    return _device_sharding(spread.devices // jax.process_count(), _axis(spread))
+    return _device_sharding(layout.devices // jax.process_count(), _axis(layout))
 
 
-def _check_state(state: PyTree, spread: Layout) -> None:
+def _check_state(state: PyTree, layout: Layout) -> None:
     _check_usable(state)
-    axes = spread.devices // jax.process_count(), spread.members_per_device
+    axes = layout.devices // jax.process_count(), layout.members_per_device
     expected = f"this trainer's {axes}: make it with init, or with gather and scatter"
-    _first_axes("state", state, *axes, expected=expected)
+    _check_axes("state", state, *axes, expected=expected)
 
 
-def _over_members(
-    f, spread, hyper=(), *, consume=False, meet=False, total=lambda found: found
-):
-    """Map f(state, own, part, whole, *hyper), of one member on one device, over all.
+def _over_members(f, layout, hyper, *, consume=False):
+    """Map f(state, hyper, **arguments), of one member on one device, over all.
 
-    The result takes what a member is, `state`, and what else is its own, `own`, with
-    leaves [D, M, ...]; what a device has, `part`, [D, ...]; and what is the same
-    everywhere, `whole`.  Each is a tree, or None.  `hyper`, leaves [D, M, ...] too, is
-    given once.  What f returns comes back with leaves [D, M, ...]; or `total` of a
-    device's [M, ...] does, [D, ...].  `consume` says that f returns a state first, for
-    which the buffers of the given one are reused, and `meet` that f or total waits for
-    other devices.
+    The result is run(state, of_member={}, of_device={}, of_all={}): the arguments by
+    name, apart by what they belong to.  Leaves of the state, of hyper and of what is
+    `of_member` are [D, M, ...], of what is `of_device` [D, ...]; what is `of_all` is
+    the same everywhere.  What f returns comes back with leaves [D, M, ...].  `consume`
+    is for training: f returns a state first, for which the buffers of the given one are
+    reused, and replicas wait for each other.
     """
 
-    def on_device(state, mapped, whole):
-        own, hyper, part = mapped
+    def on_device(state, mapped, of_all):
+        hyper, of_member, of_device = mapped
 
-        def of_member(mine):
-            state, own, hyper = mine
-            return f(state, own, part, whole, *hyper)
+        def one(slot):
+            state, hyper, of_member = slot
+            return f(state, hyper, **of_member, **of_device, **of_all)
 
-        return total(lax.map(of_member, (state, own, hyper)))
+        return lax.map(one, (state, hyper, of_member))
 
     program = jax.pmap(
         on_device,
-        axis_name=_axis(spread),
+        axis_name=_axis(layout),
         # Nested: of a flat tuple, JAX (0.10, 0.12) gives entry i to leaf i where there
         # are as many leaves as entries, also if arguments have none or several.
         in_axes=(0, (0, 0, 0), None),
         donate_argnums=(0,) if consume else (),
     )
 
+    def run(state, *, of_member={}, of_device={}, of_all={}):  # noqa: B006
+        meet = consume and layout.replicas > 1
+        return _run(program, meet, state, (hyper, of_member, of_device), of_all)
+
     def admit(state):
-        if state is not None:
-            _check_state(state, spread)
+        _check_state(state, layout)
         return state
 
-    def run(state, own, part, whole):
-        return _run(program, meet, state, (own, hyper, part), whole)
-
-    if consume:
-        return _consuming(run, admit)
-    return lambda state, *rest: run(admit(state), *rest)
+    return _consuming(run, admit) if consume else run
 
 
 def _on_data(function: Callable, leaf: Array) -> Array:
@@ -1563,9 +1561,9 @@ def _on_data(function: Callable, leaf: Array) -> Array:
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
 
 
-def _lay(tree: PyTree, spread: Layout) -> PyTree:
+def _lay(tree: PyTree, layout: Layout) -> PyTree:
     """Lay members [K, ...] into their slots, [D, M, ...]."""
-    member, sharding = _slots(spread)[0], _spread_sharding(spread)
+    member, sharding = _slots(layout)[0], _layout_sharding(layout)
 
     def lay(x):
         return jax.device_put(np.asarray(x)[member], sharding)
@@ -1579,7 +1577,7 @@ def _join(copies, shape, members):
     return jnp.concatenate([x.reshape(shape) for x in copies])[:members]
 
 
-def _take(tree: PyTree, spread: Layout) -> PyTree:
+def _take(tree: PyTree, layout: Layout) -> PyTree:
     """Take members [K, ...] out of [D, M, ...], of each its first replica.
 
     They come from where they are to one device, or to the host from several processes.
@@ -1587,31 +1585,26 @@ def _take(tree: PyTree, spread: Layout) -> PyTree:
 
     def take(x):
         if jax.process_count() > 1 and isinstance(x, jax.Array):
-            x = _every_device(x)
+            x = _gather_devices(x)
         if isinstance(x, np.ndarray):
-            return np.concatenate(x[:: spread.replicas])[: spread.members]
-        copies = [shard.data for shard in x.addressable_shards[:: spread.replicas]]
+            return np.concatenate(x[:: layout.replicas])[: layout.members]
+        copies = [shard.data for shard in x.addressable_shards[:: layout.replicas]]
         copies = jax.device_put(copies, jax.local_devices()[0])
-        return _join(copies, x.shape[1:], spread.members)
+        return _join(copies, x.shape[1:], layout.members)
 
     return jax.tree.map(take, tree)
 
 
-def _lay_batch(batch: PyTree, spread: Layout) -> PyTree:
-    """Give each device its replica's rows of a batch [B, ...]: [D, B / R, ...]."""
-    *_, replica = _slots(spread)
-    return jax.tree.map(lambda x: x[replica], split(batch, spread.replicas))
+def _lay_batch(batch: PyTree, layout: Layout, *, per_member: bool = False) -> PyTree:
+    """Give each device its replica's rows of a batch [B, ...]: [D, B / R, ...].
 
-
-def _lay_own_batch(batch: PyTree, spread: Layout) -> PyTree:
-    """Give each device its replica's rows of its members' own batches [K, B, ...].
-
-    Returns leaves [D, M, B / R, ...].
+    With `per_member`, of its members' own batches [K, B, ...]: [D, M, B / R, ...].
     """
-    member, _, replica = _slots(spread)
+    member, replica = _slots(layout)
+    at = (member, replica[:, None]) if per_member else replica
 
     def lay(x):
-        return _split_axis(x, 1, spread.replicas)[member, replica[:, None]]
+        return _split_axis(x, int(per_member), layout.replicas)[at]
 
     return jax.tree.map(lay, batch)
 
@@ -1619,7 +1612,7 @@ def _lay_own_batch(batch: PyTree, spread: Layout) -> PyTree:
 _STEPS = 256  # orders are padded to a multiple, so that most share one program
 
 
-def _lay_order(order: np.ndarray, num_rows: int, spread: Layout) -> np.ndarray:
+def _lay_order(order: np.ndarray, num_rows: int, layout: Layout) -> np.ndarray:
     """Give each device its replica's part of [steps, B], or of [K, steps, B].
 
     Returns int32 [D, M, steps, B / R], with steps of zeros up to the next `_STEPS`.
@@ -1627,11 +1620,11 @@ def _lay_order(order: np.ndarray, num_rows: int, spread: Layout) -> np.ndarray:
     if not np.issubdtype(order.dtype, np.integer):
         raise ValueError(f"order is {order.dtype}; expected integers, rows of the data")
     if order.ndim == 2:
-        order = np.broadcast_to(order, (spread.members, *order.shape))
-    if order.ndim != 3 or len(order) != spread.members or not order.size:
+        order = np.broadcast_to(order, (layout.members, *order.shape))
+    if order.ndim != 3 or len(order) != layout.members or not order.size:
         raise ValueError(
             f"order has shape {order.shape}; expected [steps, B], or [K, steps, B] "
-            f"with K = {spread.members}, and not empty"
+            f"with K = {layout.members}, and not empty"
         )
     # On a device, a row outside the data would be clamped without a word.
     if not 0 <= order.min() <= order.max() < num_rows:
@@ -1639,111 +1632,14 @@ def _lay_order(order: np.ndarray, num_rows: int, spread: Layout) -> np.ndarray:
             f"order holds rows {order.min()} to {order.max()}; the data have rows 0 to "
             f"{num_rows - 1}"
         )
-    member, _, replica = _slots(spread)
-    rows = _split_axis(order, 2, spread.replicas)  # [K, steps, R, B / R]
+    member, replica = _slots(layout)
+    rows = _split_axis(order, 2, layout.replicas)  # [K, steps, R, B / R]
     num_steps, size = order.shape[1], rows.shape[3]
     padded = num_steps + -num_steps % _STEPS
     laid = np.zeros((*member.shape, padded, size), np.int32)
     for (device, slot), i in np.ndenumerate(member):
         laid[device, slot, :num_steps] = rows[i, :, replica[device]]
     return laid
-
-
-def _gather(state: TrainState, spread: Layout) -> TrainState:
-    """Bring one copy of each member to the host, leaves [K, ...]; compare the others.
-
-    Raises RuntimeError where replicas differ.
-    """
-
-    def gather(path, x):
-        copies = _every_device(x)  # [D, M, ...]
-        for first, *others in _groups(spread):
-            for i in others:
-                if copies[i].tobytes() != copies[first].tobytes():
-                    raise RuntimeError(
-                        f"replicas differ: {jax.tree_util.keystr(path)} on device "
-                        f"{jax.devices()[i]} is not what it is on "
-                        f"{jax.devices()[first]}; go on from a checkpoint"
-                    )
-        return _take(copies, spread)
-
-    def gather_leaf(path, x):
-        return _on_data(functools.partial(gather, path), x)
-
-    _check_state(state, spread)
-    return jax.tree_util.tree_map_with_path(gather_leaf, state)
-
-
-def _scatter(gathered: TrainState, spread: Layout) -> TrainState:
-    """Put members [K, ...] into their slots [D, M, ...]."""
-    expected = f"the trainer's {spread.members} members"
-    _first_axes("members' state", gathered, spread.members, expected=expected)
-    if gathered.key is not None:
-        _check_keys(jax.random.key_data(gathered.key), 1)
-    return _lay(gathered, spread)
-
-
-def _check_seed(key: Any) -> None:
-    """Raise ValueError unless key is one key, whose children draw apart under vmap."""
-    try:
-        keys, one = jax.random.split(key), jax.random.key_data(key).ndim == 1
-        fine = one and jax.vmap(jax.random.bits)(keys)[1] == jax.random.bits(keys[1])
-    except (TypeError, ValueError):
-        fine = False
-    if not fine:
-        raise ValueError(
-            f"key is {getattr(key, 'dtype', type(key).__name__)} of shape "
-            f"{np.shape(key)}; expected one random key, from which every member's is "
-            "made, of a kind that draws alike under vmap (rbg does not), such as "
-            "jax.random.key(0, impl='threefry2x32')"
-        )
-
-
-def _make_init(init_fn, make_optimizer, stateful, over_members, spread):
-    """Make the `init` of a Trainer."""
-
-    def init_member(_, i, __, key, *h):
-        init_key, key = jax.random.split(jax.random.fold_in(key, i))
-        made = init_fn(init_key, *h)
-        if stateful and (type(made) is not tuple or len(made) != 2):
-            raise ValueError(
-                f"init_fn returns {type(made).__name__}; with stateful=True, expected "
-                "the tuple (params, model_state)"
-            )
-        for path, leaf in jax.tree_util.tree_leaves_with_path(made):
-            if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
-                raise ValueError(
-                    f"init_fn returns {type(leaf).__name__} at "
-                    f"'{jax.tree_util.keystr(path)}'; expected a tree of arrays: keep "
-                    "apart what is none (equinox.partition, flax.nnx.split)"
-                )
-        params, model_state = made if stateful else (made, ())
-        optimizer = make_optimizer(*h)
-        return train_state(params, optimizer, model_state=model_state, key=key)
-
-    program = over_members(init_member)
-
-    def init(key):
-        _check_seed(key)
-        return program(None, _slots(spread)[0], None, key)
-
-    return init
-
-
-def _warn_if_equal(state: TrainState, spread: Layout) -> None:
-    """Warn of members with equal weights."""
-    _check_state(state, spread)
-
-    def equal(leaf):
-        return len({x.tobytes() for x in np.asarray(_take(leaf, spread))}) == 1
-
-    if all(map(equal, jax.tree.leaves(state.params))):
-        warnings.warn(
-            f"the {spread.members} members have equal weights, see the same batches "
-            "and use no random key, so they stay equal; have init_fn draw from its "
-            "key, or give each its own order or batches",
-            stacklevel=4,
-        )
 
 
 def _scan_first(f: Callable, carry: PyTree, xs: PyTree, count: Array) -> tuple:
@@ -1766,320 +1662,421 @@ def _scan_first(f: Callable, carry: PyTree, xs: PyTree, count: Array) -> tuple:
     return lax.fori_loop(0, count, advance, (carry, ys))
 
 
-def _make_training(make_step, may_stay_equal, over_members, spread):
-    """Make `update` and `epoch` of a Trainer: the step, mapped over members."""
+def _check_seed(key: Any) -> None:
+    """Raise ValueError unless key is one random key."""
+    try:
+        jax.random.split(key)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"key is {getattr(key, 'dtype', type(key).__name__)} of shape "
+            f"{np.shape(key)}; expected one random key, from which every member's is "
+            "made, such as jax.random.key(0)"
+        ) from error
 
-    def step_member(state, own, shared, _, *h):  # batches, one of them None
-        return make_step(*h)(state, *(shared if own is None else own))
 
-    def train_member(state, order, _, whole, *h):  # order [steps, b]
-        step, (num_steps, data) = make_step(*h), whole
+def _check_made(made: PyTree, stateful: bool) -> None:
+    """Raise ValueError for what init_fn returns, if it is no tree of arrays."""
+    if stateful and (type(made) is not tuple or len(made) != 2):
+        raise ValueError(
+            f"init_fn returns {type(made).__name__}; with stateful=True, expected the "
+            "tuple (params, model_state)"
+        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(made):
+        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+            raise ValueError(
+                f"init_fn returns {type(leaf).__name__} at "
+                f"'{jax.tree_util.keystr(path)}'; expected a tree of arrays: keep "
+                "apart what is none (equinox.partition, flax.nnx.split)"
+            )
+
+
+# What a device predicts in one call of a program, at most: chunks; about as many bytes
+# that go in and come out.
+_BLOCK_CHUNKS, _BLOCK_BYTES = 128, 2**20
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trainer:
+    """Train K members on D devices, whatever K and D are: see `layout`.
+
+    What it takes:
+
+    init_fn(key) -> params
+        A tree of arrays, or with `stateful` (params, model_state).
+    loss_fn, optimizer, has_aux, stateful, microbatch, skip_nonfinite
+        Those of `make_sync_update`, and so is the step.
+    members, devices
+        How many models, and on how many devices at most, by default all.  Where there
+        are more devices than members, each sees a part of its member's batch, and
+        losses are averaged: for a loss that is no mean over its examples, pass as many
+        devices as members, or fewer.
+    apply_fn(params, inputs) -> outputs, with `stateful` (params, model_state, inputs)
+        For predicting: any tree of arrays [B, ...] to any such tree, each example by
+        itself: `chunk` at a time on a device, some of them zeros that fill the last
+        chunk.  `output` is a function of what it returns: softmax for logits
+        [B, ..., C], or None to leave it as it is.
+    hyper
+        A tree of arrays [K, ...], what members differ in besides their key.  With it,
+        the functions take the member's own, leaves [...], as their last argument:
+        `init_fn(key, h)`, `loss_fn(params, *batch, h)`, `apply_fn(params, inputs, h)`;
+        and `optimizer(h)` returns the member's optimizer.
+
+    Where JAX runs in several processes (`jax.distributed`), every process calls the
+    same methods with the same arguments, of which its devices take their part, and has
+    the same results; only states are each process's own.
+
+    Raises ValueError for members, devices or a chunk below 1 or not whole, for more
+    devices than there are, and for a `hyper` or an optimizer that does not fit.  So do
+    the methods, before anything is consumed, for states of another form and those that
+    were consumed or have one buffer in two leaves, and for what each of them names.
+    """
+
+    init_fn: Callable  # key -> params, or (params, model_state)
+    loss_fn: Callable  # (params, *batch) -> loss
+    optimizer: OptimizerLike | Callable  # the latter with hyper, of a member's
+    _: dataclasses.KW_ONLY
+    members: int  # K
+    apply_fn: Callable | None = None  # (params, inputs) -> outputs
+    output: Callable | None = jax.nn.softmax  # of outputs
+    hyper: PyTree = None  # leaves [K, ...]
+    devices: int | None = None  # at most; None is all
+    has_aux: bool = False  # the loss is (loss, aux)
+    stateful: bool = False  # the loss takes a model state and a key, and returns one
+    microbatch: int | str | None = None  # examples that a device works on at a time
+    skip_nonfinite: bool = False  # a step that is not finite changes nothing
+    chunk: int = 32  # examples that a device predicts at a time
+    _hyper: tuple = dataclasses.field(init=False, repr=False)  # laid, if there is one
+    _programs: dict = dataclasses.field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        members = self.layout.members
+        hyper = () if self.hyper is None else (self.hyper,)
+        _count("chunk", self.chunk)
+        if hyper:
+            expected = f"arrays [K, ...], an entry for each of the {members} members"
+            _check_axes("hyper", hyper, members, expected=expected)
+            if not callable(self.optimizer):
+                raise ValueError(
+                    f"optimizer is {type(self.optimizer).__name__}; with hyper, "
+                    "expected a function of a member's, such as lambda h: sgd(h)"
+                )
+        for i in range(members if hyper else 1):  # raises for what cannot be
+            self._make_step(*jax.tree.map(operator.itemgetter(i), hyper))
+        vars(self)["_hyper"] = _lay(hyper, self.layout)
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """K, D, M and R in force, of the devices that JAX has: see `layout`."""
+        processes, available = jax.process_count(), jax.device_count()
+        wanted = available if self.devices is None else self.devices
+        alike = wanted == available == processes * jax.local_device_count()
+        if processes > 1 and not alike:
+            raise ValueError(
+                f"devices is {wanted}; {processes} processes use all of their "
+                f"{available}, and each as many"
+            )
+        result = layout(self.members, wanted, processes)
+        _device_sharding(wanted // processes)  # raises where there are fewer
+        return result
+
+    def _map(self, f, state, *, consume=False, **given):
+        """Call a function of one member for all: see `_over_members`."""
+        name, layout, hyper = f.__name__, self.layout, self._hyper
+        if name not in self._programs:
+            self._programs[name] = _over_members(f, layout, hyper, consume=consume)
+        return self._programs[name](state, **given)
+
+    def _make_optimizer(self, *hyper):
+        return self.optimizer(*hyper) if hyper else self.optimizer
+
+    def _make_step(self, *hyper):
+        def loss_fn(*args):
+            return self.loss_fn(*args, *hyper)
+
+        axis = _axis(self.layout) if self.layout.replicas > 1 else None
+        groups = np.arange(self.layout.devices).reshape(-1, self.layout.replicas)
+        options = dict(has_aux=self.has_aux, stateful=self.stateful)
+        options |= dict(microbatch=self.microbatch, skip_nonfinite=self.skip_nonfinite)
+        optimizer = self._make_optimizer(*hyper)
+        return _make_step(loss_fn, optimizer, axis, groups.tolist(), **options)
+
+    # Making and moving the members.  Beside each method stands its function of one
+    # member, mapped over all.
+
+    def init(self, key: Array) -> TrainState:
+        """Make the members: member i from fold_in(key, i).
+
+        It depends on that and its `hyper` alone: on CPU it ends in the same bits for
+        every number of members and devices with K >= D, and agrees to rounding where it
+        has replicas.  Leaves of the state are [D, M, ...]; `gather` has them by member.
+
+        Raises ValueError for what is not one random key, and for an init_fn that
+        returns other leaves than arrays.
+        """
+        _check_seed(key)
+        member, _ = _slots(self.layout)
+        numbers = {"number": member}
+        return self._map(self._init_one, None, of_member=numbers, of_all={"key": key})
+
+    def _init_one(self, _, hyper, number, key):
+        init_key, key = jax.random.split(jax.random.fold_in(key, number))
+        made = self.init_fn(init_key, *hyper)
+        _check_made(made, self.stateful)
+        params, model_state = made if self.stateful else (made, ())
+        optimizer = self._make_optimizer(*hyper)
+        return train_state(params, optimizer, model_state=model_state, key=key)
+
+    def gather(self, state: TrainState) -> TrainState:
+        """Bring each member to the host, leaves [K, ...]; compare its replicas.
+
+        Typed random keys stay JAX arrays.  Raises RuntimeError if a member's replicas
+        are not bit-identical.
+        """
+
+        def gather(path, x):
+            copies = _gather_devices(x)  # [D, M, ...]
+            for i, copy in enumerate(copies):
+                first = i - i % self.layout.replicas
+                if copy.tobytes() != copies[first].tobytes():
+                    raise RuntimeError(
+                        f"replicas differ: {jax.tree_util.keystr(path)} on device "
+                        f"{jax.devices()[i]} is not what it is on "
+                        f"{jax.devices()[first]}; go on from a checkpoint"
+                    )
+            return _take(copies, self.layout)
+
+        _check_state(state, self.layout)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: _on_data(functools.partial(gather, path), x), state
+        )
+
+    def scatter(self, gathered: TrainState) -> TrainState:
+        """Put members, leaves [K, ...], on the devices: the inverse of `gather`.
+
+        They may come from a trainer of as many members on other devices.  Raises
+        ValueError for another number of them, or equal keys.
+        """
+        expected = f"the trainer's {self.members} members"
+        _check_axes("members' state", gathered, self.members, expected=expected)
+        if gathered.key is not None:
+            _check_keys(jax.random.key_data(gathered.key), alike=False)
+        return _lay(gathered, self.layout)
+
+    # Training
+
+    def update(
+        self, state: TrainState, *batch: PyTree, per_member: bool = False
+    ) -> tuple[TrainState, PyTree]:
+        """Take a step of every member on one batch, leaves [B, ...]; return the losses.
+
+        B is a member's batch, all its replicas together.  With `per_member`, leaves
+        [K, B, ...], of each on its own.  The result is (state, metrics): the losses
+        [K], or (losses, aux).  `state` is consumed: its buffers are reused.  Warns,
+        once, of members that stay equal: of equal weights, on the same batches, without
+        a key.
+
+        Raises ValueError for a batch that is empty or does not divide over the
+        replicas, or into micro-batches.
+        """
+        if per_member:
+            expected = f"arrays [K, B, ...], with K = {self.members} and one B"
+            _check_axes("batch", batch, self.members, None, expected=expected)
+        else:
+            _check_axes("batch", batch)
+            self._warn_if_equal(state)
+        laid = {"batch": _lay_batch(batch, self.layout, per_member=per_member)}
+        given = {"of_member" if per_member else "of_device": laid}
+        state, metrics = self._map(self._step_one, state, consume=True, **given)
+        return state, _take(metrics, self.layout)
+
+    def _step_one(self, state, hyper, batch):
+        return self._make_step(*hyper)(state, *batch)
+
+    def epoch(
+        self, state: TrainState, data: tuple | list, order: ArrayLike
+    ) -> tuple[TrainState, PyTree]:
+        """Take a step for each row of order, int [steps, B], on those rows of data.
+
+        All in one call.  Members may have their own order, [K, steps, B].  `data` is a
+        tuple of what `loss_fn` takes, trees of arrays [N, ...], which it sees in their
+        dtype: bytes take a quarter of the memory of floats, and are scaled in it.  The
+        result is (state, metrics), with leaves [K, steps].  Orders of up to 256 steps
+        share one compiled program, so an epoch in pieces of those ends in the same bits
+        as step by step.  `state` is consumed, and members that stay equal are warned
+        of, as by `update`.
+
+        Raises ValueError for an order that is empty, has rows outside the data or does
+        not divide over the replicas, and for data of several lengths.
+        """
+        if not isinstance(data, (tuple, list)):
+            raise ValueError(
+                f"data is {type(data).__name__}; expected a tuple of what loss_fn takes"
+            )
+        _check_axes("data", data)
+        order, num_rows = np.asarray(order), np.shape(jax.tree.leaves(data)[0])[0]
+        laid, num_steps = _lay_order(order, num_rows, self.layout), order.shape[-2]
+        self._warn_if_equal(state, order)
+        of_all = {"data": self.place(tuple(data)), "num_steps": np.int32(num_steps)}
+        given = {"of_member": {"order": laid}, "of_all": of_all}
+        state, metrics = self._map(self._train_one, state, consume=True, **given)
+        metrics = _take(metrics, self.layout)
+        return state, jax.tree.map(lambda x: x[:, :num_steps], metrics)
+
+    def _train_one(self, state, hyper, order, data, num_steps):  # order [steps, b]
+        step = self._make_step(*hyper)
 
         def train_on(state, rows):
             return step(state, *jax.tree.map(lambda x: x[rows], data))
 
         return _scan_first(train_on, state, order, num_steps)
 
-    options = dict(consume=True, meet=spread.replicas > 1)
-    step_program, epoch_program = (
-        over_members(f, **options) for f in (step_member, train_member)
-    )
+    def place(self, data: PyTree) -> PyTree:
+        """Copy data to the devices once, and not again in every call of `epoch`."""
+        mesh = _layout_sharding(self.layout).mesh
+        everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        return jax.device_put(data, everywhere)
 
-    def look(state, order=()):
-        """Warn of equal members, once, where their batches do not differ either."""
-        nonlocal may_stay_equal
-        batches = order if np.ndim(order) == 3 else ()  # each member's own
-        if may_stay_equal and all(np.array_equal(x, batches[0]) for x in batches):
-            may_stay_equal = False
-            _warn_if_equal(state, spread)
+    @functools.cached_property
+    def _may_stay_equal(self) -> bool:
+        """Whether members may be equal but for weights and orders, until it is said."""
+        return self.members > 1 and self.hyper is None and not self.stateful
 
-    def update(state, *batch, per_member=False):
-        if per_member:
-            expected = f"arrays [K, B, ...], with K = {spread.members} and one B"
-            _first_axes("batch", batch, spread.members, None, expected=expected)
-            own, shared = _lay_own_batch(batch, spread), None
-        else:
-            _first_axes("batch", batch)
-            look(state)
-            own, shared = None, _lay_batch(batch, spread)
-        state, metrics = step_program(state, own, shared, None)
-        return state, _take(metrics, spread)
+    def _warn_if_equal(self, state, order=()):
+        orders = order if np.ndim(order) == 3 else ()  # each member's own
+        differ = any(not np.array_equal(x, orders[0]) for x in orders)
+        if not self._may_stay_equal or differ:
+            return
+        vars(self)["_may_stay_equal"] = False
+        _check_state(state, self.layout)
 
-    def epoch(state, data, order):
-        if not isinstance(data, (tuple, list)):
-            raise ValueError(
-                f"data is {type(data).__name__}; expected a tuple of what loss_fn takes"
+        def equal(leaf):
+            return len({x.tobytes() for x in np.asarray(_take(leaf, self.layout))}) == 1
+
+        if all(map(equal, jax.tree.leaves(state.params))):
+            warnings.warn(
+                f"the {self.members} members have equal weights, see the same batches "
+                "and use no random key, so they stay equal; have init_fn draw from its "
+                "key, or give each its own order or batches",
+                stacklevel=3,
             )
-        num_rows, order = _first_axes("data", data), np.asarray(order)
-        laid = _lay_order(order, num_rows, spread)
-        look(state, order)
-        num_steps = order.shape[-2]
-        whole = np.int32(num_steps), _place(tuple(data), spread)
-        state, metrics = epoch_program(state, laid, None, whole)
-        metrics = _take(metrics, spread)
-        return state, jax.tree.map(lambda x: x[:, :num_steps], metrics)
 
-    return update, epoch
+    # Predicting
 
+    def predict(self, state: TrainState, inputs: PyTree) -> PyTree:
+        """Return the mean over members of output(apply_fn(...)), leaves [N, ...].
 
-def _place(data: PyTree, spread: Layout) -> PyTree:
-    """Copy data to every device in use, unless it is there."""
-    mesh = _spread_sharding(spread).mesh
-    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return jax.device_put(data, everywhere)
+        inputs are what `apply_fn` takes, leaves [N, ...].  Leaf by leaf, in float32 at
+        least, on the host; nan where a member's is.  In memory that is bounded by what
+        all members say of some thousand examples, besides the result.
 
-
-# What a device predicts in one call of a program, about: rows; bytes in and out of it.
-_BLOCK_ROWS, _BLOCK_BYTES = 4096, 2**24
-
-
-def _make_predicting(apply_fn, output, stateful, chunk, over_members, spread, hyper):
-    """Make `predict` and `predict_members` of a Trainer."""
-    across = _groups(spread).T.tolist()  # the devices with the same rows
-
-    def of_chunk(model, inputs, *h):
-        found = apply_fn(*model, inputs, *h)
-        logits = isinstance(found, Array) and found.ndim > 1 and found.shape[-1] > 1
-        if output is jax.nn.softmax and not logits:
-            raise ValueError(
-                f"apply_fn returns shapes {jax.tree.map(np.shape, found)}; the softmax "
-                "takes logits [B, ..., C]: make the trainer with output=None, or with "
-                "a function of what apply_fn returns"
-            )
-        found = found if output is None else output(found)
-        expected = f"{chunk}, one of each example, in all of them"
-        _first_axes("outputs", found, chunk, expected=expected)
-        return found
-
-    def outputs(model, _, inputs, num_chunks, *h):
-        def scanned(nothing, inputs):
-            return nothing, of_chunk(model, inputs, *h)
-
-        chunks = jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), inputs)
-        _, found = _scan_first(scanned, (), chunks, num_chunks)
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
-
-    def counted_outputs(model, counts, *rest):
-        def count(x):  # in float32 at least, and nan or infinite only in what counts
-            x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-            return jnp.where(counts, x, 0)
-
-        return jax.tree.map(count, outputs(model, None, *rest))
-
-    def mean(found):  # leaves [M, b, ...] -> [1, b, ...]
-        found = jax.tree.map(lambda x: x.sum(axis=0, keepdims=True), found)
-        found = lax.psum(found, _axis(spread), axis_index_groups=across)
-        return jax.tree.map(lambda x: x / spread.members, found)
-
-    members_program = over_members(outputs)
-    mean_program = over_members(counted_outputs, meet=True, total=mean)
-
-    shapes = jax.jit(of_chunk).eval_shape  # keeps what it has traced
-
-    def chunk_bytes(model, inputs):
-        """Return the size of a chunk's inputs and a device's outputs of it."""
-
-        def part(x, axes, *first):
-            return jax.ShapeDtypeStruct((*first, *x.shape[axes:]), jnp.result_type(x))
-
-        one = jax.tree.map(lambda x: part(x, 1, chunk), inputs)
-        member = jax.tree.map(lambda x: part(x, 2), model)
-        found = shapes(member, one, *jax.tree.map(lambda x: part(x, 1), hyper))
-        leaves = jax.tree.leaves([one, *[found] * spread.members_per_device])
-        return max(1, sum(x.size * x.dtype.itemsize for x in leaves))
-
-    def in_blocks(program, own, count, state, inputs):
-        """Predict by a program for leaves [D, k, b, ...]; return [count, N, ...].
-
-        It is called for a block of chunks at a time: bounded memory.
+        Raises ValueError for inputs without an example, and for outputs that are not
+        one of each example or no logits for the softmax.
         """
-        if apply_fn is None:
+
+        def mean(x):
+            return x.mean(axis=0, dtype=jnp.promote_types(x.dtype, jnp.float32))
+
+        with np.errstate(invalid="ignore", over="ignore"):
+            means = [jax.tree.map(mean, block) for block in self._blocks(state, inputs)]
+        return jax.tree.map(lambda *x: np.concatenate(x), *means)
+
+    def predict_members(self, state: TrainState, inputs: PyTree) -> PyTree:
+        """Return each member's output(apply_fn(...)), leaves [K, N, ...].
+
+        Inputs and errors are those of `predict`.
+        """
+        blocks = self._blocks(state, inputs)
+        return jax.tree.map(lambda *x: np.concatenate(x, axis=1), *blocks)
+
+    def _blocks(self, state, inputs):
+        """Yield what members say of a block of the inputs at a time, [K, n, ...].
+
+        A block is so many chunks for each replica, dealt out in turn.
+        """
+        if self.apply_fn is None:
             raise ValueError("predicting takes an apply_fn; give make_trainer one")
-        num_rows = _first_axes("inputs", inputs)
+        _check_axes("inputs", inputs)
+        num_rows = np.shape(jax.tree.leaves(inputs)[0])[0]
         if num_rows == 0:
             raise ValueError("the inputs hold no example")
-        _check_state(state, spread)
-        model = (state.params, state.model_state) if stateful else (state.params,)
-        own, blocks = jax.device_put(own, _spread_sharding(spread)), []
-        most = min(_BLOCK_ROWS // chunk, _BLOCK_BYTES // chunk_bytes(model, inputs))
-        needed = -(-num_rows // (chunk * spread.replicas))
-        chunks = min(needed, max(1, most))
-        chunks = 1 << (chunks - 1).bit_length()  # so that few programs serve all N
-        rows = chunks * chunk * spread.replicas
+        _check_state(state, self.layout)
+        model = (state.params, state.model_state)[: 1 + self.stateful]
+        chunks, replicas = self._block_chunks(model, inputs), self.layout.replicas
+        rows, (_, replica) = chunks * self.chunk * replicas, _slots(self.layout)
 
-        def block_at(start):
-            def cut(x):  # rows of zeros fill the last block
-                x = np.asarray(x[start : start + rows])
-                return np.pad(x, [(0, rows - len(x)), *[(0, 0)] * (x.ndim - 1)])
+        def deal(start, x):  # zeros fill the last block -> [D, chunks, chunk, ...]
+            x = np.asarray(x[start : start + rows])
+            x = np.pad(x, [(0, rows - len(x)), *[(0, 0)] * (x.ndim - 1)])
+            x = x.reshape(chunks, replicas, -1, *x.shape[1:])
+            return x.swapaxes(0, 1)[replica]
 
-            return jax.tree.map(functools.partial(_on_data, cut), inputs)
+        def dispatch(start):
+            lay = functools.partial(_on_data, functools.partial(deal, start))
+            turns = -(-min(rows, num_rows - start) // (self.chunk * replicas))
+            dealt = {"chunks": jax.tree.map(lay, inputs)}
+            given = {"of_device": dealt, "of_all": {"count": np.int32(turns)}}
+            return start, self._map(self._predict_one, model, **given)
 
-        def join(x):  # replicas hold a block one after another
-            x = _every_device(x)
-            x = x.reshape(-1, spread.replicas, *x.shape[1:]).swapaxes(1, 2)
-            return x.reshape(-1, rows, *x.shape[4:])[:count]
+        def join(start, outputs):
+            def join_leaf(x):  # [D, M, chunks, chunk, ...] -> [K, n, ...]
+                x = _gather_devices(x)
+                x = np.moveaxis(x.reshape(-1, replicas, *x.shape[1:]), 1, 3)
+                x = x.reshape(-1, rows, *x.shape[5:])
+                return x[: self.members, : num_rows - start]
 
-        for start in range(0, num_rows, rows):
-            filled = np.int32(min(chunks, -(-(num_rows - start) // chunk)))
-            found = program(model, own, _lay_batch(block_at(start), spread), filled)
-            blocks.append(jax.tree.map(join, found))
-        return jax.tree.map(lambda *x: np.concatenate(x, axis=1)[:, :num_rows], *blocks)
+            return jax.tree.map(join_leaf, outputs)
 
-    def predict(state, inputs):
-        _, counts, _ = _slots(spread)
-        found = in_blocks(mean_program, counts, 1, state, inputs)
-        return jax.tree.map(lambda x: x[0], found)
+        # The devices are a block ahead of the host.
+        blocks = map(dispatch, range(0, num_rows, rows))
+        before = next(blocks)
+        for block in blocks:
+            yield join(*before)
+            before = block
+        yield join(*before)
 
-    predict_members = functools.partial(
-        in_blocks, members_program, None, spread.members
-    )
-    return predict, predict_members
+    def _block_chunks(self, model, inputs) -> int:
+        """Return how many chunks a block has for each replica, for bounded memory.
 
+        The same for any number of rows: one program serves them all.
+        """
 
-class Trainer(NamedTuple):
-    """What `make_trainer` makes, and describes."""
+        def shape(x, axes, *first):
+            return jax.ShapeDtypeStruct((*first, *x.shape[axes:]), jnp.result_type(x))
 
-    layout: Layout  # K, D, M, R
-    init: Callable  # key -> state
-    update: Callable  # (state, *batch, per_member=False) -> (state, metrics)
-    epoch: Callable  # (state, data, order) -> (state, metrics)
-    place: Callable  # data -> data
-    predict: Callable  # (state, inputs) -> leaves [N, ...]
-    predict_members: Callable  # (state, inputs) -> leaves [K, N, ...]
-    gather: Callable  # state -> TrainState, leaves [K, ...]
-    scatter: Callable  # TrainState, leaves [K, ...] -> state
-
-
-def make_trainer(
-    init_fn: Callable,
-    loss_fn: Callable,
-    optimizer: Optimizer | Callable,
-    *,
-    members: int,
-    apply_fn: Callable | None = None,
-    output: Callable | None = jax.nn.softmax,
-    hyper: PyTree = None,
-    devices: int | None = None,
-    has_aux: bool = False,
-    stateful: bool = False,
-    microbatch: int | str | None = None,
-    skip_nonfinite: bool = False,
-    chunk: int = 32,
-) -> Trainer:
-    """Make a trainer of K members on D devices, whatever K and D are: see `layout`.
-
-    `init_fn(key)` returns a member's parameters, a tree of arrays, or with `stateful`
-    (params, model_state).  `loss_fn`, `has_aux`, `stateful`, `microbatch` and
-    `skip_nonfinite` are those of `make_sync_update`, and so is the step.  `devices` is
-    how many to use at most, by default all.  Where that is more than members, a device
-    sees a part of its member's batch, and losses are averaged: for a loss that is no
-    mean over its examples, pass as many devices as members, or fewer.
-
-    For predicting, `apply_fn(params, inputs)`, or `apply_fn(params, model_state,
-    inputs)` with `stateful`, takes any tree of arrays [B, ...] and returns any such
-    tree, each example by itself: `chunk` at a time on a device, some of them zeros that
-    fill the last chunk.  `output` is a function of what it returns: softmax for logits
-    [B, ..., C], or None to leave it as it is.
-
-    `hyper`, a tree of arrays [K, ...], is what members differ in besides their key.
-    With it, the user's functions take the member's own, leaves [...], as their last
-    argument: `init_fn(key, h)`, `loss_fn(params, *batch, h)`, `apply_fn(params, inputs,
-    h)`; and `optimizer(h)` returns the member's optimizer.
-
-    Where JAX runs in several processes (`jax.distributed`), every process calls the
-    same functions with the same arguments, of which its devices take their part, and
-    has the same results; only states are each process's own.
-
-    The functions of a `Trainer`.  B is a member's batch, all its replicas together:
-
-    init(key) -> state
-        Member i starts from fold_in(key, i) and depends on that and its `hyper` alone:
-        on CPU it ends in the same bits for every number of members and devices with
-        K >= D, and agrees to rounding where it has replicas.
-    update(state, *batch, per_member=False) -> (state, metrics)
-        A step of every member on one batch, leaves [B, ...]; with `per_member`, leaves
-        [K, B, ...], of each on its own.  metrics are the losses [K], or (losses, aux).
-    epoch(state, data, order) -> (state, metrics)
-        In one call, a step for each row of order, int [steps, B] or each member's own
-        [K, steps, B], on those rows of data, a tuple of trees of arrays [N, ...].
-        metrics have leaves [K, steps].  Orders of up to 256 steps share one compiled
-        program, so an epoch in pieces of those ends in the same bits as step by step.
-        What `loss_fn` sees has the dtype of the data: bytes take a quarter of the
-        memory of floats, and are scaled in it.
-    place(data) -> data
-        Copy data to the devices once, and not again in every call of epoch.
-    predict(state, inputs) -> outputs, leaves [N, ...]
-        The mean over members of output(apply_fn(...)), leaf by leaf, in float32 at
-        least, averaged on the devices; nan where a member's is.
-    predict_members(state, inputs) -> outputs, leaves [K, N, ...]
-        Each member's.
-    gather(state) -> TrainState
-        The members on the host, leaves [K, ...] (typed random keys stay JAX arrays).
-        Raises RuntimeError if a member's replicas are not bit-identical.
-    scatter(gathered) -> state
-        Its inverse, also into a trainer of as many members on other devices.
-
-    `update` and `epoch` consume the state that they are given.  They warn, once, of
-    members that stay equal: of equal weights, on the same batches, without a key.
-
-    Raises ValueError for members, devices or a chunk below 1 or not whole, for more
-    devices than there are, and for a `hyper` or an optimizer that does not fit.  So do
-    the functions, before anything is consumed, for batches that are empty or do not
-    divide over the replicas, rows of order outside the data, shapes and states that do
-    not fit, states that were consumed or have one buffer in two leaves, equal keys, a
-    key that is not one or that draws otherwise under vmap, outputs that are not one of
-    each example or no logits for the softmax, and an init_fn that returns other leaves
-    than arrays.
-    """
-    processes, available = jax.process_count(), jax.device_count()
-    wanted = available if devices is None else devices
-    alike = wanted == available == processes * jax.local_device_count()
-    if processes > 1 and not alike:
-        raise ValueError(
-            f"devices is {wanted}; {processes} processes use all of their {available}, "
-            "and each as many"
+        chunk = jax.tree.map(lambda x: shape(x, 1, self.chunk), inputs)
+        one = jax.tree.map(lambda x: shape(x, 2), (model, self._hyper))
+        outputs = [self._chunk_shapes(*one, chunk)] * self.layout.members_per_device
+        num_bytes = sum(
+            x.size * x.dtype.itemsize for x in jax.tree.leaves([*outputs, chunk])
         )
-    spread = layout(members, wanted, processes)
-    _device_sharding(wanted // processes)  # raises where there are fewer
-    _count("chunk", chunk)
-    axis = _axis(spread) if spread.replicas > 1 else None
-    options = has_aux, stateful, microbatch, skip_nonfinite
-    groups, own = _groups(spread).tolist(), () if hyper is None else (hyper,)
-    if own:
-        expected = f"arrays [K, ...], an entry for each of the {members} members"
-        _first_axes("hyper", own, members, expected=expected)
-        if not callable(optimizer):
+        return max(1, min(_BLOCK_CHUNKS, _BLOCK_BYTES // max(1, num_bytes)))
+
+    @functools.cached_property
+    def _chunk_shapes(self):
+        return jax.jit(self._predict_chunk).eval_shape  # which keeps what it has traced
+
+    def _predict_one(self, model, hyper, chunks, count):
+        def predict_chunk(_, inputs):
+            return (), self._predict_chunk(model, hyper, inputs)
+
+        return _scan_first(predict_chunk, (), chunks, count)[1]
+
+    def _predict_chunk(self, model, hyper, inputs):
+        outputs = self.apply_fn(*model, inputs, *hyper)
+        logits = isinstance(outputs, Array) and outputs.ndim > 1
+        if self.output is jax.nn.softmax and not (logits and outputs.shape[-1] > 1):
             raise ValueError(
-                f"optimizer is {type(optimizer).__name__}; with hyper, expected a "
-                "function of a member's, such as lambda h: sgd(h)"
+                f"apply_fn returns shapes {jax.tree.map(np.shape, outputs)}; the "
+                "softmax takes logits [B, ..., C]: make the trainer with output=None, "
+                "or with a function of what apply_fn returns"
             )
+        outputs = outputs if self.output is None else self.output(outputs)
+        expected = f"{self.chunk}, one of each example, in all of them"
+        _check_axes("outputs", outputs, self.chunk, expected=expected)
+        return outputs
 
-    def make_optimizer(*h):
-        return optimizer(*h) if h else optimizer
 
-    def make_step(*h):
-        def own_loss_fn(*args):
-            return loss_fn(*args, *h)
-
-        return _make_step(own_loss_fn, make_optimizer(*h), options, axis, groups)
-
-    for i in range(members if own else 1):  # raises for what cannot be, of each
-        make_step(*jax.tree.map(operator.itemgetter(i), own))
-    over_members = functools.partial(
-        _over_members, spread=spread, hyper=_lay(own, spread)
-    )
-    may_stay_equal = members > 1 and hyper is None and not stateful
-    init = _make_init(init_fn, make_optimizer, stateful, over_members, spread)
-    update, epoch = _make_training(make_step, may_stay_equal, over_members, spread)
-    predict, predict_members = _make_predicting(
-        apply_fn, output, stateful, chunk, over_members, spread, own
-    )
-    place, gather, scatter = (
-        functools.partial(f, spread=spread) for f in (_place, _gather, _scatter)
-    )
-    return Trainer(
-        spread, init, update, epoch, place, predict, predict_members, gather, scatter
-    )
+make_trainer = Trainer  # the name to make one by
 
 
 def prefetch(batches: Iterable, size: int = 2) -> Iterator:
@@ -2163,47 +2160,57 @@ _CODES |= {f"float{n}": f"F{n}" for n in (16, 32, 64)}
 _CODES |= {f"int{n}": f"I{n}" for n in (8, 16, 32, 64)}
 _CODES |= {f"uint{n}": f"U{n}" for n in (8, 16, 32, 64)}
 _START = b'{"__metadata__":{"sha256":"'  # of every header; then come 64 digits
+_DIGEST = slice(8 + len(_START), 8 + len(_START) + 64)  # where these are in a file
 # What JSON, NumPy and JAX raise for headers that `save` does not write.
 _WRONG = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
-_DIGEST = slice(8 + len(_START), 8 + len(_START) + 64)  # where these are in a file
 
 
-def _stored(tree: PyTree) -> dict[str, tuple[Any, str]]:
-    """Return the leaves by path as the format can have them, and what they really are.
-
-    Of a leaf that is none but a shape and a type, such as those of `jax.eval_shape`,
-    another such is returned.
-    """
-    leaves, stored = jax.tree_util.tree_leaves_with_path(tree), {}
-    for path, leaf in leaves:
-        name = jax.tree_util.keystr(path)
-        leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
-        kind = leaf.dtype.name
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            keys = leaf if isinstance(leaf, Array) else jnp.empty_like(leaf)
-            leaf, kind = jax.random.key_data(keys), f"key<{jax.random.key_impl(keys)}>"
-        elif kind not in _CODES:
-            if leaf.dtype.kind not in "fcV" or leaf.dtype.type is np.void:
-                expected = "numbers, booleans or random keys"
-                raise ValueError(f"leaf '{name}' is {leaf.dtype}; expected {expected}")
-            if isinstance(leaf, jax.ShapeDtypeStruct):
-                leaf = np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
-            leaf = np.asarray(leaf, leaf.dtype.newbyteorder("<"))
-            leaf = leaf[..., None].view(np.uint8)
-        stored[name] = leaf, kind
-    if len({"__metadata__", "sha256", *stored}) < len(leaves) + 2:
+def _by_path(tree: PyTree) -> dict[str, Any]:
+    """Return the leaves of a tree by their paths, each with a shape and a dtype."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in paths}
+    if len({"__metadata__", "sha256", *leaves}) < len(paths) + 2:
         raise ValueError("two leaves of the tree, or one and the header, share a path")
-    return stored
+    return {n: x if hasattr(x, "dtype") else np.asarray(x) for n, x in leaves.items()}
 
 
-def _head(stored: dict[str, tuple[Any, str]]) -> bytes:
-    """Return all that stands before the arrays, with zeros for the digest."""
-    types = {name: kind for name, (_, kind) in stored.items() if kind not in _CODES}
-    header: dict = {"__metadata__": {"sha256": "0" * 64, **types}}
+def _kinds(leaves: dict[str, Any]) -> dict[str, str]:
+    """Name the types of leaves, or of what `jax.eval_shape` says of them."""
+    kinds = {}
+    for name, leaf in leaves.items():
+        kinds[name] = leaf.dtype.name
+        if _is_key(leaf):
+            keys = leaf if isinstance(leaf, Array) else jnp.empty_like(leaf)
+            kinds[name] = f"key<{jax.random.key_impl(keys)}>"
+        elif leaf.dtype.kind not in "biufcV" or leaf.dtype.type is np.void:
+            expected = "numbers, booleans or random keys"
+            raise ValueError(f"leaf '{name}' is {leaf.dtype}; expected {expected}")
+    return kinds
+
+
+def _storable(leaf: Any) -> np.ndarray:
+    """Return a leaf as the format has it: keys as their data, exotic types as bytes."""
+    leaf = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+    leaf = np.asarray(leaf, leaf.dtype.newbyteorder("<"), order="C")
+    return leaf if leaf.dtype.name in _CODES else leaf[..., None].view(np.uint8)
+
+
+def _restored(leaf: np.ndarray, kind: str) -> Any:
+    """Undo `_storable`."""
+    if kind.startswith("key<"):
+        return jax.random.wrap_key_data(jnp.asarray(leaf), impl=kind[4:-1])
+    leaf = leaf if kind in _CODES else leaf.view(kind).reshape(leaf.shape[:-1])
+    return np.require(leaf, requirements="A")
+
+
+def _head(arrays: dict[str, np.ndarray], kinds: dict[str, str], digest: str) -> bytes:
+    """Return all that stands before the arrays."""
+    types = {name: kind for name, kind in kinds.items() if kind not in _CODES}
+    header: dict = {"__metadata__": {"sha256": digest, **types}}
     end = 0
-    for name, (leaf, _) in stored.items():
-        begin, end = end, end + leaf.size * leaf.dtype.itemsize
-        entry = {"dtype": _CODES[leaf.dtype.name], "shape": leaf.shape}
+    for name, x in arrays.items():
+        begin, end = end, end + x.nbytes
+        entry = {"dtype": _CODES[x.dtype.name], "shape": x.shape}
         header[name] = {**entry, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -2226,85 +2233,63 @@ def save(path: str | os.PathLike, tree: PyTree) -> None:
     Raises ValueError for leaves that are neither numbers, booleans nor random keys, and
     for a path that is no regular file; OSError as `replace_file` does.
     """
-    stored = _stored(tree)
-    head = _head(stored)
+    leaves = _by_path(tree)
+    kinds = _kinds(leaves)
+    arrays = {name: _storable(leaf) for name, leaf in leaves.items()}
+    head = _head(arrays, kinds, "0" * 64)
     digest = hashlib.sha256(head[_DIGEST.stop :])
     with replace_file(path) as file:
         file.write(head)
-        for leaf, _ in stored.values():
-            array = np.ascontiguousarray(leaf, leaf.dtype.newbyteorder("<"))
-            memory = array.reshape(-1).view(np.uint8).data
+        for x in arrays.values():
+            memory = x.reshape(-1).view(np.uint8).data
             file.write(memory)
             digest.update(memory)
         file.seek(_DIGEST.start)
         file.write(digest.hexdigest().encode())
 
 
-def _read(file: Any, stored: dict[str, tuple[Any, str]]) -> dict[str, Any] | None:
-    """Read a file that is what `stored` asks for, to the byte; None if it is not."""
-    head, arrays = _head(stored), dict[str, Any]()
-    size = len(head) + sum(x.size * x.dtype.itemsize for x, _ in stored.values())
-    file.seek(0)
-    found, digest = file.read(len(head)), hashlib.sha256(head[_DIGEST.stop :])
-    written = found[_DIGEST]
-    expected = head[: _DIGEST.start] + written + head[_DIGEST.stop :]
-    if found != expected or os.fstat(file.fileno()).st_size != size:
-        return None
-    for name, (leaf, kind) in stored.items():
-        array: Any = np.empty(leaf.shape, leaf.dtype.newbyteorder("<"))
-        memory = array.reshape(-1).view(np.uint8).data
-        file.readinto(memory)
-        digest.update(memory)
-        if kind.startswith("key<"):
-            array = jax.random.wrap_key_data(array, impl=kind[4:-1])
-        elif kind not in _CODES:
-            array = array.view(kind).reshape(array.shape[:-1])
-        arrays[name] = array
-    return arrays if digest.hexdigest().encode() == written else None
+def _unpack(file: Any) -> dict[str, Any]:
+    """Return the leaves in a file by path, once it is sound.
 
-
-def _found(file: Any, most: int) -> dict[str, tuple[Any, str]]:
-    """Verify a file's digest; return what it holds as `_stored` does, without values.
-
-    Raises ValueError, also for a header of more than `most` bytes, and other errors for
+    Raises ValueError for a digest that is not that of the content, and other errors for
     a header that `save` does not write.
     """
-    file.seek(0)
-    start, digest = file.read(_DIGEST.stop), hashlib.sha256()
-    if start[8 : _DIGEST.start] != _START:
+    if file.read(_DIGEST.start)[8:] != _START:
         raise ValueError(
             "has no digest of save's: damaged, or written by another program, whose "
             "files safetensors.numpy.load_file reads"
         )
-    while piece := file.read(1 << 20):
-        digest.update(piece)
-    if digest.hexdigest().encode() != start[_DIGEST]:
+    file.seek(0)
+    content = np.fromfile(file, np.uint8)
+    digest = hashlib.sha256(content[_DIGEST.stop :].data).hexdigest()
+    if content[_DIGEST].tobytes() != digest.encode():
         raise ValueError("damaged or cut short: its digest is not that of its content")
-    length = int.from_bytes(start[:8], "little")
-    if length > most:
-        raise ValueError(f"has a header of {length} bytes; expected at most {most}")
-    file.seek(8)
-    header, names = json.loads(file.read(length)), dict(zip(_CODES.values(), _CODES))
-    types, stored = header.pop("__metadata__"), {}
-    for name, entry in header.items():  # no memory, and an error for what no array has
-        leaf = np.broadcast_to(np.zeros((), names[entry["dtype"]]), entry["shape"])
-        stored[name] = leaf, types.get(name, leaf.dtype.name)
-    return stored
+    end = 8 + int.from_bytes(content[:8].tobytes(), "little")
+    head = content[:end].tobytes()
+    header, names = json.loads(head[8:]), dict(zip(_CODES.values(), _CODES))
+    types, arrays = header.pop("__metadata__"), {}
+    for name, entry in header.items():
+        dtype = np.dtype(names[entry["dtype"]]).newbyteorder("<")
+        begin, end = end, end + math.prod(entry["shape"]) * dtype.itemsize
+        arrays[name] = content[begin:end].view(dtype).reshape(entry["shape"])
+    kinds = {name: types.get(name, x.dtype.name) for name, x in arrays.items()}
+    if end != len(content) or head != _head(arrays, kinds, digest):
+        raise ValueError("its header is not one that save writes")
+    return {name: _restored(x, kinds[name]) for name, x in arrays.items()}
 
 
-def _forms(stored: dict[str, tuple[Any, str]]) -> dict[str, str]:
+def _forms(leaves: dict[str, Any]) -> dict[str, str]:
     """Say of what type and shape leaves are."""
-    return {name: f"{kind} {[*leaf.shape]}" for name, (leaf, kind) in stored.items()}
+    return {n: f"{kind} {[*leaves[n].shape]}" for n, kind in _kinds(leaves).items()}
 
 
 def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
     """Read what `save` wrote: the tree, with `like`, or a dict of leaves by path.
 
     Of `like`, a tree of the same structure, the paths, shapes and types of the leaves
-    matter, not their values.  All that comes before the arrays has to be what `save`
-    writes for it, to the byte, and the digest that of the content, before anything is
-    returned; no more memory is taken than the arrays have.  Leaves are NumPy arrays,
-    typed random keys JAX arrays.
+    matter, not their values.  The digest has to be that of the content before anything
+    is returned.  Leaves are NumPy arrays, which share the memory that the file is read
+    into, and JAX arrays of typed random keys.
 
     Raises ValueError, with the file and what is wrong, for content that is damaged, cut
     short or foreign, for leaves that are not those of `like`, and for what is not a
@@ -2312,26 +2297,20 @@ def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
     """
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise ValueError(f"{path}: not a regular file")
-    wanted = _stored(like)
-    with open(path, "rb") as file:
-        most = 2 * len(_head(wanted)) + 2**16
-        if like is None:
-            most = os.fstat(file.fileno()).st_size
-        try:
-            arrays = _read(file, wanted if like is not None else _found(file, most))
-            if arrays is None:  # say why
-                theirs = _forms(_found(file, most))
-                mine = _forms(wanted) if like is not None else theirs
-                for name in [*mine, *theirs]:
-                    form, other = (x.get(name, "not there") for x in (theirs, mine))
-                    if form != other:
-                        raise ValueError(f"leaf '{name}' is {form}; expected {other}")
-                raise ValueError("its header is not one that save writes")
-        except _WRONG as error:
-            raise ValueError(f"{path}: {error}") from error
-    if like is None:
-        return arrays
-    return jax.tree.unflatten(jax.tree.structure(like), arrays.values())
+    ours = None if like is None else _forms(_by_path(like))
+    try:
+        with open(path, "rb") as file:
+            leaves = _unpack(file)
+    except _WRONG as error:
+        raise ValueError(f"{path}: {error}") from error
+    if ours is None:
+        return leaves
+    theirs = _forms(leaves)
+    for name in [*ours, *theirs]:
+        form, other = (x.get(name, "not there") for x in (theirs, ours))
+        if form != other:
+            raise ValueError(f"{path}: leaf '{name}' is {form}; expected {other}")
+    return jax.tree.unflatten(jax.tree.structure(like), [leaves[n] for n in ours])
 
 
 # ---------------------------------------------------------------------------------
@@ -2344,13 +2323,24 @@ class Params(NamedTuple):
     bias: Array | float  # []
 
 
-TRUTH = Params(2.0, -1.0)
+def main(argv: Sequence[str] | None = None) -> None:
+    """Fit y = 2 x - 1 + noise in sync mode on every device: JAX's pmap tutorial."""
+    parser = argparse.ArgumentParser("pjax_ensemble.py", description=main.__doc__)
+    counts = [1, 2, 4, 8, 16, 32, 64, 128]  # over which the 128 points split
+    parser.add_argument("--devices", type=int, choices=counts, help="default: all")
+    parser.add_argument("--plot", metavar="FILE", help="draw it, with matplotlib")
+    args = parser.parse_args(argv)
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib (extra [plot]): pip install matplotlib")
+    use_cpu_devices(args.devices)
+    available = jax.local_device_count()
+    d = args.devices or max(count for count in counts if count <= available)
+    if d > available:
+        parser.error(f"--devices {d}: there are {available} devices")
 
-
-def _fit_line(num_devices: int) -> tuple:
-    """Fit a line to 128 points over the devices; return xs, ys and the fit."""
+    true = Params(2.0, -1.0)
     xs, noise = np.random.default_rng(0).normal(size=(2, 128, 1)).astype(np.float32)
-    ys = TRUTH.weight * xs + TRUTH.bias + 0.5 * noise
+    ys = true.weight * xs + true.bias + 0.5 * noise
 
     def loss_fn(params, xs, ys):
         return jnp.mean((params.weight * xs + params.bias - ys) ** 2)
@@ -2358,9 +2348,9 @@ def _fit_line(num_devices: int) -> tuple:
     optimizer = sgd(0.005, momentum=0.9)
     update = make_sync_update(loss_fn, optimizer)
     params = Params(*jax.random.normal(jax.random.key(0), (2,)))
-    state = replicate(train_state(params, optimizer), num_devices)
-    x_split, y_split = split((xs, ys), num_devices)
-
+    state = replicate(train_state(params, optimizer), d)
+    x_split, y_split = split((xs, ys), d)
+    print(f"{d} devices: {[str(device) for device in jax.local_devices()[:d]]}")
     for step in range(1000):
         state, loss = update(state, x_split, y_split)
         if step == 0:
@@ -2369,66 +2359,22 @@ def _fit_line(num_devices: int) -> tuple:
             print(f"type(x_split): {type(x_split)}")
         if step % 100 == 0:
             print(f"Step {step:3d}, loss: {float(unreplicate(loss)):.3f}")
-    return xs, ys, Params(*map(float, unreplicate(state.params)))
-
-
-def _plot_line(path: str, xs, ys, fitted: Params) -> None:
-    """Draw the points, the true and the fitted line to a file."""
-    from matplotlib.figure import Figure  # the [plot] extra
-
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    axes.scatter(xs, ys, s=12, color="0.6", label="data")
-    ends = np.array([xs.min(), xs.max()])
-    for (weight, bias), name, style in (TRUTH, "true", "-"), (fitted, "fitted", "--"):
-        sign = "-" if bias < 0 else "+"
-        label = f"{name} line: y = {weight:.3f} x {sign} {abs(bias):.3f}"
-        axes.plot(ends, weight * ends + bias, style, linewidth=2, label=label)
-    axes.set(xlabel="x", ylabel="y", title="Linear regression, synchronized SGD")
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Fit y = 2 x - 1 + noise in sync mode on every device: JAX's pmap tutorial.
-
-    Exits with status 2, after one line of explanation, for arguments out of range.
-    """
-    parser = _Parser("pjax_ensemble.py", description="Fit y = 2 x - 1 in sync mode.")
-    devices = "devices to use (default: as many as there are; on CPU, one a core)"
-    counts = [1, 2, 4, 8, 16, 32, 64, 128]  # over which the 128 points split
-    parser.add_argument("--devices", type=int, choices=counts, help=devices)
-    parser.add_argument("--plot", metavar="FILE", help="draw it, with matplotlib")
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        parser.error(f"unrecognized {unknown[0]}; {parser.format_usage().strip()}")
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib (extra [plot]): pip install matplotlib")
-    use_cpu_devices(args.devices)
-    available = jax.local_devices()
-    d = args.devices or max(count for count in counts if count <= len(available))
-    if d > len(available):
-        parser.error(f"--devices {d}: there are {len(available)} devices")
-
-    print(f"{d} devices: {[str(device) for device in available[:d]]}")
-    xs, ys, fitted = _fit_line(d)
-    print(f"weight: {fitted.weight: .3f}   (true: {TRUTH.weight: .3f})")
-    print(f"bias:   {fitted.bias: .3f}   (true: {TRUTH.bias: .3f})")
+    fitted = Params(*map(float, unreplicate(state.params)))
+    print(f"weight: {fitted.weight: .3f}   (true: {true.weight: .3f})")
+    print(f"bias:   {fitted.bias: .3f}   (true: {true.bias: .3f})")
     if args.plot:
-        try:
-            _plot_line(args.plot, xs, ys, fitted)
-        except (OSError, ValueError) as error:
-            parser.error(f"--plot {args.plot}: {error}")
-        print(f"drawn to {args.plot}")
+        from matplotlib.figure import Figure
+
+        figure, lines = Figure(figsize=(6, 4)), {"true": true, "fitted": fitted}
+        axes: Any = figure.subplots()
+        axes.scatter(xs, ys, s=12, color="0.6", label="data")
+        for style, (name, (weight, bias)) in zip(("k-", "C1--"), lines.items()):
+            ends = np.array([-2.5, 2.5])
+            label = f"{name}: weight {weight:.3f}, bias {bias:.3f}"
+            axes.plot(ends, weight * ends + bias, style, label=label)
+        axes.legend()
+        figure.savefig(args.plot, dpi=150)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (KeyboardInterrupt, BrokenPipeError):  # Ctrl-C, or a reader such as `head`
-        os._exit(130)
+    main()

@@ -342,8 +342,9 @@ def test_links_of_every_page_lead_somewhere(page):
 
 def test_all_names_stand_in_the_order_of_the_file():
     source = inspect.getsource(pe)
+    starts = "def {}(", "class {}(", "class {}:", "{} = "
     places = [
-        max(source.find(f"\ndef {name}("), source.find(f"\nclass {name}("))
+        max(source.find("\n" + start.format(name)) for start in starts)
         for name in pe.__all__
     ]
     assert min(places) > 0
@@ -353,7 +354,7 @@ def test_all_names_stand_in_the_order_of_the_file():
 @pytest.mark.parametrize("name", pe.__all__)
 def test_docstring_gives_shapes_and_errors(name):
     thing = getattr(pe, name)
-    if inspect.isclass(thing):  # shapes stand beside the fields
+    if hasattr(thing, "_fields"):  # shapes stand beside the fields
         lines = inspect.getsource(thing).splitlines()
         fields = [line for line in lines if line.split(":")[0].strip() in thing._fields]
         assert len(fields) == len(thing._fields)
@@ -1901,6 +1902,19 @@ def ten_members():
     return trainer.gather(trainer.init(jax.random.key(7)))
 
 
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_members_of_any_kind_of_key_are_the_same_on_every_layout(impl):
+    ends = {}
+    for members, devices in ((3, 1), (5, 3)):
+        trainer = noisy_trainer(members, devices)
+        state = trainer.init(jax.random.key(7, impl=impl))
+        state, _ = trainer.update(state, *net_batches(1)[0])
+        gathered = trainer.gather(state)
+        for i in range(members):
+            one = member(gathered._replace(key=None), i)
+            assert leaves_equal(one, ends.setdefault(i, one))
+
+
 def test_init_makes_member_i_of_the_key_and_i_alone():
     for members, devices in ((1, 1), (3, 2), (2, 8)):
         trainer = net_trainer(members, devices)
@@ -2081,7 +2095,7 @@ def test_predictions_do_not_depend_on_the_rows_that_go_with_them(
     state = trainer.init(jax.random.key(0))
     whole = trainer.predict(state, images), trainer.predict_members(state, images)
     alone = trainer.predict_members(state, images[17:18])
-    monkeypatch.setattr(pe, "_BLOCK_ROWS", 6)  # several blocks, the last one not full
+    monkeypatch.setattr(pe, "_BLOCK_CHUNKS", 2)  # several blocks, the last not full
     blocks = trainer.predict(state, images), trainer.predict_members(state, images)
     assert leaves_equal(whole, blocks) and leaves_equal(alone, whole[1][:, 17:18])
 
@@ -2507,7 +2521,7 @@ def test_microbatches_are_chosen_by_platform_and_batch(monkeypatch):
             state, _ = trainer.update(state, np.ones((rows, 1)))
         return seen
 
-    assert sizes() == sizes(microbatch="auto", has_aux=True) == [128, 100, 97]
+    assert sizes() == sizes(has_aux=True) == [128, 100, 97]
     assert sizes(microbatch="auto") == [32, 25, 97]
     parts = [pe._num_parts(np.zeros((n, 1)), (), "auto") for n in (64, 34, 32, 31, 1)]
     assert parts == [2, 2, 1, 1, 1]
@@ -2534,6 +2548,7 @@ REFUSED_TRAINERS = [
     (dict(chunk=0), "chunk is 0; expected an int >= 1"),
     (dict(microbatch=0), "microbatch is 0; expected an int >= 1"),
     (dict(microbatch="all"), "microbatch is 'all'; expected an int"),
+    (dict(microbatch="auto", has_aux=True), 'microbatch="auto" with has_aux: aux may'),
     (dict(optimizer=lambda h: SGD), "optimizer is function; expected one with init"),
     (dict(hyper=np.ones(2)), "optimizer is Optimizer; with hyper, expected a function"),
     (dict(hyper=np.ones(3)), r"\[\(3,\)\]; expected arrays \[K, ...\].* 2 members"),
@@ -2560,14 +2575,6 @@ REFUSED_KEYS = [
     (lambda: keys_of(0, 3, "old"), r"key is uint32 of shape \(3, 2\); expected one"),
     (lambda: 0, r"key is int of shape .*jax.random.key\(0"),
     (lambda: np.zeros(3, np.uint32), r"key is uint32 of shape \(3,\); expected one"),
-    (
-        lambda: jax.random.key(0, impl="rbg"),
-        r"key<rbg> of shape \(\); .*alike.*threefry",
-    ),
-    (
-        lambda: jax.random.key(0, impl="unsafe_rbg"),
-        "key is key<.*rbg> .*alike.*threefry",
-    ),
 ]
 
 
@@ -3039,8 +3046,8 @@ A, K = np.ones((2, 3), np.float32), jax.random.key(1)
         ({"b": A, "k": K}, "leaf '['b']' is not there; expected float32 [2, 3]"),
         ({"a": A.T, "k": K}, "leaf '['a']' is float32 [2, 3]; expected float32 [3, 2]"),
         ({"a": A.astype(int), "k": K}, "'['a']' is float32 [2, 3]; expected int64 [2"),
-        ({"a": A, "k": jax.random.key(1, impl="rbg")}, "[2]; expected key<rbg> [4]"),
-        ({"a": A, "k": jax.random.key_data(K)}, "2> [2]; expected uint32 [2]"),
+        ({"a": A, "k": jax.random.key(1, impl="rbg")}, "2> []; expected key<rbg> []"),
+        ({"a": A, "k": jax.random.key_data(K)}, "2> []; expected uint32 [2]"),
         ((), "leaf '['a']' is float32 [2, 3]; expected not there"),
     ],
 )
@@ -3145,17 +3152,14 @@ def test_demo_draws_the_line(tmp_path):
         ("--devices 3", "--devices: invalid choice: 3 (choose from 1, 2, 4, 8"),
         ("--devices 16", "--devices 16: there are 8"),
         ("--plot line.png", "matplotlib (extra [plot]): pip install"),
-        ("--plot missing/line.png", "--plot missing/line.png: [Errno 2] No such file"),
-        ("--plto line.png", "unrecognized --plto; usage: pjax_ensemble.py [-h]"),
+        ("--plto line.png", "unrecognized arguments: --plto"),
     ],
 )
-def test_demo_refuses_in_one_line(args, message, capsys, monkeypatch):
-    if "missing" not in args:
-        monkeypatch.setitem(sys.modules, "matplotlib", None)
+def test_demo_refuses(args, message, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit) as stop:
         pe.main(args.split())
-    err = capsys.readouterr().err
-    assert stop.value.code == 2 and message in err and err.count("\n") == 1
+    assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------
@@ -4825,4 +4829,4 @@ def test_seconds_count_for_the_innermost_part():
     }
     names = seconds.FUNCTIONS.values()
     assert all(functools.reduce(getattr, name.split("."), tm) for name in names)
-    assert {*seconds.METHODS.values()} < {*pe.Trainer._fields}
+    assert all(hasattr(pe.Trainer, name) for name in seconds.METHODS.values())

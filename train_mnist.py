@@ -1097,7 +1097,7 @@ class Stop:
     def agree(self, seconds: float = 0.0) -> tuple[int, float]:
         """Return the signal of any process, or 0, and the longest `seconds` of all."""
         mine = np.array([self.received, seconds], np.float32)
-        received, seconds = pe.every_process(mine).max(axis=0)
+        received, seconds = pe.gather_processes(mine).max(axis=0)
         return int(received), float(seconds)
 
 
@@ -1152,7 +1152,7 @@ def share(tree: Any) -> Any:
             data = share_leaf(np.asarray(jax.random.key_data(x)))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
         content = np.frombuffer(np.asarray(x).tobytes(), np.uint8)
-        content = pe.every_process(content)[0].tobytes()
+        content = pe.gather_processes(content)[0].tobytes()
         return np.frombuffer(content, x.dtype).reshape(x.shape)
 
     return jax.tree.map(share_leaf, tree) if jax.process_count() > 1 else tree

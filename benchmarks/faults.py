@@ -139,7 +139,7 @@ def judge(
 def judge_loads(label: str, path: Path, tree: Any) -> Iterator[tuple]:
     """Yield what comes of loading `path` as `tree`, and as what it says it is."""
     values = values_of(tree)
-    most = 3 * sum(len(content) for *_, content in values) + SPARE_BYTES
+    most = 6 * sum(len(content) for *_, content in values) + SPARE_BYTES
 
     def accept(found: Any) -> str:
         theirs = values_of(found)

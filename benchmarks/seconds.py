@@ -64,8 +64,9 @@ def run_inside(report: Path, flags: list[str]) -> int:
     def make_trainer(*args, make=train_mnist.make_trainer):
         trainer = make(*args)
         wait = jax.block_until_ready
-        methods = {x: timed(p, getattr(trainer, x), wait) for p, x in METHODS.items()}
-        return trainer._replace(**methods)
+        for part, name in METHODS.items():
+            vars(trainer)[name] = timed(part, getattr(trainer, name), wait)
+        return trainer
 
     def note(event, seconds, **_):
         if event in EVENTS:
