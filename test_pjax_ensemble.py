@@ -1,6 +1,7 @@
 """Tests of pjax_ensemble.py and train_mnist.py, in the order of their sections."""
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import gzip
@@ -1900,6 +1901,58 @@ def orders(members, epoch=0, batch=BATCH):
 def ten_members():
     trainer = net_trainer(10, 1)
     return trainer.gather(trainer.init(jax.random.key(7)))
+
+
+CALLS = """
+import jax, numpy as np, optax, pjax_ensemble as pe
+make, data, order = pe.make_trainer, (np.ones((4, 4)),), [[0, 1], [2, 3]]
+trainer = make(print, print, optax.adam(1e-3), members=2, apply_fn=pe.dense)
+make(print, print, lambda h: pe.sgd(h), members=2, hyper=np.ones(2))
+state, losses = trainer.epoch(trainer.init(jax.random.key(0)), data, order)
+state, losses = trainer.update(state, *data, per_member=True)
+print(trainer.predict(trainer.scatter(trainer.gather(state)), data), trainer.layout)
+trainer.epoch(data, state)  # wrong
+trainer.epoch(state, data)  # wrong
+trainer.update(state, order, per_membr=True)  # wrong
+trainer.predict()  # wrong
+trainer.epoch(data, state, order)  # wrong
+trainer.place(data, trainer.layout)  # wrong
+trainer.chunk = 64  # wrong
+make(print, print, pe.sgd(0.1))  # wrong
+make(print, print, pe.sgd(0.1), member=2)  # wrong
+pe.make_sync_update(print, 0.1)  # wrong
+"""
+
+
+def test_type_checker_finds_wrong_calls_and_no_others(tmp_path):
+    (tmp_path / "calls.py").write_text(CALLS)
+    skipped = "[mypy-jax.*,numpy.*,optax.*,matplotlib.*]\nfollow_imports = skip"
+    ini = f"[mypy]\nignore_missing_imports = True\n{skipped}\n"  # for speed
+    (tmp_path / "mypy.ini").write_text(ini)
+    command = [sys.executable, "-m", "mypy", "--hide-error-context", "calls.py"]
+    env = {**os.environ, "MYPYPATH": str(HERE)}
+    said = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True).stdout
+    found = {int(i) for i in re.findall(rb"^calls.py:(\d+): error", said, re.MULTILINE)}
+    lines = enumerate(CALLS.splitlines(), 1)
+    assert found == {i for i, line in lines if line.endswith("# wrong")}, said
+
+
+def test_help_of_every_method_says_what_it_takes():
+    trainer = net_trainer(2, 2)
+    methods = {n: f for n, f in inspect.getmembers(trainer, callable) if n[0] != "_"}
+    given = {field.name for field in dataclasses.fields(trainer)}
+    for name, method in methods.items():
+        if name in given:
+            continue
+        parameters = inspect.signature(method).parameters.values()
+        assert all(p.annotation is not p.empty for p in parameters), name
+        assert not any(p.name.startswith("_") for p in parameters), name
+        assert "[" in method.__doc__ or name == "place", name
+        assert type(method).__name__ == "method", name
+    assert {"init", "update", "epoch", "place", "predict", "gather"} < {*methods}
+    with pytest.raises(dataclasses.FrozenInstanceError):  # it would be ignored
+        trainer.chunk = 64
+    assert "members=2" in repr(trainer)
 
 
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
