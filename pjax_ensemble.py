@@ -1326,14 +1326,14 @@ def _consuming(program: Callable, admit: Callable) -> Callable:
     """
     returned: list = []  # weak references to leaves, so that no state is kept
 
-    def run(state, *rest, **named):
+    def run(state, *rest):
         _check_usable(state)
         leaves = jax.tree.leaves(state)
         known = len(leaves) == len(returned)
         if not (known and all(ref() is x for ref, x in zip(returned, leaves))):
             state = admit(state)
             _check_apart(state)
-        state, metrics = program(state, *rest, **named)
+        state, metrics = program(state, *rest)
         returned[:] = map(weakref.ref, jax.tree.leaves(state))
         return state, metrics
 
@@ -1506,34 +1506,39 @@ def _layout_sharding(layout: Layout) -> Any:
     return _device_sharding(layout.devices // jax.process_count(), _axis(layout))
 
 
-def _check_state(state: PyTree, layout: Layout) -> None:
+def _check_state(state: PyTree, layout: Layout) -> PyTree:
+    """Return the state, once it is one of this layout that was not consumed."""
     _check_usable(state)
     axes = layout.devices // jax.process_count(), layout.members_per_device
     expected = f"this trainer's {axes}: make it with init, or with gather and scatter"
     _check_axes("state", state, *axes, expected=expected)
+    return state
 
 
-def _over_members(f, layout, hyper, *, consume=False):
+_NO: dict[str, Any] = {}  # arguments
+
+
+def _over_members(f: Callable, layout: Layout, consume: bool) -> Callable:
     """Map f(state, hyper, **arguments), of one member on one device, over all.
 
-    The result is run(state, of_member={}, of_device={}, of_all={}): the arguments by
-    name, apart by what they belong to.  Leaves of the state, of hyper and of what is
-    `of_member` are [D, M, ...], of what is `of_device` [D, ...]; what is `of_all` is
-    the same everywhere.  What f returns comes back with leaves [D, M, ...].  `consume`
-    is for training: f returns a state first, for which the buffers of the given one are
+    The result is a function of the state, of (hyper, of_member, of_device) and of
+    of_all: the arguments by name, apart by what they belong to.  Leaves of the state,
+    of hyper and of of_member are [D, M, ...], of of_device [D, ...]; of_all is the same
+    everywhere.  What f returns comes back with leaves [D, M, ...].  `consume` is for
+    training: f returns a state first, for which the buffers of the given one are
     reused, and replicas wait for each other.
     """
 
     def on_device(state, mapped, of_all):
         hyper, of_member, of_device = mapped
 
-        def one(slot):
+        def of_one(slot):
             state, hyper, of_member = slot
             return f(state, hyper, **of_member, **of_device, **of_all)
 
-        return lax.map(one, (state, hyper, of_member))
+        return lax.map(of_one, (state, hyper, of_member))
 
-    program = jax.pmap(
+    pmapped = jax.pmap(
         on_device,
         axis_name=_axis(layout),
         # Nested: of a flat tuple, JAX (0.10, 0.12) gives entry i to leaf i where there
@@ -1541,15 +1546,8 @@ def _over_members(f, layout, hyper, *, consume=False):
         in_axes=(0, (0, 0, 0), None),
         donate_argnums=(0,) if consume else (),
     )
-
-    def run(state, *, of_member={}, of_device={}, of_all={}):  # noqa: B006
-        meet = consume and layout.replicas > 1
-        return _run(program, meet, state, (hyper, of_member, of_device), of_all)
-
-    def admit(state):
-        _check_state(state, layout)
-        return state
-
+    run = functools.partial(_run, pmapped, consume and layout.replicas > 1)
+    admit = functools.partial(_check_state, layout=layout)
     return _consuming(run, admit) if consume else run
 
 
@@ -1779,12 +1777,14 @@ class Trainer:
         _device_sharding(wanted // processes)  # raises where there are fewer
         return result
 
-    def _map(self, f, state, *, consume=False, **given):
+    def _map(
+        self, f, state, consume=False, *, of_member=_NO, of_device=_NO, of_all=_NO
+    ):
         """Call a function of one member for all: see `_over_members`."""
-        name, layout, hyper = f.__name__, self.layout, self._hyper
-        if name not in self._programs:
-            self._programs[name] = _over_members(f, layout, hyper, consume=consume)
-        return self._programs[name](state, **given)
+        if f.__name__ not in self._programs:
+            self._programs[f.__name__] = _over_members(f, self.layout, consume)
+        program = self._programs[f.__name__]
+        return program(state, (self._hyper, of_member, of_device), of_all)
 
     def _make_optimizer(self, *hyper):
         return self.optimizer(*hyper) if hyper else self.optimizer
