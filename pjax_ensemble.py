@@ -112,6 +112,8 @@ Schedule = Callable[[Any], Any]  # step count, from 0 -> learning rate
 
 
 class Conv(NamedTuple):
+    """Parameters of `conv`."""
+
     weight: Array  # [kh, kw, I, O]
     bias: Array | None  # [O]
 
@@ -301,6 +303,8 @@ def conv(
 
 
 class Dense(NamedTuple):
+    """Parameters of `dense`."""
+
     weight: Array  # [I, O]
     bias: Array  # [O]
 
@@ -370,6 +374,8 @@ def replica_mean(tree: PyTree) -> PyTree:
 
 
 class BatchNorm(NamedTuple):
+    """Parameters of `batch_norm`; without scale, it is None."""
+
     scale: Array | None  # [C]
     bias: Array  # [C]
 
@@ -461,6 +467,8 @@ def dropout(key: Array | None, inputs: Array, rate: Real = 0.5) -> Array:
 
 
 class CNN(NamedTuple):
+    """Parameters of `cnn`, two convolutions and two dense layers."""
+
     conv1: Conv  # [3, 3, I, 32]
     conv2: Conv  # [3, 3, 32, 64]
     dense1: Dense  # [H // 4 * (W // 4) * 64, 256]
@@ -803,6 +811,8 @@ def _as_schedule(learning_rate: Real | Schedule) -> Schedule:
 
 
 class SGDState(NamedTuple):
+    """What `sgd` keeps from step to step."""
+
     num_steps: Array  # [], that are done
     velocity: PyTree  # like params
 
@@ -839,6 +849,8 @@ def sgd(
 
 
 class AdamState(NamedTuple):
+    """What `adam` keeps from step to step."""
+
     num_steps: Array  # [], that are done
     mean: PyTree  # like params, of gradients
     square: PyTree  # like params, of their squares
@@ -946,10 +958,8 @@ def use_cpu_devices(num_devices: int | None = None) -> None:
         jax.config.update("jax_num_cpu_devices", num_devices)
 
 
-def _num_devices(num_devices: int | None) -> int:
-    if num_devices is None:
-        return jax.local_device_count()
-    return _count("num_devices", num_devices)
+def _num_devices(number: int | None) -> int:
+    return jax.local_device_count() if number is None else _count("num_devices", number)
 
 
 def _split_axis(x, axis, d):
@@ -1040,6 +1050,8 @@ def unreplicate(tree: PyTree) -> PyTree:
 
 
 class TrainState(NamedTuple):
+    """What training changes: of one model, or with leading axes of several."""
+
     params: PyTree
     opt_state: PyTree
     model_state: PyTree  # what a model keeps besides parameters: running statistics
@@ -1451,6 +1463,8 @@ def make_ensemble_update(
 
 
 class Layout(NamedTuple):
+    """Where members and replicas stand: see `layout`."""
+
     members: int  # K
     devices: int  # D, those in use
     members_per_device: int  # M, above 1 only where R = 1
@@ -1777,9 +1791,7 @@ class Trainer:
         _device_sharding(wanted // processes)  # raises where there are fewer
         return result
 
-    def _map(
-        self, f, state, consume=False, *, of_member=_NO, of_device=_NO, of_all=_NO
-    ):
+    def _map(self, f, state, consume=False, of_member=_NO, of_device=_NO, of_all=_NO):
         """Call a function of one member for all: see `_over_members`."""
         if f.__name__ not in self._programs:
             self._programs[f.__name__] = _over_members(f, self.layout, consume)
@@ -2097,8 +2109,7 @@ def prefetch(batches: Iterable, size: int = 2) -> Iterator:
     def ahead():
         pool = concurrent.futures.ThreadPoolExecutor(max_workers=1)
         try:
-            made = (pool.submit(next, items, end) for _ in range(size))
-            made = collections.deque(made)
+            made = collections.deque(pool.submit(next, items, end) for _ in range(size))
             while (item := made.popleft().result()) is not end:
                 made.append(pool.submit(next, items, end))
                 yield item
