@@ -260,137 +260,114 @@ class Dataset(NamedTuple):
 MNIST_FORM = {"image_shape": [28, 28, 1], "classes": [*range(10)]}
 
 
-class IdxFile(NamedTuple):
-    name: str
-    num_dims: int
-    sha256: str  # of MNIST's own, uncompressed: mirrors differ in their gzip wrapping
-
-
+# SHA-256 of MNIST's own files, uncompressed: mirrors differ in their gzip wrapping.
 SHA256SUMS = """
 ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db train-images-idx3-ubyte
 65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5 train-labels-idx1-ubyte
 0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7 t10k-images-idx3-ubyte
 ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2 t10k-labels-idx1-ubyte
 """
-MNIST_FILES = tuple(
-    IdxFile(name, 3 if "images" in name else 1, sha256)
-    for sha256, name in map(str.split, SHA256SUMS.strip().splitlines())
-)
+MNIST_FILES = {name: digest for digest, name in re.findall(r"(\S+) (\S+)", SHA256SUMS)}
 MIRRORS = (
     "https://storage.googleapis.com/cvdf-datasets/mnist/",
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
 )
 MAX_BYTES = 2**31  # the largest content that is read
-MAX_DOWNLOAD = 2**24  # bytes; the largest of the four has 10 million
-TIMEOUT = 30  # seconds without a byte, and ten times that for a whole file
+MAX_DOWNLOAD = 2**26  # bytes, as they come and unpacked; MNIST's largest has 2**25.5
+TIMEOUT = 30  # seconds without a byte
 
 
-def refuse(where: Path, wrong: dict[str, bool]) -> None:
-    """Raise DataError with the first thing that is wrong."""
-    for what, is_wrong in wrong.items():
-        if is_wrong:
-            raise DataError(f"{where}: {what}")
+def read_idx(path: Path) -> tuple[np.ndarray, str]:
+    """Return an IDX file's array, uint8 [N] or [N, H, W], and its content's SHA-256.
 
-
-def read_at_most(file, num_bytes: int, deadline: float = math.inf) -> bytes:
-    """Read to the end or to `num_bytes`, in pieces: a mere promise takes no memory."""
-    pieces, left = [], num_bytes
-    while left and (piece := file.read1(min(left, 1 << 20))):
-        pieces.append(piece)
-        left -= len(piece)
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not finished after {10 * TIMEOUT} seconds")
-    return b"".join(pieces)
-
-
-def read_content(path: Path, num_dims: int) -> bytes:
-    """Return an IDX file's uncompressed bytes, header included, once they are sound.
-
-    The header is two zero bytes, the type (8, unsigned bytes), the number of
-    dimensions, and each dimension as a big-endian 32-bit number.  No more is read than
-    it promises, plus one byte.  Raises DataError.
+    The header is two zero bytes, the type (8, unsigned bytes), how many dimensions
+    there are, and each of them as a big-endian 32-bit number.  No more is read than it
+    promises, plus one byte.  Raises DataError.
     """
-    refuse(path, {"not a file": path.exists() and not path.is_file()})
-    opener = gzip.open if ".gz" in path.suffixes else open
+    num_dims = 3 if "images" in path.name else 1
     magic, length = bytes((0, 0, 8, num_dims)), 4 + 4 * num_dims
+    packed = path.suffix == ".gz"
     try:
-        with opener(path, "rb") as file:
-            header = read_at_most(file, length)
-            shape = np.frombuffer(header.ljust(length, b"\0"), ">u4", offset=4).tolist()
-            size = math.prod(shape) if header[:4] == magic else 0
-            body = read_at_most(file, size + 1 if size <= MAX_BYTES else 0)
+        with (gzip.open if packed else open)(path, "rb") as file:
+            head = file.read(length)
+            if not head.startswith(magic) or len(head) < length:
+                raise DataError(
+                    f"{path}: header 0x{head.hex()}; expected {length} bytes, at first "
+                    f"0x{magic.hex()}: unsigned bytes in {num_dims} dimensions"
+                )
+            shape = np.frombuffer(head, ">u4", offset=4).tolist()
+            size = math.prod(shape)
+            if not 0 < size <= MAX_BYTES:
+                raise DataError(
+                    f"{path}: declares {shape}, {size} bytes; expected 1 to {MAX_BYTES}"
+                )
+            # What a header merely promises takes no memory: gzip packs 1032 to 1.
+            most = path.stat().st_size * (1032 if packed else 1)
+            body = file.read(min(size, most) + 1)
     except (OSError, EOFError, zlib.error) as error:
         # gzip's own errors: cut short, a wrong checksum, not gzip at all
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{path}: {reason}") from error
-    given, head, rest = header[:4], len(header), len(body)
-    kind = f"unsigned bytes in {num_dims} dimensions"
-    wrong = {
-        f"magic number 0x{given.hex()}; expected 0x{magic.hex()}, {kind}": (
-            not magic.startswith(given)
-        ),
-        f"truncated: {head} bytes of a header of {length}": head < length,
-        f"declares {shape}, no examples": size == 0,
-        f"declares {shape}, more than {MAX_BYTES} bytes": size > MAX_BYTES,
-        f"truncated: {rest} bytes of {size} for {shape}": rest < size,
-        f"more than the {size} bytes that {shape} takes": rest > size,
-    }
-    refuse(path, wrong)
-    return header + body
+    if len(body) < size:
+        raise DataError(f"{path}: truncated: {len(body)} bytes of {size} for {shape}")
+    if len(body) > size:
+        raise DataError(f"{path}: more than the {size} bytes that {shape} takes")
+    digest = hashlib.sha256(head + body).hexdigest()
+    return np.frombuffer(body, np.uint8).reshape(shape), digest
 
 
-def as_array(content: bytes, num_dims: int) -> np.ndarray:
-    """View an IDX file's content as uint8 [N] or [N, H, W]."""
-    shape = np.frombuffer(content, ">u4", count=num_dims, offset=4)
-    return np.frombuffer(content, np.uint8, offset=4 + 4 * num_dims).reshape(shape)
+def fetch(url: str) -> bytes:
+    """Return what `url` holds, MAX_DOWNLOAD bytes at most."""
+    with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
+        return response.read(MAX_DOWNLOAD)
 
 
-class HttpsRedirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, req, fp, code, msg, headers, newurl):
-        if not newurl.startswith("https://"):
-            raise urllib.error.URLError(f"redirected to {newurl}, which is not https")
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
-def fetch(url: str, max_bytes: int) -> bytes:
-    """Return what `url` holds.  Raises OSError, ValueError or TimeoutError."""
-    if not url.startswith("https://"):
-        raise ValueError("not an https address")
-    deadline = time.monotonic() + 10 * TIMEOUT
-    opener = urllib.request.build_opener(HttpsRedirects)
-    with opener.open(url, timeout=TIMEOUT) as response:
-        content = read_at_most(response, max_bytes + 1, deadline)
-    if len(content) > max_bytes:
-        raise ValueError(f"more than the {max_bytes} bytes expected")
-    return content
-
-
-def download(folder: Path, file: IdxFile) -> bytes:
+def download(folder: Path, name: str) -> Path:
     """Put one of MNIST's files into `folder`, whole and verified or not at all.
 
-    Returns its content.  Raises DownloadError with every mirror tried and why it
-    failed.
+    Returns its path.  Raises DownloadError with every mirror tried and why it failed.
     """
-    failures = []
+    path, failures = folder / f"{name}.gz", []
     for mirror in MIRRORS:
-        url = f"{mirror}{file.name}.gz"
+        url = f"{mirror}{path.name}"
         print(f"downloading {url}", flush=True)
-        temporary = "content"
         try:
-            packed = fetch(url, MAX_DOWNLOAD)
+            packed = fetch(url)
+            content = zlib.decompressobj(wbits=31).decompress(packed, MAX_DOWNLOAD)
+            if hashlib.sha256(content).hexdigest() != MNIST_FILES[name]:
+                raise ValueError("content is not MNIST's (its SHA-256 differs)")
             folder.mkdir(parents=True, exist_ok=True)
-            with pe.replace_file(folder / f"{file.name}.gz") as stream:
-                temporary = stream.name
-                stream.write(packed)
-                stream.flush()
-                content = read_content(Path(temporary), file.num_dims)
-                if hashlib.sha256(content).hexdigest() != file.sha256:
-                    raise DataError("content is not MNIST's (its SHA-256 differs)")
-            return content
-        except (OSError, http.client.HTTPException, ValueError, DataError) as error:
-            failures.append(f"{url}: {str(error).replace(temporary, 'content')}")
-    missing = f"{folder / file.name} is missing, and no mirror gives it"
+            with pe.replace_file(path) as file:
+                file.write(packed)
+            return path
+        except (OSError, http.client.HTTPException, zlib.error, ValueError) as error:
+            failures.append(f"{url}: {error}")
+    missing = f"{folder / name} is missing, and no mirror gives it"
     raise DownloadError(f"{missing}: {'; '.join(failures)}")
+
+
+def misfit(images, labels, test_images, test_labels) -> str | None:
+    """Say which of a data set's four files does not fit the others, and why."""
+    _, train_file, image_file, test_file = MNIST_FILES
+    classes = np.unique(labels)
+    strange = np.setdiff1d(test_labels, classes)
+    for file, x, y in (
+        (train_file, images, labels),
+        (test_file, test_images, test_labels),
+    ):
+        if len(x) != len(y):
+            return f"{file}: {len(y)} labels for {len(x)} images"
+    if len(classes) < 2:
+        return (
+            f"{train_file}: all labels are {classes[0]}; expected two classes or more"
+        )
+    if strange.size:
+        known = f"{len(classes)} classes of {train_file}"
+        return f"{test_file}: label {strange[0]} is none of the {known}"
+    size, other = (" x ".join(map(str, x.shape[1:])) for x in (images, test_images))
+    if other != size:
+        return f"{image_file}: images are {other}; those to train on are {size}"
+    return None
 
 
 def load_mnist(folder: Path) -> Dataset:
@@ -399,49 +376,39 @@ def load_mnist(folder: Path) -> Dataset:
     Raises DataError for a file that is missing and cannot be downloaded, for one that
     is damaged, and for files that do not belong together.
     """
-    refuse(folder, {"not a folder": folder.exists() and not folder.is_dir()})
-    contents, foreign = {}, []
-    for file in MNIST_FILES:
-        paths = (folder / file.name, folder / f"{file.name}.gz")
-        if path := next(filter(Path.exists, paths), None):
-            contents[file] = read_content(path, file.num_dims)
-            if hashlib.sha256(contents[file]).hexdigest() != file.sha256:
-                foreign.append(file.name)
-    arrays = []
-    for file in MNIST_FILES:
-        if file not in contents and foreign:
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"{folder}: not a folder")
+    found = {}
+    for name in MNIST_FILES:
+        plain_and_packed = folder / name, folder / f"{name}.gz"
+        found[name] = next(filter(Path.exists, plain_and_packed), None)
+    arrays, foreign = {}, []
+    for name in sorted(
+        found, key=lambda name: found[name] is None
+    ):  # missing ones last
+        if foreign and found[name] is None:
             raise DataError(
-                f"{folder}: {file.name} is missing, and {foreign[0]} is not MNIST's, "
-                "so MNIST's cannot take its place"
+                f"{folder}: {name} is missing, and {foreign[0]} is not MNIST's, so "
+                "MNIST's cannot take its place"
             )
-        content = contents.get(file) or download(folder, file)
-        arrays.append(as_array(content, file.num_dims))
-
-    images, labels, others, test_labels = arrays
-    size, other = (" x ".join(map(str, x.shape[1:])) for x in (images, others))
-    classes, missing = np.unique(labels).astype(int), ~np.isin(test_labels, labels)
-    at, names = missing.argmax(), [file.name for file in MNIST_FILES]
-    strange = f"label {test_labels[at]} at {at} is none of the {len(classes)} classes"
-    wrong = {
-        f"{name}: {len(y)} labels for {len(x)} images": len(y) != len(x)
-        for name, x, y in zip(names[1::2], arrays[::2], arrays[1::2])
-    }
-    wrong |= {
-        f"{names[1]}: all labels are {classes[0]}; expected more classes than one": (
-            len(classes) < 2
-        ),
-        f"{names[2]}: images are {other}; those to train on are {size}": other != size,
-        f"{names[3]}: {strange} of {names[1]}": missing.any(),
-    }
-    refuse(folder, wrong)
-    for i in (0, 2):
-        arrays[i] = arrays[i][..., None]
-        arrays[i + 1] = np.searchsorted(classes, arrays[i + 1]).astype(np.int32)
-    name = "MNIST"
+        arrays[name], digest = read_idx(found[name] or download(folder, name))
+        if digest != MNIST_FILES[name]:
+            foreign.append(name)
+    images, labels, test_images, test_labels = (arrays[name] for name in MNIST_FILES)
+    if wrong := misfit(images, labels, test_images, test_labels):
+        raise DataError(f"{folder}: {wrong}")
+    name, classes = "MNIST", np.unique(labels)
     if foreign:
         print(f"notice: {folder} holds other data than MNIST ({', '.join(foreign)})")
         name = f"data in MNIST's form from {folder}"
-    return Dataset(name, *arrays, classes)
+    return Dataset(
+        name,
+        images[..., None],
+        np.searchsorted(classes, labels).astype(np.int32),
+        test_images[..., None],
+        np.searchsorted(classes, test_labels).astype(np.int32),
+        classes.astype(int),
+    )
 
 
 # ---------------------------------------------------------------------------------
@@ -451,62 +418,44 @@ def load_mnist(folder: Path) -> Dataset:
 
 SIDE = 28  # pixels along each side of an image
 CHUNK = 1000  # images drawn at once, from a random stream of their own
-STEPS = 72  # equal steps in which the pen writes a digit
-KNOTS = 12  # most control points that a way of writing may have
+STEPS = 72  # in which the pen writes a digit
 
-# Ways of writing each digit.  A pair such as "27" is a control point, 2 across, 7 down,
-# that attracts the pen; a pair written twice makes a corner; a comma lifts the pen.
+# Ways of writing each digit.  A pair such as "27" is a knot, 2 across, 7 down, that
+# attracts the pen; a pair written twice makes a corner.
 STROKES = {
-    0: "50 10 19 89 80 50; 70 20 08 49 98 80 30; 50 20 29 79 70 40",
-    1: "50 55 59; 23 50 50 59; 23 50 50 59, 29 59 89",
+    0: "50 10 19 89 80 50 20; 70 20 08 49 98 80 30; 50 20 29 79 70 40",
+    1: "50 50 59 59; 23 50 50 59 59; 23 50 50 59 59 29 29 89",
     2: "12 20 90 84 19 19 99; 12 20 90 74 29 08 16 59 98; 11 40 90 75 09 09 88",
     3: "11 40 90 84 44 44 95 99 39 08; 10 80 80 44 44 94 99 29 08; "
     "11 50 90 85 34 95 99 39 07",
-    4: "20 15 15 95, 70 65 69; 60 06 06 96, 60 65 69; 10 06 65 74, 80 75 69",
-    5: "80 20 20 14 14 83 99 39 08; 20 14 14 83 99 39 08, 20 90; 80 20 14 94 99 39 08",
+    4: "20 15 15 95 95 61 61 69 69; 60 06 06 96 96 60 60 69 69; "
+    "10 06 65 74 80 80 69 69",
+    5: "80 20 20 14 14 83 99 39 08; 90 20 20 14 14 83 99 29 08; 80 20 14 94 99 39 08",
     6: "70 30 05 19 89 94 34 17; 60 16 29 89 85 45 17; 81 40 08 39 99 84 24 08",
-    7: "10 80 80 55 49; 10 80 80 55 39, 25 75; 12 10 80 90 55 39",
-    8: "60 10 13 86 89 19 16 83 80 50; 50 20 24 74 70 50, 54 14 19 89 84 54; "
+    7: "10 80 80 55 49; 10 80 80 55 39 39; 12 10 80 90 55 39",
+    8: "60 10 13 86 89 19 16 83 80 50; 50 20 24 74 79 19 15 84 80 50; "
     "81 40 11 33 86 89 19 16 63 81",
     9: "82 80 10 15 75 82 82 79; 80 20 15 75 81 85 79 29 18; 81 30 14 65 81 81 69",
 }
+WAYS = [(label, way.split()) for label in STROKES for way in STROKES[label].split(";")]
+KNOTS = max(len(way) for _, way in WAYS)
 
 
-class Plan(NamedTuple):
-    """Ways W of writing digits, as the pen's pull to knots that may move."""
+def pulls(num_knots: np.ndarray) -> np.ndarray:
+    """Return how much each knot pulls the pen at each step: float32 [W, STEPS, KNOTS].
 
-    label: np.ndarray  # uint8 [W]
-    knots: np.ndarray  # [W, KNOTS, 2], control points around the center
-    pen: np.ndarray  # [W, STEPS, KNOTS]; the pen visits pen @ knots
-    step: np.ndarray  # [W], length of a step of the pen
-
-
-def smooth(curve: np.ndarray) -> np.ndarray:
-    """Round a polyline [n, d] by cutting its corners, four times (Chaikin 1974)."""
-    for _ in range(4):
-        a, b = curve[:-1], curve[1:]
-        cuts = np.stack([0.75 * a + 0.25 * b, 0.25 * a + 0.75 * b], axis=1)
-        curve = np.concatenate([curve[:1], *cuts, curve[-1:]])
-    return curve
+    The pen goes from the first to the last of `num_knots` [W] on a uniform cubic
+    B-spline, whose weights are these.
+    """
+    at = np.linspace(0, num_knots - 1, STEPS, axis=1)
+    far = np.abs(at[..., None] - np.arange(KNOTS))
+    near = 4 - 6 * far**2 + 3 * far**3
+    weights = np.where(far < 1, near, (2 - far).clip(0) ** 3)
+    return np.float32(weights / weights.sum(axis=2, keepdims=True))
 
 
-def plan_way(label: int, way: str) -> Plan:
-    """Plan one way of writing: leaves as in `Plan`, without W."""
-    strokes = [stroke.split() for stroke in way.split(",")]
-    points = np.array([(int(x), int(y)) for stroke in strokes for x, y in stroke])
-    knots = np.pad(points - 4.5, ((0, KNOTS - len(points)), (0, 0)))
-    lifts = np.cumsum([len(stroke) for stroke in strokes])[:-1]
-    paths = [smooth(own) for own in np.split(np.eye(len(points), KNOTS), lifts)]
-    moves = [np.diff(path @ knots, axis=0, prepend=path[:1] @ knots) for path in paths]
-    travel = np.cumsum(np.linalg.norm(np.concatenate(moves), axis=1))
-    steps = np.linspace(0, travel[-1], STEPS)
-    pen = [np.interp(steps, travel, pull) for pull in np.concatenate(paths).T]
-    parts = knots, np.stack(pen, axis=1), steps[1]
-    return Plan(np.uint8(label), *map(np.float32, parts))
-
-
-def draw_digits(rng: np.random.Generator, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
-    """Draw images uint8 [CHUNK, SIDE, SIDE] and labels uint8 [CHUNK]."""
+def draw_digits(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Draw images uint8 [CHUNK, SIDE, SIDE, 1] and labels int32 [CHUNK]."""
 
     def normal(mean, spread, *shape):
         return mean + spread * rng.standard_normal((CHUNK, *shape), np.float32)
@@ -515,22 +464,30 @@ def draw_digits(rng: np.random.Generator, plan: Plan) -> tuple[np.ndarray, np.nd
         squares = ((at[..., None] - np.arange(SIDE, dtype=np.float32)) / width) ** 2
         return np.exp(-0.5 * squares.clip(max=40))  # clipped: denormals are slow
 
-    way = rng.integers(len(plan.label), size=CHUNK)
+    labels, num_knots = np.transpose([(label, len(way)) for label, way in WAYS])
+    filled = [way + way[-1:] * (KNOTS - len(way)) for _, way in WAYS]
+    knots = np.array([[[*map(int, knot)] for knot in way] for way in filled])
+    knots = np.float32(knots - 4.5)  # [W, KNOTS, 2], around the center
+    another = (np.diff(knots, axis=1, prepend=np.nan) != 0).any(axis=2)
+    number = np.cumsum(another, axis=1) - 1  # knots that are one move as one
+
+    way = rng.integers(len(WAYS), size=CHUNK)
     haste = np.exp(normal(-0.7, 0.45, 1, 1))  # most write neatly, a few scrawl
-    knots = plan.knots[way] + haste * normal(0, 1, KNOTS, 2)
-    x, y = np.moveaxis(plan.pen[way] @ knots, 2, 0)
+    moves = haste * normal(0, 1, KNOTS, 2)
+    moves = np.take_along_axis(moves, number[way][..., None], axis=1)
+    x, y = np.moveaxis(pulls(num_knots)[way] @ (knots[way] + moves), 2, 0)
     x, y = x * normal(1.6, 0.2, 1), y * normal(1.9, 0.15, 1)  # from knots to pixels
     x = x - y * normal(0.2, 0.2, 1)  # slant
     turn = normal(0, 0.12, 1)
     x, y = x * np.cos(turn) - y * np.sin(turn), x * np.sin(turn) + y * np.cos(turn)
     x, y = x + normal(SIDE / 2 - 0.5, 1, 1), y + normal(SIDE / 2 - 0.5, 1, 1)
-    width = np.exp(normal(-0.2, 0.2, 1, 1))
 
     # A dab of ink is one bell down times one across; a matrix product sums the dabs.
-    dab = 1.5 * plan.step[way][:, None, None] / width
-    ink = bell(y).swapaxes(1, 2) @ bell(x) * dab
+    width = np.exp(normal(-0.2, 0.2, 1, 1))
+    dab = 0.9 * np.hypot(np.gradient(x, axis=1), np.gradient(y, axis=1))[..., None]
+    ink = (bell(y) * dab / width).swapaxes(1, 2) @ bell(x)
     ink = np.tanh(ink**2) * normal(1, 0.1, SIDE, SIDE)  # saturated, on rough paper
-    return np.uint8(255 * ink.clip(0, 1)), plan.label[way]
+    return np.uint8(255 * ink.clip(0, 1))[..., None], labels[way].astype(np.int32)
 
 
 def generate_digits(
@@ -541,16 +498,11 @@ def generate_digits(
     Equal seeds draw equal digits, and fewer are the first of more.  No label is wrong;
     what makes some digits hard is how hastily they are written.
     """
-    ways = [(label, way) for label in STROKES for way in STROKES[label].split(";")]
-    plan = Plan(*map(np.stack, zip(*(plan_way(*way) for way in ways))))
     arrays = []
     for part, count in enumerate((num_train, num_test)):
-        chunks = [
-            draw_digits(np.random.default_rng([seed, part, start]), plan)
-            for start in range(0, max(count, 1), CHUNK)
-        ]
-        images, labels = (np.concatenate(pieces)[:count] for pieces in zip(*chunks))
-        arrays += [images[..., None], labels.astype(np.int32)]
+        starts = range(0, max(count, 1), CHUNK)
+        drawn = [draw_digits(np.random.default_rng([seed, part, n])) for n in starts]
+        arrays += [np.concatenate(chunks)[:count] for chunks in zip(*drawn)]
     return Dataset("generated digits", *arrays, np.arange(10))
 
 
@@ -1451,7 +1403,11 @@ def any_finite(state: pe.TrainState) -> bool:
 def describe(args, recipe: Recipe, data: Dataset, members: int) -> dict:
     """Return what determines the numbers of a run, whatever devices it has."""
     content = hashlib.sha256()
-    for array in data[1:5]:
+    train, test = (
+        (data.train_images, data.train_labels),
+        (data.test_images, data.test_labels),
+    )
+    for array in (*train, *test):
         content.update(np.ascontiguousarray(array))
     return {
         "mode": args.mode,

@@ -72,10 +72,10 @@ sys.exit(tm.main(sys.argv[3:]))
 def write_data(folder: Path) -> None:
     """Write 512 training and 128 test digits in MNIST's form."""
     arrays = tm.generate_digits(seed=0)[1:]
-    for file, array, count in zip(tm.MNIST_FILES, arrays, (512, 512, 128, 128)):
+    for name, array, count in zip(tm.MNIST_FILES, arrays, (512, 512, 128, 128)):
         array = array[:count].squeeze().astype(np.uint8)
         header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
-        (folder / file.name).write_bytes(header + array.tobytes())
+        (folder / name).write_bytes(header + array.tobytes())
 
 
 def start(folder: Path, data: Path, *flags: str) -> subprocess.Popen:
