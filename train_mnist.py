@@ -83,7 +83,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import difflib
 import functools
 import gzip
 import hashlib
@@ -175,16 +174,11 @@ def batch_norm_cnn_init(
     *_, channels = image_shape
     keys = jax.random.split(key, 5)
     norms, stats = zip(*(pe.batch_norm_init(c, scale=False) for c in (12, 24, 32)))
-    params = BatchNormCNN(
-        pe.conv_init(keys[0], channels, 12, 3, bias=False),
-        norms[0],
-        pe.conv_init(keys[1], 12, 24, 6, bias=False),
-        norms[1],
-        pe.conv_init(keys[2], 24, 32, 6),
-        norms[2],
-        pe.dense_init(keys[3], 32, 256),
-        pe.dense_init(keys[4], 256, num_classes),
-    )
+    conv1 = pe.conv_init(keys[0], channels, 12, 3, bias=False)
+    conv2 = pe.conv_init(keys[1], 12, 24, 6, bias=False)
+    conv3 = pe.conv_init(keys[2], 24, 32, 6)
+    dense = pe.dense_init(keys[3], 32, 256), pe.dense_init(keys[4], 256, num_classes)
+    params = BatchNormCNN(conv1, norms[0], conv2, norms[1], conv3, norms[2], *dense)
     return params, stats
 
 
@@ -256,10 +250,6 @@ class Dataset(NamedTuple):
         return {"image_shape": shape, "classes": self.classes.tolist()}
 
 
-# The form of runs from before it was among their settings.
-MNIST_FORM = {"image_shape": [28, 28, 1], "classes": [*range(10)]}
-
-
 # SHA-256 of MNIST's own files, uncompressed: mirrors differ in their gzip wrapping.
 SHA256SUMS = """
 ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db train-images-idx3-ubyte
@@ -308,10 +298,9 @@ def read_idx(path: Path) -> tuple[np.ndarray, str]:
         # gzip's own errors: cut short, a wrong checksum, not gzip at all
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{path}: {reason}") from error
-    if len(body) < size:
-        raise DataError(f"{path}: truncated: {len(body)} bytes of {size} for {shape}")
-    if len(body) > size:
-        raise DataError(f"{path}: more than the {size} bytes that {shape} takes")
+    if len(body) != size:
+        amount = "more than" if len(body) > size else f"{len(body)} of"
+        raise DataError(f"{path}: holds {amount} the {size} bytes that {shape} takes")
     digest = hashlib.sha256(head + body).hexdigest()
     return np.frombuffer(body, np.uint8).reshape(shape), digest
 
@@ -552,8 +541,8 @@ def make_trainer(
     members: int,
     devices: int | None,
     num_steps: int,
-    form=MNIST_FORM,
-    hyper=None,
+    form: dict,
+    hyper: dict | None = None,
 ) -> pe.Trainer:
     """Make a trainer for data (uint8 images, int32 labels) and a run of num_steps.
 
@@ -651,15 +640,6 @@ def report_finite(member_probs: np.ndarray, labels: np.ndarray) -> dict | None:
 def mean_loss(report: dict) -> float:
     """Average the negative log-likelihood over the members, in nats."""
     return float(np.mean([m["negative_log_likelihood"] for m in report["member"] if m]))
-
-
-class Evaluation(NamedTuple):
-    """What the models say of the test images, and how well they do."""
-
-    probs: np.ndarray  # of each member, on the test images [K, N, C]
-    test: dict | None  # the report on them; None when no model is finite
-    train: dict | None  # the same, on half as many training images
-    seconds: float  # that the test images took
 
 
 def print_epoch(metrics: dict) -> None:
@@ -781,8 +761,6 @@ def draw_report(
     """
     from matplotlib.figure import Figure
 
-    # Older versions lack it.
-    metrics = [m for m in metrics if "ensemble_test_loss" in m]
     probs = probs[np.isfinite(probs).all(axis=(1, 2))]
     many = len(probs) > 1
     figure = Figure(figsize=(9, 9.5), layout="constrained")
@@ -815,27 +793,60 @@ class Failure(Exception):
         self.status = status
 
 
-class Checkpoint(NamedTuple):
-    """What a run goes on from, on any number of devices."""
-
-    settings: np.ndarray  # uint8 [8192], what determines the run's numbers
-    epoch: np.ndarray  # [], epochs that are complete
-    step: np.ndarray  # [], steps of the next one
-    state: pe.TrainState  # every leaf [K, ...]
-
-
-def encode(settings: dict) -> np.ndarray:
-    """Write settings as bytes of one length, whatever they are."""
-    return np.frombuffer(json.dumps(settings).ljust(8192).encode(), np.uint8)
-
-
-def first_difference(ours: np.ndarray, theirs: np.ndarray) -> str | None:
-    """Name the first setting in which two runs differ, and both values."""
-    here, there = (MNIST_FORM | json.loads(x.tobytes()) for x in (ours, theirs))
-    for name in [*here, *there]:
-        if here.get(name) != there.get(name):
-            return f"{name} is {here.get(name)} here, {there.get(name)} there"
+def first_difference(ours: dict, theirs: dict) -> str | None:
+    """Name the first of our settings that another run lacks, and both values."""
+    for name, value in ours.items():
+        if value != theirs.get(name):
+            return f"{name} is {value} here, {theirs.get(name)} there"
     return None
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a run's folder, which is made, for this process.  Raises Failure.
+
+    The lock is the system's, and ends with the process, however that ends.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+        lock = os.open(folder / ".lock", flags, 0o644)
+    except OSError as error:
+        raise Failure(f"--workdir {folder}: {error.strerror}") from error
+    with os.fdopen(lock, "r+", errors="replace") as file:
+        try:
+            if fcntl:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Failure(
+                f"--workdir {folder}: in use by process {file.read(100).strip()}; wait "
+                "for it, or choose another folder"
+            ) from None
+        file.truncate(0)
+        print(os.getpid(), "on", platform.node(), file=file, flush=True)
+        yield
+
+
+def clear(folder: Path, resume: bool) -> None:
+    """Remove what a dead process left half written; refuse earlier results."""
+    half = re.compile(r"\.(checkpoint_\d+|config|metrics|report)\.\w+\.\w+\.tmp")
+    for name in filter(half.fullmatch, os.listdir(folder)):
+        os.unlink(folder / name)
+    results = [folder / "report.json", folder / "metrics.jsonl"]
+    found = [path for path in results if path.exists() and path.stat().st_size]
+    found += [path for _, path in checkpoints(folder)]
+    if found and not resume:
+        raise Failure(
+            f"--workdir {folder}: holds {found[0].name} of an earlier run; go on with "
+            "it (--resume), choose another folder, or remove it"
+        )
+
+
+def write_json(path: Path, *values: dict, indent: int | None = None) -> None:
+    """Write a file of JSON, a value after the other."""
+    texts = [json.dumps(x, indent=indent, allow_nan=False) + "\n" for x in values]
+    with pe.replace_file(path) as file:
+        file.write("".join(texts).encode())
 
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -846,108 +857,44 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
-class Folder:
-    """The folder of one run, held by one process.
+def save_checkpoint(folder: Path, state: pe.TrainState, done: int, keep: int) -> None:
+    """Save the members after `done` steps; remove what is older than the newest.
 
-    It holds metrics.jsonl, a line an epoch; config.json, the settings; the newest
-    checkpoints; report.json and report.png at the end; and .lock, which names the
-    process.
+    Checkpoints of later steps, which were skipped as damaged, do not count.
     """
+    pe.save(folder / f"checkpoint_{done:08d}.safetensors", state)
+    older = [path for step, path in checkpoints(folder) if step <= done]
+    for path in older[keep:]:
+        with contextlib.suppress(PermissionError):  # Windows: it is being read
+            os.unlink(path)
 
-    LEFTOVER = re.compile(r"\.(checkpoint_\d+|config|metrics|report)\.\w+\.\w+\.tmp")
 
-    def __init__(self, path: Path, resume: bool, keep: int):
-        """Make and lock the folder.  Raises Failure when it is another run's."""
-        self.path, self.keep = path, keep
-        self.metrics: list[dict] = []
+def load_checkpoint(folder: Path, like: pe.TrainState) -> tuple[int, pe.TrainState]:
+    """Return the steps and the members of the newest valid checkpoint.
+
+    Raises Failure when there is none.
+    """
+    found = checkpoints(folder)
+    for done, path in found:
         try:
-            with contextlib.ExitStack() as stack:
-                path.mkdir(parents=True, exist_ok=True)
-                flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-                lock = os.open(path / ".lock", flags, 0o644)
-                stack.callback(os.close, lock)
-                self._lock(lock)
-                self._look(resume)
-                self.close = stack.pop_all().close
-        except OSError as error:
-            raise Failure(f"--workdir {path}: {error.strerror or error}") from error
+            state = pe.load(path, like)
+            print(f"resumed from {path}", flush=True)
+            return done, state
+        except (OSError, ValueError) as error:
+            print(f"train_mnist.py: warning: skipped {error}", file=sys.stderr)
+    raise Failure(f"--resume: {folder} holds no valid checkpoint, of {len(found)}")
 
-    def _lock(self, lock: int) -> None:
-        # The lock is the system's, and ends with the process, however that ends.
-        if fcntl is None:
-            return
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(lock, 100).decode(errors="replace").strip()
-            raise Failure(
-                f"--workdir {self.path}: in use by process {holder}; wait for it, or "
-                "choose another folder"
-            ) from None
-        os.ftruncate(lock, 0)
-        os.write(lock, f"{os.getpid()} on {platform.node()}\n".encode())
 
-    def _look(self, resume: bool) -> None:
-        """Remove what a dead process left half written; refuse earlier results."""
-        for name in filter(self.LEFTOVER.fullmatch, os.listdir(self.path)):
-            os.unlink(self.path / name)
-        found = [self.path / "report.json", self.path / "metrics.jsonl"]
-        found = [path for path in found if path.exists() and path.stat().st_size]
-        found += [path for _, path in checkpoints(self.path)]
-        if found and not resume:
-            raise Failure(
-                f"--workdir {self.path}: holds {found[0].name} of an earlier run; go "
-                "on with it (--resume), choose another folder, or remove it"
-            )
-
-    def write(self, name: str, *values: dict, indent: int | None = None) -> None:
-        """Write a file of JSON, a value after the other."""
-        texts = [json.dumps(x, indent=indent, allow_nan=False) + "\n" for x in values]
-        with pe.replace_file(self.path / name) as file:
-            file.write("".join(texts).encode())
-
-    def save(self, checkpoint: Checkpoint, done: int) -> None:
-        """Write a checkpoint after `done` steps; remove what is older than the newest.
-
-        Checkpoints of later steps, which were skipped as damaged, do not count.
-        """
-        pe.save(self.path / f"checkpoint_{done:08d}.safetensors", checkpoint)
-        older = [path for step, path in checkpoints(self.path) if step <= done]
-        for path in older[self.keep :]:
-            with contextlib.suppress(PermissionError):  # Windows: it is being read
-                os.unlink(path)
-
-    def restore(self, like: Checkpoint) -> Checkpoint:
-        """Load the newest valid checkpoint, and the metrics of its epochs.
-
-        Raises Failure when there is none, and for a run with other settings.
-        """
-        found = checkpoints(self.path)
-        for _, path in found:
-            try:
-                checkpoint = pe.load(path, like)
-                break
-            except (OSError, ValueError) as error:
-                print(f"train_mnist.py: warning: skipped {error}", file=sys.stderr)
-        else:
-            raise Failure(
-                f"--resume: {self.path} holds no valid checkpoint, of {len(found)}"
-            )
-        difference = first_difference(like.settings, checkpoint.settings)
-        if difference:
-            raise Failure(f"--resume: {difference}, in {path}; give that run's flags")
-        print(f"resumed from {path}", flush=True)
-        self.read_metrics(int(checkpoint.epoch))
-        return checkpoint
-
-    def read_metrics(self, epochs: int) -> None:
-        """Take the lines of the epochs that are complete, and no others."""
-        with contextlib.suppress(OSError):
-            for line in (self.path / "metrics.jsonl").read_text().splitlines():
-                with contextlib.suppress(ValueError, TypeError, KeyError):
-                    metrics = json.loads(line)
-                    if metrics["epoch"] == len(self.metrics) + 1 <= epochs:
-                        self.metrics.append(metrics)
+def read_metrics(folder: Path, epochs: int) -> list[dict]:
+    """Return the lines of the epochs that are complete, and no others."""
+    metrics: list[dict] = []
+    with contextlib.suppress(OSError):
+        for line in (folder / "metrics.jsonl").read_text().splitlines():
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                found = json.loads(line)
+                if found["epoch"] == len(metrics) + 1 <= epochs:
+                    metrics.append(found)
+    return metrics
 
 
 class Trained(NamedTuple):
@@ -990,8 +937,8 @@ def load_run(workdir: str | os.PathLike, devices: int | None = None) -> Trained:
     """
     folder = Path(workdir)
     try:
-        config = MNIST_FORM | json.loads((folder / "config.json").read_text())
-        recipe = Recipe(**{n: config[n] for n in Recipe._fields if n in config})
+        config = json.loads((folder / "config.json").read_text())
+        recipe = Recipe(**{name: config[name] for name in Recipe._fields})
         num_steps = recipe.epochs * (config["train_size"] // recipe.batch_size)
         done, path = max(checkpoints(folder), default=(None, None))
         if done != num_steps:
@@ -999,27 +946,20 @@ def load_run(workdir: str | os.PathLike, devices: int | None = None) -> Trained:
         report = json.loads((folder / "report.json").read_text())
         finite = np.flatnonzero([scores is not None for scores in report["member"]])
         trainer = make_trainer(recipe, config["members"], 1, num_steps, config)
-        like = trainer.gather(trainer.init(jax.random.key(0)))
-        found = pe.load(path, Checkpoint(encode({}), np.array(0), np.array(0), like))
-        if not json.loads(found.settings.tobytes()).items() <= config.items():
-            raise ValueError(f"{path} has other settings than config.json")
+        state = pe.load(path, trainer.gather(trainer.init(jax.random.key(0))))
     except (OSError, ValueError, TypeError, LookupError) as error:
         raise ValueError(
             f"{folder} holds no finished run: {error}; to go on with one: python "
             f"train_mnist.py --resume --workdir {folder}"
         ) from error
     trainer = make_trainer(recipe, len(finite), devices, num_steps, config)
-    state = trainer.scatter(jax.tree.map(lambda x: x[finite], found.state))
+    state = trainer.scatter(jax.tree.map(lambda x: x[finite], state))
     return Trained(trainer, state, np.array(config["classes"]), config)
 
 
 # ---------------------------------------------------------------------------------
 # Signals and processes
 # ---------------------------------------------------------------------------------
-
-
-class Stopped(Failure):
-    """A run that was asked to end, and can go on from where it did."""
 
 
 class Stop:
@@ -1046,11 +986,9 @@ class Stop:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
-    def agree(self, seconds: float = 0.0) -> tuple[int, float]:
-        """Return the signal of any process, or 0, and the longest `seconds` of all."""
-        mine = np.array([self.received, seconds], np.float32)
-        received, seconds = pe.every_process(mine).max(axis=0)
-        return int(received), float(seconds)
+    def agree(self) -> int:
+        """Return the signal of any process, or 0."""
+        return int(pe.every_process(np.int32(self.received)).max())
 
 
 def connect(args: argparse.Namespace) -> None:
@@ -1112,9 +1050,9 @@ def share(tree: Any) -> Any:
 
 def check_same_run(settings: dict) -> None:
     """Raise Failure in a process that trains with other settings than the first."""
-    ours = encode(settings)
-    difference = first_difference(ours, share(ours))
-    if difference:
+    text = json.dumps(settings).ljust(8192).encode()  # of one length everywhere
+    first = json.loads(share(np.frombuffer(text, np.uint8)).tobytes())
+    if difference := first_difference(settings, first):
         raise Failure(f"--process-id {jax.process_index()}: {difference}, in the first")
 
 
@@ -1212,42 +1150,33 @@ def given_flags(argv: Sequence[str] | None) -> dict:
         takes = {"type": kind} if callable(kind) else {"choices": tuple(kind)}
         takes = {"action": "store_true"} if kind is bool else takes
         parser.add_argument(flag(name), **takes)
-    given, unknown = parser.parse_known_args(argv)
-    if unknown:
-        flags = map(flag, FLAGS)
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, 1)
-        hint = f"did you mean {near[0]}?" if near else "--help lists the flags"
-        raise Failure(f"unrecognized argument {unknown[0]}; {hint}")
-    return vars(given)
+    return vars(parser.parse_args(argv))
 
 
 def resumed_flags(given: dict) -> dict:
     """Return the flags of the run in --workdir, by name, out of its config.json.
 
-    Raises Failure for a given flag that would change the run's numbers, and for a file
-    that cannot be read, unless such flags are given: those count then, and the
-    checkpoint decides whether they are the run's.
+    Raises Failure for a file that cannot be read, and for a given flag that would
+    change the run's numbers.
     """
     folder = given["workdir"]
-    path, numbers = folder / "config.json", [name for name in NUMBERS if name in given]
-    if not (folder.exists() or given.get("process_id") or "distributed" in given):
-        raise Failure(f"--resume: {folder} holds no checkpoint: no such folder")
+    path = folder / "config.json"
+    if not path.exists() and (given.get("process_id") or "distributed" in given):
+        return {}  # the first process has it, and compares the settings of all
     try:
         config = json.loads(path.read_text())
         kept = {name: config[name] for name in KEPT if name in config}
         argv = [
-            flag(name) + ("" if value is True else f"={value}")
-            for name, value in kept.items()
-            if value is not False
+            flag(n) + f"={x}" * (x is not True)
+            for n, x in kept.items()
+            if x is not False
         ]
         flags = given_flags(argv)
     except (OSError, ValueError, TypeError, Failure) as error:
-        if numbers:
-            return {}
         reason = getattr(error, "strerror", None) or error
-        raise Failure(f"--resume: {path}: {reason}; give the run's flags") from error
-    for name in numbers:
-        if name in kept and given[name] != flags.get(name, False):
+        raise Failure(f"--resume: {path}: {reason}") from error
+    for name in NUMBERS:
+        if name in given and name in kept and given[name] != flags.get(name, False):
             raise Failure(
                 f"{flag(name)} {given[name]}: the run in {folder} has {kept[name]}; "
                 "leave the flag out, or choose another --workdir"
@@ -1402,12 +1331,8 @@ def any_finite(state: pe.TrainState) -> bool:
 
 def describe(args, recipe: Recipe, data: Dataset, members: int) -> dict:
     """Return what determines the numbers of a run, whatever devices it has."""
-    content = hashlib.sha256()
-    train, test = (
-        (data.train_images, data.train_labels),
-        (data.test_images, data.test_labels),
-    )
-    for array in (*train, *test):
+    content, (_, *arrays, _) = hashlib.sha256(), data
+    for array in arrays:
         content.update(np.ascontiguousarray(array))
     return {
         "mode": args.mode,
@@ -1421,56 +1346,105 @@ def describe(args, recipe: Recipe, data: Dataset, members: int) -> dict:
     }
 
 
-SEGMENT_SECONDS = 1.0  # what a call of the trainer should take: signals wait for it
-SEGMENT_STEPS = 256  # at most
+# What a device trains on or predicts in a call, about a second's work of two CPU cores:
+# signals wait for it.
+SEGMENT_IMAGES = 4096
 
 
 class Run:
-    """A run: what it trains and where it is kept, and how far it is.
+    """A run: its members, how far they are, and what is known of them.
 
     Only the first of several processes has the folder.
     """
 
-    def __init__(self, args, recipe, data, layout, folder: Folder | None = None):
+    def __init__(self, args, recipe, data, layout, folder: Path | None = None):
         """Begin a run, or go on with that of the folder.  Raises Failure."""
         self.args, self.recipe, self.data, self.folder = args, recipe, data, folder
-        self.num_steps = len(data.train_images) // recipe.batch_size  # an epoch
-        self.save_steps = max(1, round(args.save_every * self.num_steps))
         self.settings = describe(args, recipe, data, layout.members)
         check_same_run(self.settings)
+        self.num_steps = len(data.train_images) // recipe.batch_size  # an epoch
+        self.save_steps = max(1, round(args.save_every * self.num_steps))
+        a_step = layout.members_per_device * recipe.batch_size // layout.replicas
+        self.segment_steps = min(max(1, SEGMENT_IMAGES // a_step), 256)
         total = recipe.epochs * self.num_steps
         where = layout.members, layout.devices
         self.trainer = make_trainer(recipe, *where, total, data.form())
         self.images = self.trainer.place((data.train_images, data.train_labels))
         self.stop = Stop()
-        self.length = 4  # steps of the next segment, at most
+        self.state = self.trainer.init(jax.random.key(args.seed))
         self.done, self.saved = 0, -1  # steps so far, and at the last save
-        self.losses = [np.empty((layout.members, 0))]  # [K, n], of this epoch, here
-        self.seconds = 0.0  # that their steps took
+        self.metrics: list[dict] = []  # a line an epoch
         self.failed: set[int] = set()  # members that are not finite
-        key = jax.random.key(args.seed)
-        self.state = self.restore(key) if args.resume else self.trainer.init(key)
+        self.begin_epoch()
+        if args.resume:
+            self.restore()
         if folder:
             where = {"data": args.data, "data_dir": str(args.data_dir.absolute())}
-            more = {**where, "save_every": args.save_every}
-            folder.write("config.json", {**self.settings, **more}, indent=2)
-            folder.write("metrics.jsonl", *folder.metrics)
+            config = {**self.settings, **where, "save_every": args.save_every}
+            write_json(folder / "config.json", config, indent=2)
+            write_json(folder / "metrics.jsonl", *self.metrics)
+
+    def begin_epoch(self) -> None:
+        members = self.trainer.layout.members
+        self.losses = np.empty((members, 0))  # of this epoch's steps here, [K, n]
+        self.seconds = 0.0  # that they took
 
     @property
     def epoch(self) -> int:
         """Epochs that are complete."""
         return self.done // self.num_steps
 
-    def checkpoint(self, state: pe.TrainState) -> Checkpoint:
-        at = map(np.array, divmod(self.done, self.num_steps))
-        return Checkpoint(encode(self.settings), *at, state)
+    def train(self) -> tuple[dict, np.ndarray]:
+        """Train to the last epoch, in segments; save, evaluate and record.
 
-    def restore(self, key: jax.Array) -> pe.TrainState:
-        """Return the state of the newest valid checkpoint, and go on from there."""
-        found = self.checkpoint(self.trainer.gather(self.trainer.init(key)))
-        found = share(self.folder.restore(found) if self.folder else found)
-        self.done = self.saved = int(found.epoch) * self.num_steps + int(found.step)
-        return self.trainer.scatter(found.state)
+        Returns what `evaluate` does, of the last epoch.  Raises Failure.
+        """
+        recipe, members = self.recipe, self.trainer.layout.members
+        which = {"seed": self.args.seed, "members": members}
+        while True:
+            epoch, step = divmod(self.done, self.num_steps)
+            last = epoch == recipe.epochs
+            self.save(whenever=last)
+            if step == 0 and (epoch or last):
+                found = self.evaluate()
+            if last:
+                return found
+            self.begin_epoch()
+            size = len(self.data.train_images)
+            order = member_orders(size, recipe, epoch=epoch, **which)
+            what, done = f"epoch {epoch + 1} of {recipe.epochs}", order[:, :step].size
+            with progress_bar(what, order.size, done) as advance:
+                while step < self.num_steps:
+                    until_saved = self.save_steps - self.done % self.save_steps
+                    segment = order[:, step:][:, : min(self.segment_steps, until_saved)]
+                    self.advance(segment)
+                    self.save()
+                    step += segment.shape[1]
+                    advance(segment.size)
+
+    def advance(self, order: np.ndarray) -> None:
+        """Take the steps [K, n, B] of a segment, and look for signals."""
+        started = time.perf_counter()
+        self.state, losses = self.trainer.epoch(self.state, self.images, order)
+        self.losses = np.concatenate([self.losses, losses], axis=1)
+        self.seconds += time.perf_counter() - started
+        self.done += order.shape[1]
+        if not (np.isfinite(losses[:, -1]).any() or self.recipe.skip_nonfinite):
+            raise self.diverged()
+        self.stop.listen()  # until now, while JAX compiled, there was nothing to lose
+        self.look()
+
+    def look(self) -> None:
+        """If a process has received a signal, save, and raise Failure."""
+        number = self.stop.agree()
+        if not number:
+            return
+        self.save(whenever=True)
+        self.stop.agree()  # nobody leaves before the first process has saved
+        text = "nothing is saved without --workdir"
+        if self.args.workdir:
+            text = f"what is done is in {self.args.workdir}; --resume goes on with it"
+        raise Failure(f"{signal.Signals(number).name}: {text}", status=128 + number)
 
     def save(self, whenever: bool = False) -> None:
         """Save, if it is due or `whenever`.  Raises Failure for a state of no use."""
@@ -1486,8 +1460,23 @@ class Run:
         if not any_finite(state):
             raise self.diverged()
         if self.folder:
-            self.folder.save(self.checkpoint(state), self.done)
+            save_checkpoint(self.folder, state, self.done, self.args.keep)
         self.saved = self.done
+
+    def restore(self) -> None:
+        """Go on from the newest valid checkpoint of the first process."""
+        done, state = 0, self.trainer.gather(self.state)
+        if self.folder:
+            path = self.folder / "config.json"
+            if difference := first_difference(
+                self.settings, json.loads(path.read_text())
+            ):
+                raise Failure(f"--resume: {difference}, in {path}")
+            done, state = load_checkpoint(self.folder, state)
+            self.metrics = read_metrics(self.folder, done // self.num_steps)
+        done, state = share((np.array(done), state))
+        self.done = self.saved = int(done)
+        self.state = self.trainer.scatter(state)
 
     def diverged(self) -> Failure:
         text = f"no model is finite after step {self.done}; lower --learning-rate"
@@ -1495,87 +1484,59 @@ class Run:
             text += f" (the checkpoint of step {self.saved} is good)"
         return Failure(text, status=3)
 
-    def look(self, seconds: float = 0.0) -> float:
-        """Save and raise Stopped if a process has a signal; else agree on `seconds`."""
-        number, seconds = self.stop.agree(seconds)
-        if not number:
-            return seconds
-        self.save(whenever=True)
-        self.stop.agree()  # nobody leaves before the first process has saved
-        text = "nothing is saved without --workdir"
-        if self.args.workdir:
-            text = f"what is done is in {self.args.workdir}; --resume goes on with it"
-        raise Stopped(f"{signal.Signals(number).name}: {text}", status=128 + number)
+    def evaluate(self) -> tuple[dict, np.ndarray]:
+        """Evaluate on the test images, and on half as many training images, alike.
 
-    def advance(self, order: np.ndarray) -> None:
-        """Take the steps [K, n, B] of a segment; save if it is due."""
-        started = time.perf_counter()
-        self.state, losses = self.trainer.epoch(self.state, self.images, order)
-        self.losses.append(np.asarray(losses))
-        self.done += order.shape[1]
-        finite = np.isfinite(self.losses[-1][:, -1])
-        if not (finite.any() or self.recipe.skip_nonfinite):
-            raise self.diverged()
-        self.stop.listen()  # until now, while JAX compiled, there was nothing to lose
-        seconds = self.look(time.perf_counter() - started)
-        self.seconds += seconds
-        fitting = SEGMENT_SECONDS / seconds * order.shape[1]
-        # Lengths double, so that there are few slices to compile.
-        self.length = 2 ** int(math.log2(min(max(fitting, 1), SEGMENT_STEPS)))
-        self.save()
-
-    def predict(self, images: np.ndarray) -> np.ndarray:
-        """Predict [K, N, C] in parts of about a second; look for signals between."""
-        spread = self.trainer.layout
-        rows = CHUNK_ROWS * spread.replicas * max(1, 32 // spread.members_per_device)
-        parts = []
-        with progress_bar("predicting", spread.members * len(images)) as advance:
-            for start in range(0, len(images), rows):
-                part = images[start : start + rows]
-                parts.append(self.trainer.predict_members(self.state, part))
-                advance(spread.members * len(part))
-                self.look()
-        return np.concatenate(parts, axis=1)
-
-    def evaluate(self) -> Evaluation:
-        """Evaluate on the test images, and on half as many training images, alike."""
+        Returns the report on the test images, and the members' probabilities [K, N, C].
+        """
         data, started = self.data, time.perf_counter()
         probs = self.predict(data.test_images)
         seconds = time.perf_counter() - started
         test = report_finite(probs, data.test_labels)
-        sample = slice((len(data.test_images) + 1) // 2)
-        train_probs = self.predict(data.train_images[sample])
-        train = report_finite(train_probs, data.train_labels[sample])
+        half = slice((len(data.test_images) + 1) // 2)
+        train_probs = self.predict(data.train_images[half])
+        train = report_finite(train_probs, data.train_labels[half])
         if test is None or train is None:
             raise self.diverged()
-        return Evaluation(probs, test, train, seconds)
+        self.name_failed(test["member"])
+        if self.epoch > len(self.metrics):  # it was not before this process began
+            self.record(train, test, seconds)
+        return test, probs
+
+    def predict(self, images: np.ndarray) -> np.ndarray:
+        """Predict [K, N, C] part by part; look for signals between."""
+        members, _, a_device, replicas = self.trainer.layout
+        rows = CHUNK_ROWS * replicas * max(1, SEGMENT_IMAGES // CHUNK_ROWS // a_device)
+        parts = []
+        with progress_bar("predicting", members * len(images)) as advance:
+            for start in range(0, len(images), rows):
+                part = images[start : start + rows]
+                parts.append(self.trainer.predict_members(self.state, part))
+                self.look()
+                advance(members * len(part))
+        return np.concatenate(parts, axis=1)
 
     def name_failed(self, members: list) -> None:
         """Name each member that has failed, once, by its scores, and what was skipped.
 
         The losses are of the epoch's last steps: all, unless it was resumed within.
         """
-        bad = ~np.isfinite(np.concatenate(self.losses, axis=1))
-        for i, scores in enumerate(members):
+        not_finite = np.sum(~np.isfinite(self.losses), axis=1)  # steps
+        for i, (scores, steps) in enumerate(zip(members, not_finite)):
             if scores is None and i not in self.failed:
-                steps = bad.shape[1] - np.argmax(bad[i])
-                since = f", nor was its loss in the last {steps} steps of it"
-                after = f"after epoch {self.epoch}{since * any(bad[i])}"
-                print(f"notice: member {i} is not finite {after}")
                 self.failed.add(i)
-            elif self.recipe.skip_nonfinite and bad[i].any():
-                skipped = f"{bad[i].sum()} steps of epoch {self.epoch}"
+                loss = f", nor was its loss in {steps} steps of it" if steps else ""
+                print(
+                    f"notice: member {i} is not finite after epoch {self.epoch}{loss}"
+                )
+            elif self.recipe.skip_nonfinite and steps:
+                skipped = f"{steps} steps of epoch {self.epoch}"
                 print(f"notice: member {i} skipped {skipped}: not finite")
 
-    def record(self, found: Evaluation) -> None:
-        """Print an epoch, and write its line of metrics, unless it was before."""
-        members = found.test["member"]
-        self.name_failed(members)
-        if self.folder and len(self.folder.metrics) >= self.epoch:
-            return
-        test, train = found.test, found.train
-        num_images = sum(x.size for x in self.losses) * self.recipe.batch_size
-        loss = "negative_log_likelihood"
+    def record(self, train: dict, test: dict, test_seconds: float) -> None:
+        """Print an epoch, and write its line of metrics."""
+        loss, num_images = "negative_log_likelihood", self.losses.size
+        num_images *= self.recipe.batch_size
         metrics = {
             "epoch": self.epoch,
             "train_loss": mean_loss(train),
@@ -1583,47 +1544,19 @@ class Run:
             "test_loss": mean_loss(test),
             "test_accuracy": test["ensemble"]["accuracy"],
             "ensemble_test_loss": test["ensemble"][loss],
-            "member_test_loss": [m and m[loss] for m in members],
-            "member_test_accuracy": [m and m["accuracy"] for m in members],
+            "member_test_loss": [m and m[loss] for m in test["member"]],
+            "member_test_accuracy": [m and m["accuracy"] for m in test["member"]],
             "train_seconds": self.seconds,
-            "test_seconds": found.seconds,
+            "test_seconds": test_seconds,
             "member_images_per_second": num_images / (self.seconds or math.inf) or None,
         }
         print_epoch(metrics)
+        self.metrics.append(metrics)
         if self.folder:
-            self.folder.metrics.append(metrics)
-            self.folder.write("metrics.jsonl", *self.folder.metrics)
+            write_json(self.folder / "metrics.jsonl", *self.metrics)
 
 
-def train(run: Run) -> Evaluation:
-    """Train to the last epoch, in segments of about a second that end at saves.
-
-    Each epoch is saved, if it is due, evaluated, printed and recorded.  Returns the
-    last evaluation.  Raises Failure, and Stopped.
-    """
-    seed, recipe, members = run.args.seed, run.recipe, run.trainer.layout.members
-    size, images = len(run.data.train_images), members * recipe.batch_size  # a step's
-    for epoch in range(run.epoch, recipe.epochs + 1):
-        last, step = epoch == recipe.epochs, run.done - epoch * run.num_steps
-        run.save(whenever=last)
-        if step == 0 and (epoch or last):
-            found = run.evaluate()
-            run.record(found)
-        if last:
-            return found
-        order = member_orders(size, recipe, seed=seed, epoch=epoch, members=members)
-        run.losses, run.seconds = run.losses[:0], 0.0
-        what = f"epoch {epoch + 1} of {recipe.epochs}"
-        with progress_bar(what, run.num_steps * images, step * images) as advance:
-            while run.epoch == epoch:
-                until_saved = run.save_steps - run.done % run.save_steps
-                steps = order[:, step:][:, : min(run.length, until_saved)]
-                run.advance(steps)
-                step += steps.shape[1]
-                advance(steps.shape[1] * images)
-
-
-def run(args: argparse.Namespace) -> None:
+def train_and_report(args: argparse.Namespace) -> None:
     """Join the processes, take the folder, train, report.  Raises Failure."""
     pe.use_cpu_devices(args.devices)
     connect(args)
@@ -1631,31 +1564,30 @@ def run(args: argparse.Namespace) -> None:
         folder = None
         if jax.process_index():  # all compute what is printed: one of them is enough
             stack.enter_context(contextlib.redirect_stdout(None))
-        elif args.workdir:
-            folder = Folder(args.workdir, args.resume, args.keep)
-            stack.callback(folder.close)
+        elif folder := args.workdir:
+            stack.enter_context(locked(folder))
+            clear(folder, args.resume)
         recipe, data, layout = prepare(args)
         announce(args, recipe, data, layout)
         if args.show_batch:
             show_batch(layout, recipe.batch_size, data.train_images[0].size)
-        this = Run(args, recipe, data, layout, folder)
-        with contextlib.closing(this.stop):
-            found = train(this)
+        run = Run(args, recipe, data, layout, folder)
+        with contextlib.closing(run.stop):
+            scores, probs = run.train()
         report = {
             "dataset": data.name,
             "test_examples": len(data.test_images),
             "members": layout.members,
-            "failed": sorted(this.failed),
-            **found.test,
-            "config": {**this.settings, **layout._asdict()},
+            "failed": sorted(run.failed),
+            **scores,
+            "config": {**run.settings, **layout._asdict()},
             "versions": versions(),
         }
         print_report(args.mode, report)
         if folder:
-            folder.write("report.json", report, indent=2)
+            write_json(folder / "report.json", report, indent=2)
         if folder and args.plot:
-            path = folder.path / "report.png"
-            draw_report(path, folder.metrics, report, found.probs, data)
+            draw_report(folder / "report.png", run.metrics, report, probs, data)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -1664,7 +1596,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse_arguments(argv)
         several = bool(args.coordinator or args.distributed)
-        run(args)
+        train_and_report(args)
         return 0
     except Failure as failure:
         text, status = str(failure), failure.status
