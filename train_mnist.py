@@ -122,6 +122,11 @@ except ImportError:  # Windows, where a run's folder is not locked
     fcntl = None
 
 
+# ---------------------------------------------------------------------------------
+# Recipe and networks
+# ---------------------------------------------------------------------------------
+
+
 class Recipe(NamedTuple):
     """What to train, and how."""
 
@@ -221,6 +226,545 @@ NETWORKS = {
     ),
     "batchnorm": Network(batch_norm_cnn_init, batch_norm_cnn),
 }
+
+
+# ---------------------------------------------------------------------------------
+# Training: the trainer, and what it trains on
+# ---------------------------------------------------------------------------------
+
+
+def shift_images(key: jax.Array, images: jax.Array, max_shift: int) -> jax.Array:
+    """Move each image [B, H, W, C] by its own random offset, zeros moving in."""
+    if max_shift == 0:
+        return images
+    pad = [(0, 0), (max_shift, max_shift), (max_shift, max_shift), (0, 0)]
+    starts = jax.random.randint(key, (len(images), 2), 0, 2 * max_shift + 1)
+    size = images.shape[1:]
+    crop = jax.vmap(lambda x, s: jax.lax.dynamic_slice(x, (s[0], s[1], 0), size))
+    return crop(jnp.pad(images, pad), starts)
+
+
+def scale(images: jax.Array) -> jax.Array:
+    return images.astype(jnp.float32) / 255
+
+
+CHUNK_ROWS = 32  # images that a device predicts at a time
+
+
+def init_of(recipe: Recipe, form: dict) -> Callable:
+    """Return the network's init, of a key alone, for the form of a data set."""
+    sizes = {"image_shape": form["image_shape"], "num_classes": len(form["classes"])}
+    return functools.partial(NETWORKS[recipe.network].init, **sizes)
+
+
+def make_trainer(
+    recipe: Recipe,
+    members: int,
+    devices: int | None,
+    num_steps: int,
+    form: dict,
+    hyper: dict | None = None,
+) -> pe.Trainer:
+    """Make a trainer for data (uint8 images, int32 labels) and a run of num_steps.
+
+    `hyper` has numbers of the optimizer in which members differ, by their names in the
+    recipe, each [K].
+    """
+    network, init = NETWORKS[recipe.network], init_of(recipe, form)
+
+    def loss_fn(params, model_state, key, images, labels, *_):
+        shift_key, key = jax.random.split(key)
+        images = scale(shift_images(shift_key, images, recipe.max_shift))
+        logits, model_state = network.logits(params, model_state, images, key)
+        return pe.softmax_cross_entropy(logits, labels).mean(), model_state
+
+    def apply_fn(params, model_state, images, *_):
+        return network.logits(params, model_state, scale(images))[0]
+
+    def optimizer(own):
+        its = recipe._replace(**own)
+        rate = SCHEDULES[its.schedule](its.learning_rate, num_steps)
+        return pe.adam(rate) if its.optimizer == "adam" else pe.sgd(rate, its.momentum)
+
+    return pe.make_trainer(
+        lambda key, *_: init(key),
+        loss_fn,
+        optimizer if hyper else optimizer({}),
+        members=members,
+        devices=devices,
+        apply_fn=apply_fn,
+        hyper=hyper,
+        stateful=True,
+        microbatch="auto",
+        skip_nonfinite=recipe.skip_nonfinite,
+        chunk=CHUNK_ROWS,
+    )
+
+
+def member_orders(
+    num_examples: int, recipe: Recipe, *, seed: int, epoch: int, members: int
+) -> np.ndarray:
+    """Draw the examples of each step of an epoch, [K, steps, B].
+
+    Every member goes through the examples in an order of its own, or, with bootstrap,
+    through as many that it drew with replacement before the first epoch.  What fills no
+    batch, fewer than B, sits the epoch out.
+    """
+    steps = num_examples // recipe.batch_size
+    orders = []
+    for member in range(members):
+        rows = np.random.default_rng([seed, epoch, member]).permutation(num_examples)
+        if recipe.bootstrap:
+            own = np.random.default_rng([seed, 0, member, 1])
+            rows = own.integers(num_examples, size=num_examples)[rows]
+        rows = rows[: steps * recipe.batch_size]
+        orders.append(rows.reshape(steps, recipe.batch_size))
+    return np.stack(orders)
+
+
+# ---------------------------------------------------------------------------------
+# The run: the loop, and what it saves and records
+# ---------------------------------------------------------------------------------
+
+
+# What a device trains on or predicts in a call, about a second's work of two CPU cores:
+# signals wait for it.
+SEGMENT_IMAGES = 4096
+
+
+class Run:
+    """A run: its members, how far they are, and what is known of them.
+
+    Only the first of several processes has the folder.
+    """
+
+    def __init__(self, args, recipe, data, layout, folder: Path | None = None):
+        """Begin a run, or go on with that of the folder.  Raises Failure."""
+        self.args, self.recipe, self.data, self.folder = args, recipe, data, folder
+        self.settings = describe(args, recipe, data, layout.members)
+        check_same_run(self.settings)
+        self.num_steps = len(data.train_images) // recipe.batch_size  # an epoch
+        self.save_steps = max(1, round(args.save_every * self.num_steps))
+        a_step = layout.members_per_device * recipe.batch_size // layout.replicas
+        self.segment_steps = min(max(1, SEGMENT_IMAGES // a_step), 256)
+        total = recipe.epochs * self.num_steps
+        where = layout.members, layout.devices
+        self.trainer = make_trainer(recipe, *where, total, data.form())
+        self.images = self.trainer.place((data.train_images, data.train_labels))
+        self.stop = Stop()
+        self.state = self.trainer.init(jax.random.key(args.seed))
+        self.done, self.saved = 0, -1  # steps so far, and at the last save
+        self.metrics: list[dict] = []  # a line an epoch
+        self.failed: set[int] = set()  # members that are not finite
+        self.begin_epoch()
+        if args.resume:
+            self.restore()
+        if folder:
+            where = {"data": args.data, "data_dir": str(args.data_dir.absolute())}
+            config = {**self.settings, **where, "save_every": args.save_every}
+            write_json(folder / "config.json", config, indent=2)
+            write_json(folder / "metrics.jsonl", *self.metrics)
+
+    def begin_epoch(self) -> None:
+        members = self.trainer.layout.members
+        self.losses = np.empty((members, 0))  # of this epoch's steps here, [K, n]
+        self.seconds = 0.0  # that they took
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that are complete."""
+        return self.done // self.num_steps
+
+    def train(self) -> tuple[dict, np.ndarray]:
+        """Train to the last epoch, in segments; save, evaluate and record.
+
+        Returns what `evaluate` does, of the last epoch.  Raises Failure.
+        """
+        recipe, members = self.recipe, self.trainer.layout.members
+        which = {"seed": self.args.seed, "members": members}
+        while True:
+            epoch, step = divmod(self.done, self.num_steps)
+            last = epoch == recipe.epochs
+            self.save(whenever=last)
+            if step == 0 and (epoch or last):
+                found = self.evaluate()
+            if last:
+                return found
+            self.begin_epoch()
+            size = len(self.data.train_images)
+            order = member_orders(size, recipe, epoch=epoch, **which)
+            what, done = f"epoch {epoch + 1} of {recipe.epochs}", order[:, :step].size
+            with progress_bar(what, order.size, done) as advance:
+                while step < self.num_steps:
+                    until_saved = self.save_steps - self.done % self.save_steps
+                    segment = order[:, step:][:, : min(self.segment_steps, until_saved)]
+                    self.advance(segment)
+                    self.save()
+                    step += segment.shape[1]
+                    advance(segment.size)
+
+    def advance(self, order: np.ndarray) -> None:
+        """Take the steps [K, n, B] of a segment, and look for signals."""
+        started = time.perf_counter()
+        self.state, losses = self.trainer.epoch(self.state, self.images, order)
+        self.losses = np.concatenate([self.losses, losses], axis=1)
+        self.seconds += time.perf_counter() - started
+        self.done += order.shape[1]
+        if not (np.isfinite(losses[:, -1]).any() or self.recipe.skip_nonfinite):
+            raise self.diverged()
+        self.stop.listen()  # until now, while JAX compiled, there was nothing to lose
+        self.look()
+
+    def look(self) -> None:
+        """If a process has received a signal, save, and raise Failure."""
+        number = self.stop.agree()
+        if not number:
+            return
+        self.save(whenever=True)
+        self.stop.agree()  # nobody leaves before the first process has saved
+        text = "nothing is saved without --workdir"
+        if self.args.workdir:
+            text = f"what is done is in {self.args.workdir}; --resume goes on with it"
+        raise Failure(f"{signal.Signals(number).name}: {text}", status=128 + number)
+
+    def save(self, whenever: bool = False) -> None:
+        """Save, if it is due or `whenever`.  Raises Failure for a state of no use."""
+        due = whenever or self.done % self.save_steps == 0
+        if not (self.args.workdir and due) or self.done == self.saved:
+            return
+        try:
+            state = self.trainer.gather(self.state)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError:  # JAX's own: a process is lost
+                raise
+            raise Failure(f"after step {self.done}, {error}", status=3) from error
+        if not any_finite(state):
+            raise self.diverged()
+        if self.folder:
+            save_checkpoint(self.folder, state, self.done, self.args.keep)
+        self.saved = self.done
+
+    def restore(self) -> None:
+        """Go on from the newest valid checkpoint of the first process."""
+        done, state = 0, self.trainer.gather(self.state)
+        if self.folder:
+            path = self.folder / "config.json"
+            if difference := first_difference(
+                self.settings, json.loads(path.read_text())
+            ):
+                raise Failure(f"--resume: {difference}, in {path}")
+            done, state = load_checkpoint(self.folder, state)
+            self.metrics = read_metrics(self.folder, done // self.num_steps)
+        done, state = share((np.array(done), state))
+        self.done = self.saved = int(done)
+        self.state = self.trainer.scatter(state)
+
+    def diverged(self) -> Failure:
+        text = f"no model is finite after step {self.done}; lower --learning-rate"
+        if self.saved >= 0:
+            text += f" (the checkpoint of step {self.saved} is good)"
+        return Failure(text, status=3)
+
+    def evaluate(self) -> tuple[dict, np.ndarray]:
+        """Evaluate on the test images, and on half as many training images, alike.
+
+        Returns the report on the test images, and the members' probabilities [K, N, C].
+        """
+        data, started = self.data, time.perf_counter()
+        probs = self.predict(data.test_images)
+        seconds = time.perf_counter() - started
+        test = report_finite(probs, data.test_labels)
+        half = slice((len(data.test_images) + 1) // 2)
+        train_probs = self.predict(data.train_images[half])
+        train = report_finite(train_probs, data.train_labels[half])
+        if test is None or train is None:
+            raise self.diverged()
+        self.name_failed(test["member"])
+        if self.epoch > len(self.metrics):  # it was not before this process began
+            self.record(train, test, seconds)
+        return test, probs
+
+    def predict(self, images: np.ndarray) -> np.ndarray:
+        """Predict [K, N, C] part by part; look for signals between."""
+        members, _, a_device, replicas = self.trainer.layout
+        rows = CHUNK_ROWS * replicas * max(1, SEGMENT_IMAGES // CHUNK_ROWS // a_device)
+        parts = []
+        with progress_bar("predicting", members * len(images)) as advance:
+            for start in range(0, len(images), rows):
+                part = images[start : start + rows]
+                parts.append(self.trainer.predict_members(self.state, part))
+                self.look()
+                advance(members * len(part))
+        return np.concatenate(parts, axis=1)
+
+    def name_failed(self, members: list) -> None:
+        """Name each member that has failed, once, by its scores, and what was skipped.
+
+        The losses are of the epoch's last steps: all, unless it was resumed within.
+        """
+        not_finite = np.sum(~np.isfinite(self.losses), axis=1)  # steps
+        for i, (scores, steps) in enumerate(zip(members, not_finite)):
+            if scores is None and i not in self.failed:
+                self.failed.add(i)
+                loss = f", nor was its loss in {steps} steps of it" if steps else ""
+                print(
+                    f"notice: member {i} is not finite after epoch {self.epoch}{loss}"
+                )
+            elif self.recipe.skip_nonfinite and steps:
+                skipped = f"{steps} steps of epoch {self.epoch}"
+                print(f"notice: member {i} skipped {skipped}: not finite")
+
+    def record(self, train: dict, test: dict, test_seconds: float) -> None:
+        """Print an epoch, and write its line of metrics."""
+        loss, num_images = "negative_log_likelihood", self.losses.size
+        num_images *= self.recipe.batch_size
+        metrics = {
+            "epoch": self.epoch,
+            "train_loss": mean_loss(train),
+            "train_accuracy": train["ensemble"]["accuracy"],
+            "test_loss": mean_loss(test),
+            "test_accuracy": test["ensemble"]["accuracy"],
+            "ensemble_test_loss": test["ensemble"][loss],
+            "member_test_loss": [m and m[loss] for m in test["member"]],
+            "member_test_accuracy": [m and m["accuracy"] for m in test["member"]],
+            "train_seconds": self.seconds,
+            "test_seconds": test_seconds,
+            "member_images_per_second": num_images / (self.seconds or math.inf) or None,
+        }
+        print_epoch(metrics)
+        self.metrics.append(metrics)
+        if self.folder:
+            write_json(self.folder / "metrics.jsonl", *self.metrics)
+
+
+@contextlib.contextmanager
+def progress_bar(what: str, total: int, done: int = 0) -> Iterator[Callable]:
+    """Draw how far a loop is, on a terminal where tqdm is; yield what advances it.
+
+    Counts are images, once for each member that trains on them or predicts them.
+    """
+    terminal = all(f is not None and f.isatty() for f in (sys.stdout, sys.stderr))
+    if not (terminal and importlib.util.find_spec("tqdm")):
+        yield lambda count: None
+        return
+    from tqdm import tqdm
+
+    form = {"unit": " images", "unit_scale": True, "dynamic_ncols": True}
+    with tqdm(desc=what, total=total, initial=done, leave=False, **form) as bar:
+        yield bar.update
+
+
+def any_finite(state: pe.TrainState) -> bool:
+    """Whether a member of the state [K, ...] has no number that is not finite."""
+    leaves = jax.tree.leaves(state._replace(key=None))
+    finite = [np.isfinite(x).reshape(len(x), -1).all(axis=1) for x in leaves]
+    return bool(np.all(finite, axis=0).any())
+
+
+def describe(args, recipe: Recipe, data: Dataset, members: int) -> dict:
+    """Return what determines the numbers of a run, whatever devices it has."""
+    content, (_, *arrays, _) = hashlib.sha256(), data
+    for array in arrays:
+        content.update(np.ascontiguousarray(array))
+    return {
+        "mode": args.mode,
+        "members": members,
+        **recipe._asdict(),
+        "seed": args.seed,
+        "train_size": len(data.train_images),
+        "dataset": data.name,
+        "dataset_sha256": content.hexdigest(),
+        **data.form(),
+    }
+
+
+class Failure(Exception):
+    """A run that ends here: a message for one line, and an exit status."""
+
+    def __init__(self, message: str, status: int = 2):
+        super().__init__(message)
+        self.status = status
+
+
+# ---------------------------------------------------------------------------------
+# Report
+# ---------------------------------------------------------------------------------
+
+
+def report_finite(member_probs: np.ndarray, labels: np.ndarray) -> dict | None:
+    """Make `pe.ensemble_report` of the members whose probabilities are finite.
+
+    The others stand in `member` as None.  None when no member is finite.
+    """
+    finite = np.isfinite(member_probs).all(axis=(1, 2))
+    if not finite.any():
+        return None
+    report = pe.ensemble_report(member_probs[finite], labels)
+    scores = iter(report["member"])
+    report["member"] = [next(scores) if ok else None for ok in finite]
+    return report
+
+
+def mean_loss(report: dict) -> float:
+    """Average the negative log-likelihood over the members, in nats."""
+    return float(np.mean([m["negative_log_likelihood"] for m in report["member"] if m]))
+
+
+def print_epoch(metrics: dict) -> None:
+    """Print the guide's line: losses in nats, accuracies in percent."""
+    parts = [f"epoch: {metrics['epoch']:2d}"]
+    for part in ("train", "test"):
+        parts.append(f"{part}_loss: {metrics[f'{part}_loss']:.4f}")
+        parts.append(f"{part}_accuracy: {100 * metrics[f'{part}_accuracy']:.2f}")
+    print(", ".join(parts), flush=True)
+
+
+def print_table(title: str, rows: Sequence[tuple[str, dict | None]]) -> None:
+    print(f"\n{title}\n{'':10}{'accuracy':>10}{'NLL':>10}{'Brier':>10}{'ECE':>10}")
+    for name, scores in rows:
+        row = f"{'failed: not finite':>22}"
+        if scores:
+            accuracy, *others = scores.values()
+            row = f"{100 * accuracy:9.2f}%" + "".join(f"{s:10.4f}" for s in others)
+        print(f"{name:10}{row}")
+
+
+def print_report(mode: str, report: dict) -> None:
+    """Print the final tables: members and ensemble, or the one model; then by size."""
+    rows = [(f"member {i}", scores) for i, scores in enumerate(report["member"])]
+    rows.append(("ensemble", report["ensemble"]))
+    if mode == "sync":
+        rows = [("model", report["ensemble"])]
+    print_table(f"{report['dataset']}, {report['test_examples']} test images", rows)
+    if report["members"] == 1:
+        return
+    sizes = [(f"first {n}", scores) for n, scores in enumerate(report["by_size"], 1)]
+    print_table("ensemble by size, of the members that are finite", sizes)
+    print(
+        f"\ndisagreement {100 * report['disagreement']:.2f}% of pairs, predictive "
+        f"entropy {report['predictive_entropy']:.4f} nats, of which mutual information "
+        f"{report['mutual_information']:.4f}"
+    )
+
+
+def versions() -> dict:
+    modules = {module.__name__: module.__version__ for module in (pe, jax, jaxlib, np)}
+    return {**modules, "python": platform.python_version()}
+
+
+# ---------------------------------------------------------------------------------
+# Picture: report.png
+# ---------------------------------------------------------------------------------
+
+
+# Colors of Okabe and Ito, which do not need red and green to be told apart; the lines
+# differ in width and marker too.
+ENSEMBLE: dict = {"color": "#d55e00", "linewidth": 2, "marker": "s", "markersize": 5}
+MEMBER: dict = {"color": "#56b4e9", "linewidth": 1, "marker": "o", "markersize": 3}
+DASHED: dict = {"color": "0.3", "linewidth": 1, "linestyle": "--"}
+
+
+# What is drawn over epochs and sizes: its label, a factor, its name in the scores of a
+# report, and in a line of the metrics after train_ and member_test_, and the ensemble's
+# name there.
+SCORES = (
+    ("NLL, nats", 1, "negative_log_likelihood", "loss", "ensemble_test_loss"),
+    ("accuracy, %", 100, "accuracy", "accuracy", "test_accuracy"),
+)
+
+
+def draw_curve(axes, x, y, name: str | None, style: dict) -> None:
+    """Draw `y` [n], or a curve a member [n, K], over `x`, under one name."""
+    axes.plot(x, y, **style)[0].set_label(name)
+
+
+def draw_score(panels, score: tuple, metrics: Sequence[dict], report: dict) -> None:
+    """Draw a score over epochs and, of an ensemble, over its size."""
+    label, factor, key, metric, ensemble = score
+    over_epochs, *over_size = panels
+    curves = [
+        ("on training images", f"train_{metric}", {**DASHED, "marker": "x"}),
+        ("ensemble" if over_size else "model", ensemble, ENSEMBLE),
+    ]
+    if over_size:
+        curves.insert(0, ("members", f"member_test_{metric}", MEMBER))
+    for name, column, style in curves:
+        values = factor * np.float64([m[column] for m in metrics])
+        draw_curve(over_epochs, [m["epoch"] for m in metrics], values, name, style)
+    for axes in over_size:
+        members = [scores[key] for scores in report["member"] if scores]
+        sizes = [factor * scores[key] for scores in report["by_size"]]
+        axes.axhline(factor * np.mean(members), label="a member, mean", **DASHED)
+        draw_curve(axes, range(1, len(sizes) + 1), sizes, None, ENSEMBLE)
+    for axes, name in zip(panels, ("epoch", "members in the ensemble")):
+        axes.set(xlabel=name, ylabel=label)
+        axes.locator_params(axis="x", integer=True, min_n_ticks=1)
+
+
+def draw_reliability(diagram, histogram, probs: np.ndarray, labels) -> None:
+    """Draw accuracy over confidence, bin by bin, and how many examples each has."""
+    drawn = [("model", ENSEMBLE, probs.mean(axis=0), labels)]
+    if len(probs) > 1:
+        members = probs.reshape(-1, probs.shape[-1]), np.tile(labels, len(probs))
+        drawn = [("members", MEMBER, *members), ("ensemble", *drawn[0][1:])]
+    for name, style, p, y in drawn:
+        counts, confidence, accuracy = pe.reliability(p, y)
+        edges = np.linspace(0, 100, len(counts) + 1)
+        shares = 100 * counts / len(y)
+        histogram.stairs(shares, edges, color=style["color"], linewidth=2)
+        n, x, a = (v[counts > 0] for v in (counts, 100 * confidence, accuracy))
+        if style is ENSEMBLE:  # plus and minus a standard error (Wilson 1927)
+            center = (a + 1 / (2 * n)) / (1 + 1 / n)
+            error = np.sqrt(a * (1 - a) / n + 1 / (4 * n**2)) / (1 + 1 / n)
+            ends = 100 * (center - error), 100 * (center + error)
+            diagram.vlines(x, *ends, color=style["color"], linewidth=1)
+        draw_curve(diagram, x, 100 * a, name, style)
+    draw_curve(diagram, [0, 100], [0, 100], "calibrated", DASHED)
+    diagram.set(xlabel="confidence, %", ylabel="accuracy, %")
+    histogram.set(xlabel="confidence, %", ylabel="test images, %", yscale="log")
+
+
+def draw_images(figure, probs: np.ndarray, data: Dataset) -> None:
+    """Draw the images that the ensemble is least sure of, with the members' votes."""
+    rows, columns, many = 2, 6, len(probs) > 1
+    unsure = np.argsort(-pe.predictive_entropy(probs))[: rows * columns]
+    below = "members' votes, as class: count" if many else "the model's class"
+    figure.suptitle(f"test images of the highest predictive entropy; below, {below}")
+    for axes, i in zip(figure.subplots(rows, columns).flat, unsure):
+        axes.imshow(data.test_images[i, ..., 0], cmap="gray_r")
+        votes = collections.Counter(data.classes[probs[:, i].argmax(axis=-1)].tolist())
+        said = [f"{c}: {n}" if many else f"{c}" for c, n in votes.most_common(4)]
+        axes.set_title(f"label {data.classes[data.test_labels[i]]}", fontsize="medium")
+        axes.set_xlabel("  ".join(said), fontsize="small")
+        axes.set(xticks=[], yticks=[])
+
+
+def draw_report(
+    path: Path, metrics: Sequence[dict], report: dict, probs: np.ndarray, data: Dataset
+) -> None:
+    """Draw what training and report say; `probs` [K, N, C] are of the test images.
+
+    Needs matplotlib, the [plot] extra.
+    """
+    from matplotlib.figure import Figure
+
+    probs = probs[np.isfinite(probs).all(axis=(1, 2))]
+    many = len(probs) > 1
+    figure = Figure(figsize=(9, 9.5), layout="constrained")
+    what = f"an ensemble of {len(probs)}" if many else "one model"
+    figure.suptitle(f"{data.name}, {len(data.test_images)} test images: {what}")
+    curves, images = figure.subfigures(2, 1, height_ratios=(5, 3))
+    axes = curves.subplots(2, 2 + many)
+    for row, score in zip(axes, SCORES):
+        draw_score(row[:-1], score, metrics, report)
+    draw_reliability(*axes[:, -1], probs, data.test_labels)
+    titles = ["over epochs", *["over ensemble size"] * many, "reliability"]
+    for panel, name in zip(axes[0], titles):
+        panel.set_title(name)
+        panel.legend(frameon=False)
+    draw_images(images, probs, data)
+    with pe.replace_file(path) as file:
+        figure.savefig(file, format="png", dpi=110)
 
 
 # ---------------------------------------------------------------------------------
@@ -508,297 +1052,8 @@ def load_data(source: str, folder: Path) -> Dataset:
 
 
 # ---------------------------------------------------------------------------------
-# Training
-# ---------------------------------------------------------------------------------
-
-
-def shift_images(key: jax.Array, images: jax.Array, max_shift: int) -> jax.Array:
-    """Move each image [B, H, W, C] by its own random offset, zeros moving in."""
-    if max_shift == 0:
-        return images
-    pad = [(0, 0), (max_shift, max_shift), (max_shift, max_shift), (0, 0)]
-    starts = jax.random.randint(key, (len(images), 2), 0, 2 * max_shift + 1)
-    size = images.shape[1:]
-    crop = jax.vmap(lambda x, s: jax.lax.dynamic_slice(x, (s[0], s[1], 0), size))
-    return crop(jnp.pad(images, pad), starts)
-
-
-def scale(images: jax.Array) -> jax.Array:
-    return images.astype(jnp.float32) / 255
-
-
-CHUNK_ROWS = 32  # images that a device predicts at a time
-
-
-def init_of(recipe: Recipe, form: dict) -> Callable:
-    """Return the network's init, of a key alone, for the form of a data set."""
-    sizes = {"image_shape": form["image_shape"], "num_classes": len(form["classes"])}
-    return functools.partial(NETWORKS[recipe.network].init, **sizes)
-
-
-def make_trainer(
-    recipe: Recipe,
-    members: int,
-    devices: int | None,
-    num_steps: int,
-    form: dict,
-    hyper: dict | None = None,
-) -> pe.Trainer:
-    """Make a trainer for data (uint8 images, int32 labels) and a run of num_steps.
-
-    `hyper` has numbers of the optimizer in which members differ, by their names in the
-    recipe, each [K].
-    """
-    network, init = NETWORKS[recipe.network], init_of(recipe, form)
-
-    def loss_fn(params, model_state, key, images, labels, *_):
-        shift_key, key = jax.random.split(key)
-        images = scale(shift_images(shift_key, images, recipe.max_shift))
-        logits, model_state = network.logits(params, model_state, images, key)
-        return pe.softmax_cross_entropy(logits, labels).mean(), model_state
-
-    def apply_fn(params, model_state, images, *_):
-        return network.logits(params, model_state, scale(images))[0]
-
-    def optimizer(own):
-        its = recipe._replace(**own)
-        rate = SCHEDULES[its.schedule](its.learning_rate, num_steps)
-        return pe.adam(rate) if its.optimizer == "adam" else pe.sgd(rate, its.momentum)
-
-    return pe.make_trainer(
-        lambda key, *_: init(key),
-        loss_fn,
-        optimizer if hyper else optimizer({}),
-        members=members,
-        devices=devices,
-        apply_fn=apply_fn,
-        hyper=hyper,
-        stateful=True,
-        microbatch="auto",
-        skip_nonfinite=recipe.skip_nonfinite,
-        chunk=CHUNK_ROWS,
-    )
-
-
-def member_orders(
-    num_examples: int, recipe: Recipe, *, seed: int, epoch: int, members: int
-) -> np.ndarray:
-    """Draw the examples of each step of an epoch, [K, steps, B].
-
-    Every member goes through the examples in an order of its own, or, with bootstrap,
-    through as many that it drew with replacement before the first epoch.  What fills no
-    batch, fewer than B, sits the epoch out.
-    """
-    steps = num_examples // recipe.batch_size
-    orders = []
-    for member in range(members):
-        rows = np.random.default_rng([seed, epoch, member]).permutation(num_examples)
-        if recipe.bootstrap:
-            own = np.random.default_rng([seed, 0, member, 1])
-            rows = own.integers(num_examples, size=num_examples)[rows]
-        rows = rows[: steps * recipe.batch_size]
-        orders.append(rows.reshape(steps, recipe.batch_size))
-    return np.stack(orders)
-
-
-@contextlib.contextmanager
-def progress_bar(what: str, total: int, done: int = 0) -> Iterator[Callable]:
-    """Draw how far a loop is, on a terminal where tqdm is; yield what advances it.
-
-    Counts are images, once for each member that trains on them or predicts them.
-    """
-    terminal = all(f is not None and f.isatty() for f in (sys.stdout, sys.stderr))
-    if not (terminal and importlib.util.find_spec("tqdm")):
-        yield lambda count: None
-        return
-    from tqdm import tqdm
-
-    form = {"unit": " images", "unit_scale": True, "dynamic_ncols": True}
-    with tqdm(desc=what, total=total, initial=done, leave=False, **form) as bar:
-        yield bar.update
-
-
-# ---------------------------------------------------------------------------------
-# Report
-# ---------------------------------------------------------------------------------
-
-
-def report_finite(member_probs: np.ndarray, labels: np.ndarray) -> dict | None:
-    """Make `pe.ensemble_report` of the members whose probabilities are finite.
-
-    The others stand in `member` as None.  None when no member is finite.
-    """
-    finite = np.isfinite(member_probs).all(axis=(1, 2))
-    if not finite.any():
-        return None
-    report = pe.ensemble_report(member_probs[finite], labels)
-    scores = iter(report["member"])
-    report["member"] = [next(scores) if ok else None for ok in finite]
-    return report
-
-
-def mean_loss(report: dict) -> float:
-    """Average the negative log-likelihood over the members, in nats."""
-    return float(np.mean([m["negative_log_likelihood"] for m in report["member"] if m]))
-
-
-def print_epoch(metrics: dict) -> None:
-    """Print the guide's line: losses in nats, accuracies in percent."""
-    parts = [f"epoch: {metrics['epoch']:2d}"]
-    for part in ("train", "test"):
-        parts.append(f"{part}_loss: {metrics[f'{part}_loss']:.4f}")
-        parts.append(f"{part}_accuracy: {100 * metrics[f'{part}_accuracy']:.2f}")
-    print(", ".join(parts), flush=True)
-
-
-def print_table(title: str, rows: Sequence[tuple[str, dict | None]]) -> None:
-    print(f"\n{title}\n{'':10}{'accuracy':>10}{'NLL':>10}{'Brier':>10}{'ECE':>10}")
-    for name, scores in rows:
-        row = f"{'failed: not finite':>22}"
-        if scores:
-            accuracy, *others = scores.values()
-            row = f"{100 * accuracy:9.2f}%" + "".join(f"{s:10.4f}" for s in others)
-        print(f"{name:10}{row}")
-
-
-def versions() -> dict:
-    modules = {module.__name__: module.__version__ for module in (pe, jax, jaxlib, np)}
-    return {**modules, "python": platform.python_version()}
-
-
-# ---------------------------------------------------------------------------------
-# Picture: report.png
-# ---------------------------------------------------------------------------------
-
-# Colors of Okabe and Ito, which do not need red and green to be told apart; the lines
-# differ in width and marker too.
-ENSEMBLE: dict = {"color": "#d55e00", "linewidth": 2, "marker": "s", "markersize": 5}
-MEMBER: dict = {"color": "#56b4e9", "linewidth": 1, "marker": "o", "markersize": 3}
-DASHED: dict = {"color": "0.3", "linewidth": 1, "linestyle": "--"}
-
-
-# What is drawn over epochs and sizes: its label, a factor, its name in the scores of a
-# report, and in a line of the metrics after train_ and member_test_, and the ensemble's
-# name there.
-SCORES = (
-    ("NLL, nats", 1, "negative_log_likelihood", "loss", "ensemble_test_loss"),
-    ("accuracy, %", 100, "accuracy", "accuracy", "test_accuracy"),
-)
-
-
-def draw_curve(axes, x, y, name: str | None, style: dict) -> None:
-    """Draw `y` [n], or a curve a member [n, K], over `x`, under one name."""
-    axes.plot(x, y, **style)[0].set_label(name)
-
-
-def draw_score(panels, score: tuple, metrics: Sequence[dict], report: dict) -> None:
-    """Draw a score over epochs and, of an ensemble, over its size."""
-    label, factor, key, metric, ensemble = score
-    over_epochs, *over_size = panels
-    curves = [
-        ("on training images", f"train_{metric}", {**DASHED, "marker": "x"}),
-        ("ensemble" if over_size else "model", ensemble, ENSEMBLE),
-    ]
-    if over_size:
-        curves.insert(0, ("members", f"member_test_{metric}", MEMBER))
-    for name, column, style in curves:
-        values = factor * np.float64([m[column] for m in metrics])
-        draw_curve(over_epochs, [m["epoch"] for m in metrics], values, name, style)
-    for axes in over_size:
-        members = [scores[key] for scores in report["member"] if scores]
-        sizes = [factor * scores[key] for scores in report["by_size"]]
-        axes.axhline(factor * np.mean(members), label="a member, mean", **DASHED)
-        draw_curve(axes, range(1, len(sizes) + 1), sizes, None, ENSEMBLE)
-    for axes, name in zip(panels, ("epoch", "members in the ensemble")):
-        axes.set(xlabel=name, ylabel=label)
-        axes.locator_params(axis="x", integer=True, min_n_ticks=1)
-
-
-def draw_reliability(diagram, histogram, probs: np.ndarray, labels) -> None:
-    """Draw accuracy over confidence, bin by bin, and how many examples each has."""
-    drawn = [("model", ENSEMBLE, probs.mean(axis=0), labels)]
-    if len(probs) > 1:
-        members = probs.reshape(-1, probs.shape[-1]), np.tile(labels, len(probs))
-        drawn = [("members", MEMBER, *members), ("ensemble", *drawn[0][1:])]
-    for name, style, p, y in drawn:
-        counts, confidence, accuracy = pe.reliability(p, y)
-        edges = np.linspace(0, 100, len(counts) + 1)
-        shares = 100 * counts / len(y)
-        histogram.stairs(shares, edges, color=style["color"], linewidth=2)
-        n, x, a = (v[counts > 0] for v in (counts, 100 * confidence, accuracy))
-        if style is ENSEMBLE:  # plus and minus a standard error (Wilson 1927)
-            center = (a + 1 / (2 * n)) / (1 + 1 / n)
-            error = np.sqrt(a * (1 - a) / n + 1 / (4 * n**2)) / (1 + 1 / n)
-            ends = 100 * (center - error), 100 * (center + error)
-            diagram.vlines(x, *ends, color=style["color"], linewidth=1)
-        draw_curve(diagram, x, 100 * a, name, style)
-    draw_curve(diagram, [0, 100], [0, 100], "calibrated", DASHED)
-    diagram.set(xlabel="confidence, %", ylabel="accuracy, %")
-    histogram.set(xlabel="confidence, %", ylabel="test images, %", yscale="log")
-
-
-def draw_images(figure, probs: np.ndarray, data: Dataset) -> None:
-    """Draw the images that the ensemble is least sure of, with the members' votes."""
-    rows, columns, many = 2, 6, len(probs) > 1
-    unsure = np.argsort(-pe.predictive_entropy(probs))[: rows * columns]
-    below = "members' votes, as class: count" if many else "the model's class"
-    figure.suptitle(f"test images of the highest predictive entropy; below, {below}")
-    for axes, i in zip(figure.subplots(rows, columns).flat, unsure):
-        axes.imshow(data.test_images[i, ..., 0], cmap="gray_r")
-        votes = collections.Counter(data.classes[probs[:, i].argmax(axis=-1)].tolist())
-        said = [f"{c}: {n}" if many else f"{c}" for c, n in votes.most_common(4)]
-        axes.set_title(f"label {data.classes[data.test_labels[i]]}", fontsize="medium")
-        axes.set_xlabel("  ".join(said), fontsize="small")
-        axes.set(xticks=[], yticks=[])
-
-
-def draw_report(
-    path: Path, metrics: Sequence[dict], report: dict, probs: np.ndarray, data: Dataset
-) -> None:
-    """Draw what training and report say; `probs` [K, N, C] are of the test images.
-
-    Needs matplotlib, the [plot] extra.
-    """
-    from matplotlib.figure import Figure
-
-    probs = probs[np.isfinite(probs).all(axis=(1, 2))]
-    many = len(probs) > 1
-    figure = Figure(figsize=(9, 9.5), layout="constrained")
-    what = f"an ensemble of {len(probs)}" if many else "one model"
-    figure.suptitle(f"{data.name}, {len(data.test_images)} test images: {what}")
-    curves, images = figure.subfigures(2, 1, height_ratios=(5, 3))
-    axes = curves.subplots(2, 2 + many)
-    for row, score in zip(axes, SCORES):
-        draw_score(row[:-1], score, metrics, report)
-    draw_reliability(*axes[:, -1], probs, data.test_labels)
-    titles = ["over epochs", *["over ensemble size"] * many, "reliability"]
-    for panel, name in zip(axes[0], titles):
-        panel.set_title(name)
-        panel.legend(frameon=False)
-    draw_images(images, probs, data)
-    with pe.replace_file(path) as file:
-        figure.savefig(file, format="png", dpi=110)
-
-
-# ---------------------------------------------------------------------------------
 # The folder of a run: metrics, report, checkpoints
 # ---------------------------------------------------------------------------------
-
-
-class Failure(Exception):
-    """A run that ends here: a message for one line, and an exit status."""
-
-    def __init__(self, message: str, status: int = 2):
-        super().__init__(message)
-        self.status = status
-
-
-def first_difference(ours: dict, theirs: dict) -> str | None:
-    """Name the first of our settings that another run lacks, and both values."""
-    for name, value in ours.items():
-        if value != theirs.get(name):
-            return f"{name} is {value} here, {theirs.get(name)} there"
-    return None
 
 
 @contextlib.contextmanager
@@ -1048,6 +1303,14 @@ def share(tree: Any) -> Any:
     return jax.tree.map(share_leaf, tree) if jax.process_count() > 1 else tree
 
 
+def first_difference(ours: dict, theirs: dict) -> str | None:
+    """Name the first of our settings that another run lacks, and both values."""
+    for name, value in ours.items():
+        if value != theirs.get(name):
+            return f"{name} is {value} here, {theirs.get(name)} there"
+    return None
+
+
 def check_same_run(settings: dict) -> None:
     """Raise Failure in a process that trains with other settings than the first."""
     text = json.dumps(settings).ljust(8192).encode()  # of one length everywhere
@@ -1229,11 +1492,6 @@ def check_processes(args: argparse.Namespace) -> None:
         raise Failure(f"--process-id {args.process_id}: expected 0 to {last}")
 
 
-# ---------------------------------------------------------------------------------
-# The run
-# ---------------------------------------------------------------------------------
-
-
 def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
     """Load the data, lay out the models.  Raises Failure where flags do not fit."""
 
@@ -1302,258 +1560,6 @@ def show_batch(layout: pe.Layout, batch_size: int, pixels: int) -> None:
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices"))
     print(f"a step's images [{rows}, {pixels}], member after member, on the devices:")
     jax.debug.visualize_sharding((rows, pixels), sharding)
-
-
-def print_report(mode: str, report: dict) -> None:
-    """Print the final tables: members and ensemble, or the one model; then by size."""
-    rows = [(f"member {i}", scores) for i, scores in enumerate(report["member"])]
-    rows.append(("ensemble", report["ensemble"]))
-    if mode == "sync":
-        rows = [("model", report["ensemble"])]
-    print_table(f"{report['dataset']}, {report['test_examples']} test images", rows)
-    if report["members"] == 1:
-        return
-    sizes = [(f"first {n}", scores) for n, scores in enumerate(report["by_size"], 1)]
-    print_table("ensemble by size, of the members that are finite", sizes)
-    print(
-        f"\ndisagreement {100 * report['disagreement']:.2f}% of pairs, predictive "
-        f"entropy {report['predictive_entropy']:.4f} nats, of which mutual information "
-        f"{report['mutual_information']:.4f}"
-    )
-
-
-def any_finite(state: pe.TrainState) -> bool:
-    """Whether a member of the state [K, ...] has no number that is not finite."""
-    leaves = jax.tree.leaves(state._replace(key=None))
-    finite = [np.isfinite(x).reshape(len(x), -1).all(axis=1) for x in leaves]
-    return bool(np.all(finite, axis=0).any())
-
-
-def describe(args, recipe: Recipe, data: Dataset, members: int) -> dict:
-    """Return what determines the numbers of a run, whatever devices it has."""
-    content, (_, *arrays, _) = hashlib.sha256(), data
-    for array in arrays:
-        content.update(np.ascontiguousarray(array))
-    return {
-        "mode": args.mode,
-        "members": members,
-        **recipe._asdict(),
-        "seed": args.seed,
-        "train_size": len(data.train_images),
-        "dataset": data.name,
-        "dataset_sha256": content.hexdigest(),
-        **data.form(),
-    }
-
-
-# What a device trains on or predicts in a call, about a second's work of two CPU cores:
-# signals wait for it.
-SEGMENT_IMAGES = 4096
-
-
-class Run:
-    """A run: its members, how far they are, and what is known of them.
-
-    Only the first of several processes has the folder.
-    """
-
-    def __init__(self, args, recipe, data, layout, folder: Path | None = None):
-        """Begin a run, or go on with that of the folder.  Raises Failure."""
-        self.args, self.recipe, self.data, self.folder = args, recipe, data, folder
-        self.settings = describe(args, recipe, data, layout.members)
-        check_same_run(self.settings)
-        self.num_steps = len(data.train_images) // recipe.batch_size  # an epoch
-        self.save_steps = max(1, round(args.save_every * self.num_steps))
-        a_step = layout.members_per_device * recipe.batch_size // layout.replicas
-        self.segment_steps = min(max(1, SEGMENT_IMAGES // a_step), 256)
-        total = recipe.epochs * self.num_steps
-        where = layout.members, layout.devices
-        self.trainer = make_trainer(recipe, *where, total, data.form())
-        self.images = self.trainer.place((data.train_images, data.train_labels))
-        self.stop = Stop()
-        self.state = self.trainer.init(jax.random.key(args.seed))
-        self.done, self.saved = 0, -1  # steps so far, and at the last save
-        self.metrics: list[dict] = []  # a line an epoch
-        self.failed: set[int] = set()  # members that are not finite
-        self.begin_epoch()
-        if args.resume:
-            self.restore()
-        if folder:
-            where = {"data": args.data, "data_dir": str(args.data_dir.absolute())}
-            config = {**self.settings, **where, "save_every": args.save_every}
-            write_json(folder / "config.json", config, indent=2)
-            write_json(folder / "metrics.jsonl", *self.metrics)
-
-    def begin_epoch(self) -> None:
-        members = self.trainer.layout.members
-        self.losses = np.empty((members, 0))  # of this epoch's steps here, [K, n]
-        self.seconds = 0.0  # that they took
-
-    @property
-    def epoch(self) -> int:
-        """Epochs that are complete."""
-        return self.done // self.num_steps
-
-    def train(self) -> tuple[dict, np.ndarray]:
-        """Train to the last epoch, in segments; save, evaluate and record.
-
-        Returns what `evaluate` does, of the last epoch.  Raises Failure.
-        """
-        recipe, members = self.recipe, self.trainer.layout.members
-        which = {"seed": self.args.seed, "members": members}
-        while True:
-            epoch, step = divmod(self.done, self.num_steps)
-            last = epoch == recipe.epochs
-            self.save(whenever=last)
-            if step == 0 and (epoch or last):
-                found = self.evaluate()
-            if last:
-                return found
-            self.begin_epoch()
-            size = len(self.data.train_images)
-            order = member_orders(size, recipe, epoch=epoch, **which)
-            what, done = f"epoch {epoch + 1} of {recipe.epochs}", order[:, :step].size
-            with progress_bar(what, order.size, done) as advance:
-                while step < self.num_steps:
-                    until_saved = self.save_steps - self.done % self.save_steps
-                    segment = order[:, step:][:, : min(self.segment_steps, until_saved)]
-                    self.advance(segment)
-                    self.save()
-                    step += segment.shape[1]
-                    advance(segment.size)
-
-    def advance(self, order: np.ndarray) -> None:
-        """Take the steps [K, n, B] of a segment, and look for signals."""
-        started = time.perf_counter()
-        self.state, losses = self.trainer.epoch(self.state, self.images, order)
-        self.losses = np.concatenate([self.losses, losses], axis=1)
-        self.seconds += time.perf_counter() - started
-        self.done += order.shape[1]
-        if not (np.isfinite(losses[:, -1]).any() or self.recipe.skip_nonfinite):
-            raise self.diverged()
-        self.stop.listen()  # until now, while JAX compiled, there was nothing to lose
-        self.look()
-
-    def look(self) -> None:
-        """If a process has received a signal, save, and raise Failure."""
-        number = self.stop.agree()
-        if not number:
-            return
-        self.save(whenever=True)
-        self.stop.agree()  # nobody leaves before the first process has saved
-        text = "nothing is saved without --workdir"
-        if self.args.workdir:
-            text = f"what is done is in {self.args.workdir}; --resume goes on with it"
-        raise Failure(f"{signal.Signals(number).name}: {text}", status=128 + number)
-
-    def save(self, whenever: bool = False) -> None:
-        """Save, if it is due or `whenever`.  Raises Failure for a state of no use."""
-        due = whenever or self.done % self.save_steps == 0
-        if not (self.args.workdir and due) or self.done == self.saved:
-            return
-        try:
-            state = self.trainer.gather(self.state)
-        except RuntimeError as error:
-            if type(error) is not RuntimeError:  # JAX's own: a process is lost
-                raise
-            raise Failure(f"after step {self.done}, {error}", status=3) from error
-        if not any_finite(state):
-            raise self.diverged()
-        if self.folder:
-            save_checkpoint(self.folder, state, self.done, self.args.keep)
-        self.saved = self.done
-
-    def restore(self) -> None:
-        """Go on from the newest valid checkpoint of the first process."""
-        done, state = 0, self.trainer.gather(self.state)
-        if self.folder:
-            path = self.folder / "config.json"
-            if difference := first_difference(
-                self.settings, json.loads(path.read_text())
-            ):
-                raise Failure(f"--resume: {difference}, in {path}")
-            done, state = load_checkpoint(self.folder, state)
-            self.metrics = read_metrics(self.folder, done // self.num_steps)
-        done, state = share((np.array(done), state))
-        self.done = self.saved = int(done)
-        self.state = self.trainer.scatter(state)
-
-    def diverged(self) -> Failure:
-        text = f"no model is finite after step {self.done}; lower --learning-rate"
-        if self.saved >= 0:
-            text += f" (the checkpoint of step {self.saved} is good)"
-        return Failure(text, status=3)
-
-    def evaluate(self) -> tuple[dict, np.ndarray]:
-        """Evaluate on the test images, and on half as many training images, alike.
-
-        Returns the report on the test images, and the members' probabilities [K, N, C].
-        """
-        data, started = self.data, time.perf_counter()
-        probs = self.predict(data.test_images)
-        seconds = time.perf_counter() - started
-        test = report_finite(probs, data.test_labels)
-        half = slice((len(data.test_images) + 1) // 2)
-        train_probs = self.predict(data.train_images[half])
-        train = report_finite(train_probs, data.train_labels[half])
-        if test is None or train is None:
-            raise self.diverged()
-        self.name_failed(test["member"])
-        if self.epoch > len(self.metrics):  # it was not before this process began
-            self.record(train, test, seconds)
-        return test, probs
-
-    def predict(self, images: np.ndarray) -> np.ndarray:
-        """Predict [K, N, C] part by part; look for signals between."""
-        members, _, a_device, replicas = self.trainer.layout
-        rows = CHUNK_ROWS * replicas * max(1, SEGMENT_IMAGES // CHUNK_ROWS // a_device)
-        parts = []
-        with progress_bar("predicting", members * len(images)) as advance:
-            for start in range(0, len(images), rows):
-                part = images[start : start + rows]
-                parts.append(self.trainer.predict_members(self.state, part))
-                self.look()
-                advance(members * len(part))
-        return np.concatenate(parts, axis=1)
-
-    def name_failed(self, members: list) -> None:
-        """Name each member that has failed, once, by its scores, and what was skipped.
-
-        The losses are of the epoch's last steps: all, unless it was resumed within.
-        """
-        not_finite = np.sum(~np.isfinite(self.losses), axis=1)  # steps
-        for i, (scores, steps) in enumerate(zip(members, not_finite)):
-            if scores is None and i not in self.failed:
-                self.failed.add(i)
-                loss = f", nor was its loss in {steps} steps of it" if steps else ""
-                print(
-                    f"notice: member {i} is not finite after epoch {self.epoch}{loss}"
-                )
-            elif self.recipe.skip_nonfinite and steps:
-                skipped = f"{steps} steps of epoch {self.epoch}"
-                print(f"notice: member {i} skipped {skipped}: not finite")
-
-    def record(self, train: dict, test: dict, test_seconds: float) -> None:
-        """Print an epoch, and write its line of metrics."""
-        loss, num_images = "negative_log_likelihood", self.losses.size
-        num_images *= self.recipe.batch_size
-        metrics = {
-            "epoch": self.epoch,
-            "train_loss": mean_loss(train),
-            "train_accuracy": train["ensemble"]["accuracy"],
-            "test_loss": mean_loss(test),
-            "test_accuracy": test["ensemble"]["accuracy"],
-            "ensemble_test_loss": test["ensemble"][loss],
-            "member_test_loss": [m and m[loss] for m in test["member"]],
-            "member_test_accuracy": [m and m["accuracy"] for m in test["member"]],
-            "train_seconds": self.seconds,
-            "test_seconds": test_seconds,
-            "member_images_per_second": num_images / (self.seconds or math.inf) or None,
-        }
-        print_epoch(metrics)
-        self.metrics.append(metrics)
-        if self.folder:
-            write_json(self.folder / "metrics.jsonl", *self.metrics)
 
 
 def train_and_report(args: argparse.Namespace) -> None:
