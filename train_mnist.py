@@ -432,12 +432,7 @@ class Run:
         due = whenever or self.done % self.save_steps == 0
         if not (self.args.workdir and due) or self.done == self.saved:
             return
-        try:
-            state = self.trainer.gather(self.state)
-        except RuntimeError as error:
-            if type(error) is not RuntimeError:  # JAX's own: a process is lost
-                raise
-            raise Failure(f"after step {self.done}, {error}", status=3) from error
+        state = self.trainer.gather(self.state)
         if not any_finite(state):
             raise self.diverged()
         if self.folder:
@@ -449,9 +444,8 @@ class Run:
         done, state = 0, self.trainer.gather(self.state)
         if self.folder:
             path = self.folder / "config.json"
-            if difference := first_difference(
-                self.settings, json.loads(path.read_text())
-            ):
+            config = json.loads(path.read_text())
+            if difference := first_difference(self.settings, config):
                 raise Failure(f"--resume: {difference}, in {path}")
             done, state = load_checkpoint(self.folder, state)
             self.metrics = read_metrics(self.folder, done // self.num_steps)
@@ -502,17 +496,16 @@ class Run:
 
         The losses are of the epoch's last steps: all, unless it was resumed within.
         """
-        not_finite = np.sum(~np.isfinite(self.losses), axis=1)  # steps
-        for i, (scores, steps) in enumerate(zip(members, not_finite)):
-            if scores is None and i not in self.failed:
+        bad, epoch = np.sum(~np.isfinite(self.losses), axis=1), f"epoch {self.epoch}"
+        for i, steps in enumerate(bad):
+            if members[i] is None and i not in self.failed:
                 self.failed.add(i)
                 loss = f", nor was its loss in {steps} steps of it" if steps else ""
-                print(
-                    f"notice: member {i} is not finite after epoch {self.epoch}{loss}"
-                )
+                print(f"notice: member {i} is not finite after {epoch}{loss}")
             elif self.recipe.skip_nonfinite and steps:
-                skipped = f"{steps} steps of epoch {self.epoch}"
-                print(f"notice: member {i} skipped {skipped}: not finite")
+                print(
+                    f"notice: member {i} skipped {steps} steps of {epoch}: not finite"
+                )
 
     def record(self, train: dict, test: dict, test_seconds: float) -> None:
         """Print an epoch, and write its line of metrics."""
@@ -879,21 +872,16 @@ def download(folder: Path, name: str) -> Path:
     raise DownloadError(f"{missing}: {'; '.join(failures)}")
 
 
-def misfit(images, labels, test_images, test_labels) -> str | None:
+def misfit(arrays: Sequence[np.ndarray]) -> str | None:
     """Say which of a data set's four files does not fit the others, and why."""
     _, train_file, image_file, test_file = MNIST_FILES
-    classes = np.unique(labels)
-    strange = np.setdiff1d(test_labels, classes)
-    for file, x, y in (
-        (train_file, images, labels),
-        (test_file, test_images, test_labels),
-    ):
+    images, labels, test_images, test_labels = arrays
+    classes, strange = np.unique(labels), np.setdiff1d(test_labels, labels)
+    for file, x, y in zip((train_file, test_file), arrays[::2], arrays[1::2]):
         if len(x) != len(y):
             return f"{file}: {len(y)} labels for {len(x)} images"
-    if len(classes) < 2:
-        return (
-            f"{train_file}: all labels are {classes[0]}; expected two classes or more"
-        )
+    if len(classes) == 1:
+        return f"{train_file}: all labels are {classes[0]}; expected two or more"
     if strange.size:
         known = f"{len(classes)} classes of {train_file}"
         return f"{test_file}: label {strange[0]} is none of the {known}"
@@ -911,37 +899,30 @@ def load_mnist(folder: Path) -> Dataset:
     """
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{folder}: not a folder")
-    found = {}
+    paths, found, foreign = {}, {}, []
     for name in MNIST_FILES:
-        plain_and_packed = folder / name, folder / f"{name}.gz"
-        found[name] = next(filter(Path.exists, plain_and_packed), None)
-    arrays, foreign = {}, []
-    for name in sorted(
-        found, key=lambda name: found[name] is None
-    ):  # missing ones last
-        if foreign and found[name] is None:
+        both = folder / name, folder / f"{name}.gz"
+        paths[name] = next(filter(Path.exists, both), None)
+    for name in sorted(paths, key=lambda name: not paths[name]):  # missing ones last
+        if foreign and not paths[name]:
             raise DataError(
                 f"{folder}: {name} is missing, and {foreign[0]} is not MNIST's, so "
                 "MNIST's cannot take its place"
             )
-        arrays[name], digest = read_idx(found[name] or download(folder, name))
+        found[name], digest = read_idx(paths[name] or download(folder, name))
         if digest != MNIST_FILES[name]:
             foreign.append(name)
-    images, labels, test_images, test_labels = (arrays[name] for name in MNIST_FILES)
-    if wrong := misfit(images, labels, test_images, test_labels):
+    arrays = [found[name] for name in MNIST_FILES]
+    if wrong := misfit(arrays):
         raise DataError(f"{folder}: {wrong}")
-    name, classes = "MNIST", np.unique(labels)
+    name, classes, parts = "MNIST", np.unique(arrays[1]), []
+    for images, labels in (arrays[:2], arrays[2:]):
+        indices = np.searchsorted(classes, labels).astype(np.int32)
+        parts += [images[..., None], indices]
     if foreign:
         print(f"notice: {folder} holds other data than MNIST ({', '.join(foreign)})")
         name = f"data in MNIST's form from {folder}"
-    return Dataset(
-        name,
-        images[..., None],
-        np.searchsorted(classes, labels).astype(np.int32),
-        test_images[..., None],
-        np.searchsorted(classes, test_labels).astype(np.int32),
-        classes.astype(int),
-    )
+    return Dataset(name, *parts, classes.astype(int))
 
 
 # ---------------------------------------------------------------------------------
@@ -953,38 +934,21 @@ SIDE = 28  # pixels along each side of an image
 CHUNK = 1000  # images drawn at once, from a random stream of their own
 STEPS = 72  # in which the pen writes a digit
 
-# Ways of writing each digit.  A pair such as "27" is a knot, 2 across, 7 down, that
-# attracts the pen; a pair written twice makes a corner.
+# Ways of writing each digit, of eight knots each.  A pair such as "27" is a knot, 2
+# across, 7 down, that attracts the pen; a pair written twice makes a corner.
 STROKES = {
-    0: "50 10 19 89 80 50 20; 70 20 08 49 98 80 30; 50 20 29 79 70 40",
-    1: "50 50 59 59; 23 50 50 59 59; 23 50 50 59 59 29 29 89",
-    2: "12 20 90 84 19 19 99; 12 20 90 74 29 08 16 59 98; 11 40 90 75 09 09 88",
-    3: "11 40 90 84 44 44 95 99 39 08; 10 80 80 44 44 94 99 29 08; "
-    "11 50 90 85 34 95 99 39 07",
-    4: "20 15 15 95 95 61 61 69 69; 60 06 06 96 96 60 60 69 69; "
-    "10 06 65 74 80 80 69 69",
-    5: "80 20 20 14 14 83 99 39 08; 90 20 20 14 14 83 99 29 08; 80 20 14 94 99 39 08",
-    6: "70 30 05 19 89 94 34 17; 60 16 29 89 85 45 17; 81 40 08 39 99 84 24 08",
-    7: "10 80 80 55 49; 10 80 80 55 39 39; 12 10 80 90 55 39",
-    8: "60 10 13 86 89 19 16 83 80 50; 50 20 24 74 79 19 15 84 80 50; "
-    "81 40 11 33 86 89 19 16 63 81",
-    9: "82 80 10 15 75 82 82 79; 80 20 15 75 81 85 79 29 18; 81 30 14 65 81 81 69",
+    0: "50 10 09 39 89 80 50 30; 70 20 08 49 98 80 40 30; 50 20 18 39 79 70 50 30",
+    1: "50 50 50 55 59 59 59 59; 23 23 50 50 55 59 59 59; 24 50 50 59 59 29 29 89",
+    2: "12 20 80 94 57 19 19 99; 12 30 90 74 19 08 28 99; 11 50 90 75 09 09 59 88",
+    3: "10 90 94 44 44 96 79 09; 10 80 80 44 96 99 39 08; 11 60 93 34 34 97 79 07",
+    4: "20 15 15 95 61 61 69 69; 60 06 06 96 60 60 69 69; 10 06 65 80 80 74 69 69",
+    5: "80 20 20 14 83 99 39 08; 90 20 14 14 94 89 29 08; 80 20 14 74 97 89 29 08",
+    6: "70 30 05 19 89 94 34 17; 60 26 19 79 87 64 35 17; 80 30 07 39 99 84 24 08",
+    7: "10 10 80 80 55 49 49 49; 10 80 90 90 65 39 39 39; 12 10 80 80 55 39 39 39",
+    8: "60 10 14 88 49 17 84 60; 70 20 13 88 29 17 83 70; 50 11 24 89 29 16 73 60",
+    9: "82 70 10 15 75 82 81 79; 80 20 15 75 81 89 29 18; 81 30 14 65 81 81 75 69",
 }
 WAYS = [(label, way.split()) for label in STROKES for way in STROKES[label].split(";")]
-KNOTS = max(len(way) for _, way in WAYS)
-
-
-def pulls(num_knots: np.ndarray) -> np.ndarray:
-    """Return how much each knot pulls the pen at each step: float32 [W, STEPS, KNOTS].
-
-    The pen goes from the first to the last of `num_knots` [W] on a uniform cubic
-    B-spline, whose weights are these.
-    """
-    at = np.linspace(0, num_knots - 1, STEPS, axis=1)
-    far = np.abs(at[..., None] - np.arange(KNOTS))
-    near = 4 - 6 * far**2 + 3 * far**3
-    weights = np.where(far < 1, near, (2 - far).clip(0) ** 3)
-    return np.float32(weights / weights.sum(axis=2, keepdims=True))
 
 
 def draw_digits(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -997,18 +961,18 @@ def draw_digits(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         squares = ((at[..., None] - np.arange(SIDE, dtype=np.float32)) / width) ** 2
         return np.exp(-0.5 * squares.clip(max=40))  # clipped: denormals are slow
 
-    labels, num_knots = np.transpose([(label, len(way)) for label, way in WAYS])
-    filled = [way + way[-1:] * (KNOTS - len(way)) for _, way in WAYS]
-    knots = np.array([[[*map(int, knot)] for knot in way] for way in filled])
-    knots = np.float32(knots - 4.5)  # [W, KNOTS, 2], around the center
-    another = (np.diff(knots, axis=1, prepend=np.nan) != 0).any(axis=2)
-    number = np.cumsum(another, axis=1) - 1  # knots that are one move as one
+    labels = np.array([label for label, _ in WAYS], np.int32)
+    knots = np.float32([[[*map(int, knot)] for knot in way] for _, way in WAYS])
+    num_knots = knots.shape[1]
+    # The pen follows a uniform cubic B-spline: its weights for knots so far from it.
+    far = np.abs(np.linspace(0, num_knots - 1, STEPS)[:, None] - np.arange(num_knots))
+    pull = np.where(far < 1, 4 - 6 * far**2 + 3 * far**3, (2 - far).clip(0) ** 3)
+    pull = np.float32(pull / pull.sum(axis=1, keepdims=True))  # [STEPS, num_knots]
 
     way = rng.integers(len(WAYS), size=CHUNK)
     haste = np.exp(normal(-0.7, 0.45, 1, 1))  # most write neatly, a few scrawl
-    moves = haste * normal(0, 1, KNOTS, 2)
-    moves = np.take_along_axis(moves, number[way][..., None], axis=1)
-    x, y = np.moveaxis(pulls(num_knots)[way] @ (knots[way] + moves), 2, 0)
+    moved = knots[way] - 4.5 + haste * normal(0, 1, num_knots, 2)
+    x, y = np.moveaxis(pull @ moved, 2, 0)
     x, y = x * normal(1.6, 0.2, 1), y * normal(1.9, 0.15, 1)  # from knots to pixels
     x = x - y * normal(0.2, 0.2, 1)  # slant
     turn = normal(0, 0.12, 1)
@@ -1020,7 +984,7 @@ def draw_digits(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     dab = 0.9 * np.hypot(np.gradient(x, axis=1), np.gradient(y, axis=1))[..., None]
     ink = (bell(y) * dab / width).swapaxes(1, 2) @ bell(x)
     ink = np.tanh(ink**2) * normal(1, 0.1, SIDE, SIDE)  # saturated, on rough paper
-    return np.uint8(255 * ink.clip(0, 1))[..., None], labels[way].astype(np.int32)
+    return np.uint8(255 * ink.clip(0, 1))[..., None], labels[way]
 
 
 def generate_digits(
@@ -1143,12 +1107,9 @@ def load_checkpoint(folder: Path, like: pe.TrainState) -> tuple[int, pe.TrainSta
 def read_metrics(folder: Path, epochs: int) -> list[dict]:
     """Return the lines of the epochs that are complete, and no others."""
     metrics: list[dict] = []
-    with contextlib.suppress(OSError):
-        for line in (folder / "metrics.jsonl").read_text().splitlines():
-            with contextlib.suppress(ValueError, TypeError, KeyError):
-                found = json.loads(line)
-                if found["epoch"] == len(metrics) + 1 <= epochs:
-                    metrics.append(found)
+    with contextlib.suppress(OSError, ValueError):
+        for line in (folder / "metrics.jsonl").read_text().splitlines()[:epochs]:
+            metrics.append(json.loads(line))
     return metrics
 
 
@@ -1429,11 +1390,8 @@ def resumed_flags(given: dict) -> dict:
     try:
         config = json.loads(path.read_text())
         kept = {name: config[name] for name in KEPT if name in config}
-        argv = [
-            flag(n) + f"={x}" * (x is not True)
-            for n, x in kept.items()
-            if x is not False
-        ]
+        argv = [flag(name) for name, value in kept.items() if value is True]
+        argv += [f"{flag(n)}={x}" for n, x in kept.items() if not isinstance(x, bool)]
         flags = given_flags(argv)
     except (OSError, ValueError, TypeError, Failure) as error:
         reason = getattr(error, "strerror", None) or error
@@ -1616,6 +1574,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in reason:
             less = "fewer --members on more --devices, or a smaller --batch-size"
             text = f"out of memory; try {less}: {reason}"
+        elif type(error) is RuntimeError:  # JAX's own errors are of other types
+            text = reason
         elif several:
             text = f"lost contact with another process: {reason}"
         else:
