@@ -3971,8 +3971,8 @@ def start_run(small_folder, tmp_path):
 
 STUCK = f"""{TINY}
 def save(run, whenever=False):
-    print("stopping" if run.stop.received else "training", flush=True)
-    tm.time.sleep(600 if run.stop.received else run.done == 0)
+    print("stopping" if run.signals.received else "training", flush=True)
+    tm.time.sleep(600 if run.signals.received else run.done == 0)
 
 tm.Run.save = save
 sys.exit(tm.main(sys.argv[1:]))"""

@@ -75,15 +75,15 @@ several processes, each started with the same flags but for its id; the first wr
                           how long to wait for the other processes (default: 60)
 """
 
-# The order of this file is the order of the data: recipe, data, training, report,
-# picture, the run's folder, signals and processes, the command line, the run.
+# The order of this file: recipe and networks; the trainer; the run, which is the loop;
+# then what the run needs: report, picture, data, its folder, signals and processes, and
+# the command line.
 
 from __future__ import annotations
 
 import argparse
 import collections
 import contextlib
-import functools
 import gzip
 import hashlib
 import http.client
@@ -99,7 +99,6 @@ import socket
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -254,7 +253,7 @@ CHUNK_ROWS = 32  # images that a device predicts at a time
 def init_of(recipe: Recipe, form: dict) -> Callable:
     """Return the network's init, of a key alone, for the form of a data set."""
     sizes = {"image_shape": form["image_shape"], "num_classes": len(form["classes"])}
-    return functools.partial(NETWORKS[recipe.network].init, **sizes)
+    return lambda key: NETWORKS[recipe.network].init(key, **sizes)
 
 
 def make_trainer(
@@ -351,7 +350,7 @@ class Run:
         where = layout.members, layout.devices
         self.trainer = make_trainer(recipe, *where, total, data.form())
         self.images = self.trainer.place((data.train_images, data.train_labels))
-        self.stop = Stop()
+        self.signals = Signals()
         self.state = self.trainer.init(jax.random.key(args.seed))
         self.done, self.saved = 0, -1  # steps so far, and at the last save
         self.metrics: list[dict] = []  # a line an epoch
@@ -380,24 +379,24 @@ class Run:
 
         Returns what `evaluate` does, of the last epoch.  Raises Failure.
         """
-        recipe, members = self.recipe, self.trainer.layout.members
+        size, members = len(self.data.train_images), self.trainer.layout.members
         which = {"seed": self.args.seed, "members": members}
         while True:
             epoch, step = divmod(self.done, self.num_steps)
-            last = epoch == recipe.epochs
+            last = epoch == self.recipe.epochs
             self.save(whenever=last)
             if step == 0 and (epoch or last):
                 found = self.evaluate()
             if last:
                 return found
             self.begin_epoch()
-            size = len(self.data.train_images)
-            order = member_orders(size, recipe, epoch=epoch, **which)
-            what, done = f"epoch {epoch + 1} of {recipe.epochs}", order[:, :step].size
-            with progress_bar(what, order.size, done) as advance:
+            order = member_orders(size, self.recipe, epoch=epoch, **which)
+            what, done = f"epoch {epoch + 1} of {self.recipe.epochs}", order[:, :step]
+            with progress_bar(what, order.size, done.size) as advance:
                 while step < self.num_steps:
                     until_saved = self.save_steps - self.done % self.save_steps
-                    segment = order[:, step:][:, : min(self.segment_steps, until_saved)]
+                    end = step + min(self.segment_steps, until_saved)
+                    segment = order[:, step:end]
                     self.advance(segment)
                     self.save()
                     step += segment.shape[1]
@@ -412,16 +411,16 @@ class Run:
         self.done += order.shape[1]
         if not (np.isfinite(losses[:, -1]).any() or self.recipe.skip_nonfinite):
             raise self.diverged()
-        self.stop.listen()  # until now, while JAX compiled, there was nothing to lose
+        self.signals.listen()  # until now, while JAX compiled, nothing was to be lost
         self.look()
 
     def look(self) -> None:
         """If a process has received a signal, save, and raise Failure."""
-        number = self.stop.agree()
+        number = self.signals.agree()
         if not number:
             return
         self.save(whenever=True)
-        self.stop.agree()  # nobody leaves before the first process has saved
+        self.signals.agree()  # nobody leaves before the first process has saved
         text = "nothing is saved without --workdir"
         if self.args.workdir:
             text = f"what is done is in {self.args.workdir}; --resume goes on with it"
@@ -1178,7 +1177,7 @@ def load_run(workdir: str | os.PathLike, devices: int | None = None) -> Trained:
 # ---------------------------------------------------------------------------------
 
 
-class Stop:
+class Signals:
     """SIGTERM and SIGINT, as a request that training and evaluation look for.
 
     So they are from `listen` to `close`.  Else, while nothing is to be saved, they end
@@ -1186,7 +1185,7 @@ class Stop:
     """
 
     def __init__(self):
-        self.received = 0  # the signal, here
+        self.received = 0  # the first of them
         self.handlers = {}  # those before ours
 
     def listen(self) -> None:
@@ -1407,10 +1406,8 @@ def resumed_flags(given: dict) -> dict:
 
 def default_folder() -> Path:
     """Return $MNIST_DIR, or a folder of our own in the user's cache folder."""
-    if os.environ.get("MNIST_DIR"):
-        return Path(os.environ["MNIST_DIR"])
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "pjax_ensemble"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("MNIST_DIR") or cache / "pjax_ensemble")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -1501,14 +1498,11 @@ def announce(args: argparse.Namespace, recipe: Recipe, data: Dataset, layout) ->
     where += f" of {jax.process_count()} processes" * (jax.process_count() > 1)
     where += f" ({shared} a device)" * (shared > 1)
     where += f" ({replicas} replicas a model)" * (replicas > 1)
-    what = {**recipe._asdict(), "seed": args.seed, **versions()}
-    said = ", ".join(f"{n} {value}" for n, value in what.items() if value is not False)
-    print(
-        f"{data.name}, {len(data.train_images)} training and {len(data.test_images)} "
-        f"test images of {size}, {len(data.classes)} classes: {models} on {where}; "
-        f"{said}",
-        flush=True,
-    )
+    how = {**recipe._asdict(), "seed": args.seed, **versions()}
+    said = ", ".join(f"{n} {value}" for n, value in how.items() if value is not False)
+    counts = f"{len(data.train_images)} training and {len(data.test_images)} test"
+    what = f"{data.name}, {counts} images of {size}, {len(data.classes)} classes"
+    print(f"{what}: {models} on {where}; {said}", flush=True)
 
 
 def show_batch(layout: pe.Layout, batch_size: int, pixels: int) -> None:
@@ -1536,7 +1530,7 @@ def train_and_report(args: argparse.Namespace) -> None:
         if args.show_batch:
             show_batch(layout, recipe.batch_size, data.train_images[0].size)
         run = Run(args, recipe, data, layout, folder)
-        with contextlib.closing(run.stop):
+        with contextlib.closing(run.signals):
             scores, probs = run.train()
         report = {
             "dataset": data.name,

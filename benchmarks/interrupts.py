@@ -215,7 +215,7 @@ def cost(rounds: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(rounds + 1):
             run = tm.Run(args, recipe, data, layout)
-            with contextlib.closing(run.stop):
+            with contextlib.closing(run.signals):
                 run.train()
             # The second epoch: the first one compiles.
             seconds["pieces"].append(run.seconds)
