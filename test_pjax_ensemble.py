@@ -3159,8 +3159,64 @@ def test_demo_refuses_in_one_line(args, message, capsys, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------
-# train_mnist.py: data
+# train_mnist.py: a data set and a network for short runs
 # ---------------------------------------------------------------------------------
+
+
+# A network with statistics and random numbers that compiles in no time, for runs in
+# which others matter.
+TINY = """
+import math, sys
+import jax
+import pjax_ensemble as pe
+import train_mnist as tm
+
+def init(key, *, image_shape, num_classes):
+    keys, pixels = jax.random.split(key), math.prod(image_shape)
+    norm, stats = pe.batch_norm_init(8)
+    last = pe.dense_init(keys[1], 8, num_classes)
+    return (pe.dense_init(keys[0], pixels, 8), norm, last), stats
+
+def logits(params, stats, images, key=None):
+    x = pe.dense(params[0], images.reshape(len(images), -1))
+    x, stats = pe.batch_norm(params[1], stats, x, training=key is not None)
+    return pe.dense(params[2], pe.dropout(key, jax.nn.relu(x), 0.2)), stats
+
+tm.NETWORKS["tiny"] = tm.Network(init, logits)
+tm.RECIPES["tiny"] = tm.RECIPES["batchnorm"]._replace(network="tiny")
+"""
+SCRIPT = f"{TINY}sys.exit(tm.main(sys.argv[1:]))"
+exec(TINY, {})
+
+
+@pytest.fixture(scope="module")
+def small_folder(tmp_path_factory):
+    """Make a data set of 768 training and 200 test images in MNIST's form."""
+    return write_files(tmp_path_factory.mktemp("data"), small_files(768, 200))
+
+
+def words(*flags):
+    """Split what is a string, and take anything else as a word."""
+    return [w for f in flags for w in (f.split() if isinstance(f, str) else [str(f)])]
+
+
+@pytest.fixture
+def script(capsys, small_folder):
+    """Return a function that runs the script on them: status, output, errors."""
+
+    def run(*flags):
+        status = tm.main(words("--data-dir", small_folder, *flags))
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def metrics_of(folder):
+    return list(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))
+
+
+def report_of(folder):
+    return json.loads((folder / "report.json").read_text())
 
 
 def idx(array, dims=None):
@@ -3184,6 +3240,480 @@ def write_files(folder, contents, *, packed=False):
         content = gzip.compress(content, 1) if packed else content
         (folder / (f"{name}.gz" if packed else name)).write_bytes(content)
     return folder
+
+
+# Two epochs of 8 steps.
+RUN = "--members 2 --devices 2 --network tiny --epochs 2 --batch-size 32"
+RUN += " --train-size 256"
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory, small_folder):
+    """Return the folder of a run that nobody interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert tm.main(words(RUN, "--data-dir", small_folder, "--workdir", folder)) == 0
+    return folder
+
+
+def checkpoints(folder):
+    return sorted(path.name for path in folder.glob("checkpoint_*"))
+
+
+def names_of(*steps):
+    return [f"checkpoint_{step:08d}.safetensors" for step in steps]
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
+
+
+def results(folder):
+    """Return what a run ends with: checkpoint, metrics but for times, report."""
+    metrics = [
+        {name: value for name, value in line.items() if "second" not in name}
+        for line in metrics_of(folder)
+    ]
+    return (folder / names_of(16)[0]).read_bytes(), metrics, report_of(folder)
+
+
+@pytest.fixture
+def run_in(script):
+    """Return a function that trains in a folder: status, output, errors."""
+    return lambda folder, *flags: script(RUN, "--workdir", folder, *flags)
+
+
+# ---------------------------------------------------------------------------------
+# train_mnist.py: training
+# ---------------------------------------------------------------------------------
+
+
+def test_shift_moves_each_image_whole_by_its_own_offset():
+    images = np.zeros((64, 9, 9, 1), np.uint8)
+    images[:, 4, 4] = 7
+    moved = np.asarray(tm.shift_images(jax.random.key(0), jnp.asarray(images), 2))
+    assert moved.shape == images.shape and moved.dtype == np.uint8
+    assert_array_equal(moved.sum(axis=(1, 2, 3)), np.full(64, 7))
+    places = {tuple(p) for p in np.argwhere(moved[..., 0])[:, 1:] - 4}
+    assert all(max(map(abs, place)) <= 2 for place in places)
+    assert {p for p, _ in places} == {p for _, p in places} == {-2, -1, 0, 1, 2}
+
+
+@pytest.mark.parametrize("bootstrap", [False, True])
+def test_each_member_has_an_order_and_with_bootstrap_a_resample_of_its_own(bootstrap):
+    recipe = tm.RECIPES["cnn"]._replace(batch_size=50, bootstrap=bootstrap)
+    draw = functools.partial(tm.member_orders, recipe=recipe, seed=5)
+    first, second = (draw(5000, epoch=epoch, members=3) for epoch in (0, 1))
+    assert first.shape == draw(5049, epoch=0, members=3).shape == (3, 100, 50)
+    assert_array_equal(draw(5000, epoch=0, members=1)[0], first[0])
+    for a, b in itertools.combinations([*first, *second], 2):
+        assert not np.array_equal(a, b)
+    images, later = (np.sort(orders.reshape(3, -1)) for orders in (first, second))
+    assert_array_equal(images, later)
+    if not bootstrap:
+        assert_array_equal(images, [range(5000)] * 3)
+        return
+    counts = np.array([np.bincount(rows, minlength=5000) for rows in images])
+    seen = np.mean(counts > 0, axis=1)
+    assert_allclose(seen, 1 - np.exp(-1), atol=0.02)  # with replacement
+    assert np.abs(np.corrcoef(counts) - np.eye(3)).max() < 0.05
+
+
+def test_trainer_of_the_script_works_through_a_batch_in_parts(monkeypatch):
+    sizes, data = [], tm.generate_digits(0, 64, 0)
+
+    def logits(weight, _, images, key=None):
+        sizes.append(len(images))
+        return images.reshape(len(images), -1) @ weight, ()
+
+    network = tm.Network(lambda key, **form: (jnp.zeros((784, 10)), ()), logits)
+    monkeypatch.setitem(tm.NETWORKS, "cnn", network)
+    trainer = tm.make_trainer(tm.RECIPES["cnn"], 1, 1, 1, data.form())
+    trainer.update(trainer.init(jax.random.key(0)), *data[1:3])
+    assert set(sizes) == {32}
+
+
+def test_trainer_of_the_script_learns_from_bytes():
+    recipe = tm.RECIPES["batchnorm"]._replace(batch_size=32, learning_rate=3e-3)
+    data = tm.generate_digits(0, num_train=256, num_test=0)
+    images, labels = data[1:3]
+    trainer = tm.make_trainer(recipe, 1, 2, 32, data.form())
+    state, placed = trainer.init(jax.random.key(0)), trainer.place((images, labels))
+    order = np.resize(np.arange(256), (1, 32, 32))  # four times
+    state, losses = trainer.epoch(state, placed, order)
+    assert losses[0, -8:].mean() < 1.5
+    probs = trainer.predict_members(state, images[:40])
+    gathered = trainer.gather(state)
+    params, stats = (member(x, 0) for x in (gathered.params, gathered.model_state))
+    x = jnp.asarray(images[:40], jnp.float32) / 255
+    logits, _ = jax.jit(tm.NETWORKS["batchnorm"].logits)(params, stats, x)
+    assert_allclose(probs[0], jax.nn.softmax(logits), atol=1e-4)
+
+
+# ---------------------------------------------------------------------------------
+# train_mnist.py: the run
+# ---------------------------------------------------------------------------------
+
+
+def sorted_images(size, labels, count):
+    """Draw images [N, H, W] of noise, brighter the later their label is in `labels`."""
+    rows = np.resize(labels, count).astype(np.uint8)
+    order = np.searchsorted(labels, rows)[:, None, None]
+    noise = np.random.default_rng(count).random((count, *size))
+    return np.uint8(255 * noise * (order + 1) / len(labels)), rows
+
+
+def write_set(folder, size, labels, counts=(64, 30)):
+    arrays = [x for count in counts for x in sorted_images(size, labels, count)]
+    return write_files(folder, dict(zip(tm.MNIST_FILES, map(idx, arrays)))), arrays
+
+
+SETS = [
+    ("cnn", (32, 32), [*range(1, 27)]),
+    ("tiny", (12, 40), [5, 9, 200]),
+]
+
+
+@pytest.mark.parametrize("network, size, labels", SETS)
+def test_any_set_of_images_is_trained_as_it_is(
+    tmp_path, capsys, drawn, network, size, labels
+):
+    pytest.importorskip("rich")
+    folder, (_, _, images, true) = write_set(tmp_path / "data", size, labels)
+    flags = f"--network {network} --members 3 --devices 1 --epochs 1 --batch-size 16"
+    flags += " --plot --show-batch --data-dir"
+    assert tm.main(words(flags, folder, "--workdir", tmp_path)) == 0
+    height, width = size
+    said = f"64 training and 30 test images of {height} x {width}, {len(labels)} classe"
+    out = capsys.readouterr().out
+    assert said in out and f"images [48, {height * width}], member after" in out
+    config, report = (
+        json.loads((tmp_path / "config.json").read_text()),
+        report_of(tmp_path),
+    )
+    form = {"classes": labels, "image_shape": [height, width, 1]}
+    assert config.items() >= form.items() <= report["config"].items()
+    run = tm.load_run(tmp_path, 1)
+    probs = run.predict_members(images)
+    found = run.classes[probs.mean(axis=0).argmax(axis=-1)]
+    assert np.mean(found == true) == report["ensemble"]["accuracy"]
+    unsure = np.argsort(-pe.predictive_entropy(probs))[:12]
+    shown = drawn().subfigs[1].axes
+    assert [axes.get_title() for axes in shown] == [f"label {true[i]}" for i in unsure]
+    votes = [int(v.split(": ")[0]) for v in shown[0].get_xlabel().split("  ")]
+    assert set(votes) == set(run.classes[probs[:, unsure[0]].argmax(axis=-1)])
+
+
+@pytest.mark.parametrize("mode, members", [("ensemble", 3), ("sync", 1)])
+def test_script_learns_and_reports(tmp_path, script, mode, members):
+    folder = tmp_path / "a" / "b"
+    flags = f"--mode {mode} --members {members} --devices 2 --epochs 3 --batch-size 32"
+    flags += f" --learning-rate 0.03 --workdir {folder}"
+    status, out, _ = script(flags)
+    assert status == 0
+    lines = [line for line in out.splitlines() if line.startswith("epoch:")]
+    report, metrics = report_of(folder), metrics_of(folder)
+    assert [m["epoch"] for m in metrics] == [1, 2, 3]
+    for line, m in zip(lines, metrics, strict=True):
+        assert line == (
+            f"epoch: {m['epoch']:2d}, train_loss: {m['train_loss']:.4f}, "
+            f"train_accuracy: {100 * m['train_accuracy']:.2f}, "
+            f"test_loss: {m['test_loss']:.4f}, "
+            f"test_accuracy: {100 * m['test_accuracy']:.2f}"
+        )
+        assert m["train_seconds"] > 0 < m["test_seconds"]
+        rate = members * 768 / m["train_seconds"]
+        assert_allclose(m["member_images_per_second"], rate)
+    assert metrics[-1]["test_accuracy"] > 0.6 > 0.2 + metrics[0]["test_loss"] / 10
+    assert report["dataset"].startswith("data in MNIST's form")
+    assert report["test_examples"] == 200 and report["members"] == members
+    assert report["config"]["batch_size"] == 32 and report["config"]["devices"] == 2
+    assert report["versions"]["jax"] == jax.__version__
+    _, *tables = (table.splitlines() for table in out.split("\n\n"))
+    names = [*[f"member {i}" for i in range(members)], "ensemble"]
+    names = ["model"] if mode == "sync" else names
+    assert [row[:10].strip() for row in tables[0][2:]] == names
+    assert f"{100 * report['ensemble']['accuracy']:.2f}%" in tables[0][-1]
+    if mode == "ensemble":
+        sizes = [f"{100 * each['accuracy']:.2f}%" for each in report["by_size"]]
+        shown = [row.split()[:3] for row in tables[1][2:]]
+        assert shown == [["first", f"{i}", size] for i, size in enumerate(sizes, 1)]
+
+
+def test_member_that_fails_is_named_and_left_out(tmp_path, script, monkeypatch):
+    train = tm.Run.train
+
+    def spoil(run):
+        gathered = run.trainer.gather(run.state)
+        gathered.params[2].bias[1] = np.nan
+        run.state = run.trainer.scatter(gathered)
+        return train(run)
+
+    monkeypatch.setattr(tm.Run, "train", spoil)
+    flags = "--members 3 --devices 2 --epochs 2 --network tiny --workdir"
+    status, out, _ = script(flags, tmp_path)
+    assert status == 0
+    notice = "member 1 is not finite after epoch 1, nor was its loss in 12 steps of it"
+    assert out.count("notice: member") == 1 and notice in out
+    assert out.index(notice) < out.index("epoch:  1,")
+    rows = {row[:8]: row for row in out.splitlines()}
+    assert "failed" in rows["member 1"] and "%" in rows["member 2"]
+    assert "%" in rows["first 2 "] and "first 3 " not in rows
+    report = report_of(tmp_path)
+    assert report["failed"] == [1] and report["members"] == 3
+    assert report["member"][1] is None and len(report["by_size"]) == 2
+    assert report["ensemble"] == report["by_size"][1]
+    run = tm.load_run(tmp_path)  # without it
+    assert run.predict_members(np.ones((5, 28, 28), np.uint8)).shape == (2, 5, 10)
+    assert np.isfinite(run.predict(np.ones((5, 28, 28), np.uint8))).all()
+
+
+# After a step it is the state alone that is not finite, and the loss after the next.
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize(
+    "flags, step",  # without a checkpoint, it is the evaluation that sees it
+    [("--workdir", 8), ("--save-every .125 --workdir", 1), ("--skip-nonfinite", 8)],
+)
+def test_diverged_run_keeps_what_is_good(tmp_path, script, flags, step):
+    saved = "--workdir" in flags
+    status, _, err = script(RUN, "--learning-rate 1e39", flags, *[tmp_path] * saved)
+    why = f"no model is finite after step {step}; lower --learning-rate"
+    why += " (the checkpoint of step 0 is good)" * saved
+    assert status == 3 and err == f"train_mnist.py: error: {why}\n"
+    assert checkpoints(tmp_path) == names_of(0) * saved
+    assert not (tmp_path / "report.json").exists()
+
+
+def test_script_without_a_workdir_writes_nothing(tmp_path, script, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert script("--epochs 1 --network tiny")[0] == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_segments_are_bounded_and_end_at_saves(
+    tmp_path, run_in, whole_run, monkeypatch
+):
+    advance, lengths = tm.Run.advance, []
+
+    def advancing(run, order):
+        lengths.append(order.shape[1])
+        advance(run, order)
+
+    monkeypatch.setattr(tm.Run, "advance", advancing)
+    for steps, expected in (4, "3321331"), (2, "21212121211"):
+        monkeypatch.setattr(tm, "SEGMENT_IMAGES", steps * 32)
+        folder = tmp_path / expected
+        assert run_in(folder, "--save-every .375")[0] == 0  # every 3 steps
+        assert lengths == [*map(int, expected)]
+        assert results(folder) == results(whole_run)
+        lengths.clear()
+
+
+def stop_at(monkeypatch, step, how=signal.SIGTERM, looks=1):
+    """Let a run of segments of one step receive a signal after one of the steps.
+
+    That is before it looks for one the so many-th time, as it does after the step and
+    then in the evaluation.
+    """
+    look, left = tm.Run.look, itertools.count(1 - looks)
+
+    def looking(run):
+        if run.done == step and next(left) == 0:
+            signal.raise_signal(how)
+        return look(run)
+
+    monkeypatch.setattr(tm.Run, "look", looking)
+    monkeypatch.setattr(tm, "SEGMENT_IMAGES", 1)
+
+
+@pytest.mark.parametrize(
+    "steps, how, looks, devices",
+    [
+        ((3, 7, 9), signal.SIGTERM, 1, 2),
+        ((8,), signal.SIGINT, 1, 2),
+        ((8,), signal.SIGTERM, 3, 2),  # in the evaluation
+        ((6, 12), signal.SIGTERM, 1, 1),
+    ],
+)
+def test_resumed_run_ends_in_the_bits_of_one_that_was_never_stopped(
+    tmp_path, script, whole_run, monkeypatch, steps, how, looks, devices
+):
+    flags = f"{RUN} --save-every .375"  # every 3 steps
+    for step in steps:
+        stop_at(monkeypatch, step, how, looks)
+        status, out, err = script(flags, "--workdir", tmp_path)
+        monkeypatch.undo()
+        assert status == 128 + how and err.count("\n") == 1
+        assert f"{how.name}: what is done is in {tmp_path}" in err
+        assert checkpoints(tmp_path)[-1] == names_of(step)[0]
+        assert ("epoch:" in out) == (step > 8)
+        flags = "--resume --devices 2"  # all others are those of the run
+    flags = f"--resume --devices {devices} --workdir"
+    status, out, _ = script(flags, tmp_path)
+    assert status == 0 and f"resumed from {tmp_path / names_of(step)[0]}" in out
+    *numbers, report = results(tmp_path)
+    *expected, whole = results(whole_run)
+    assert numbers == expected
+    whole["config"] |= pe.layout(2, devices)._asdict()
+    assert report == whole
+
+
+def test_run_stops_goes_on_and_is_loaded_where_less_is_there(
+    tmp_path, elsewhere, script, whole_run, monkeypatch
+):
+    stop_at(monkeypatch, 6)
+    assert script(RUN, "--workdir", tmp_path)[0] == 143
+    monkeypatch.undo()
+    first, last = names_of(0, 16)
+    with open(tmp_path / first):  # is then not removed, and the run goes on
+        assert script("--resume --devices 2 --keep 1 --workdir", tmp_path)[0] == 0
+    assert checkpoints(tmp_path) == [first, last]
+    assert results(tmp_path) == results(whole_run)
+    probs = tm.load_run(tmp_path).predict(np.zeros((3, 28, 28), np.uint8))
+    assert_allclose(probs.sum(axis=1), 1, atol=1e-6)
+
+
+def test_one_model_that_is_not_finite_stops(tmp_path, run_in, monkeypatch):
+    def shift(key, images, max_shift):
+        bad = jax.random.bernoulli(key, 0.2)  # a fifth of the training batches
+        return jnp.where(bad, jnp.nan, images.astype(jnp.float32))
+
+    monkeypatch.setattr(tm, "shift_images", shift)
+    sync = "--members 1 --mode sync"
+    for flags in "--save-every .125", "--save-every .125 --resume":
+        status, _, err = run_in(tmp_path / "a", sync, flags)
+        assert (
+            status == 3 and err.count("\n") == 1 and "no model is finite after" in err
+        )
+        newest = checkpoints(tmp_path / "a")[-1]
+        assert f"the checkpoint of step {int(newest[11:19])} is good" in err
+    status, out, _ = run_in(tmp_path / "b", sync, "--skip-nonfinite")
+    assert status == 0 and "notice: member 0 skipped" in out
+    report = report_of(tmp_path / "b")
+    assert report["failed"] == [] and report["config"]["skip_nonfinite"]
+
+
+# ---------------------------------------------------------------------------------
+# train_mnist.py: progress, report, picture
+# ---------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_drawn_on_a_terminal_and_nowhere_else(small_folder, monkeypatch):
+    tqdm, counts = pytest.importorskip("tqdm").tqdm, []
+    update = tqdm.update
+    monkeypatch.setattr(tqdm, "update", lambda *x: [counts.append(x[1]), update(*x)])
+    flags = words("--network tiny --devices 2 --epochs 1 --data-dir", small_folder)
+
+    def run(out, err):
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        assert tm.main(flags) == 0
+        return out.getvalue(), err.getvalue()
+
+    out, err = run(Terminal(), Terminal())
+    assert "epoch 1 of 1:   0%" in err and "predicting:   0%" in err
+    assert "/1.54k [" in err and "images/s" in err  # 768, by each of two members
+    assert sum(counts) == 1536 + 2 * (200 + 100)  # and tested, and on half as many
+    assert err.endswith("\r")  # the bar is wiped off
+    assert out.splitlines()[2].startswith("epoch:  1,")
+    assert run(io.StringIO(), Terminal())[0] == out
+    assert run(Terminal(), io.StringIO())[1] == ""
+    monkeypatch.setattr(tm.importlib.util, "find_spec", lambda name: None)
+    assert run(Terminal(), Terminal())[1] == ""
+
+
+@pytest.fixture
+def drawn():
+    """Return a function that returns the figure that was saved last."""
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    save = figure.savefig
+    with mock.patch.object(figure, "savefig", autospec=True, side_effect=save) as saved:
+        yield lambda: saved.call_args.args[0]
+
+
+def lines_of(axes):
+    return {line.get_label(): np.transpose(line.get_data()) for line in axes.lines}
+
+
+PLOTTED_LOSSES = "train_loss", "ensemble_test_loss", "member_test_loss"
+PLOTTED_ACCURACIES = "train_accuracy", "test_accuracy", "member_test_accuracy"
+
+
+def test_picture_shows_the_numbers_of_the_report(tmp_path, script, drawn):
+    assert script("--network tiny --members 3 --plot --workdir", tmp_path)[0] == 0
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    report, metrics = report_of(tmp_path), metrics_of(tmp_path)
+    curves, images = drawn().subfigs
+    (*_, diagram), (*_, histogram) = panels = np.reshape(curves.axes, (2, 3))
+    for (epochs, sizes, _), key, factor, *names in [
+        (panels[0], "negative_log_likelihood", 1, *PLOTTED_LOSSES),
+        (panels[1], "accuracy", 100, *PLOTTED_ACCURACIES),
+    ]:
+        train, test, members = (
+            factor * np.array([m[name] for m in metrics]) for name in names
+        )
+        lines = lines_of(epochs)
+        assert len(lines) == 5  # three members, the ensemble, training
+        assert_allclose(lines["ensemble"], np.transpose([[1, 2], test]))
+        assert_allclose(lines["on training images"], np.transpose([[1, 2], train]))
+        assert_allclose([x.get_ydata() for x in epochs.lines[:3]], members.T)
+        assert test[1] == factor * report["ensemble"][key]
+        assert_array_equal(members[1], [factor * m[key] for m in report["member"]])
+        shown = [[k, factor * m[key]] for k, m in enumerate(report["by_size"], 1)]
+        assert_allclose(sizes.lines[1].get_xydata(), shown)
+    assert set(lines_of(diagram)) == {"members", "ensemble", "calibrated"}
+    assert all(len(axes.get_xlabel()) > 4 and axes.get_ylabel() for axes in curves.axes)
+    assert histogram.get_yscale() == "log"
+    for axes in images.axes:
+        votes = [int(vote.split(": ")[1]) for vote in axes.get_xlabel().split("  ")]
+        assert sum(votes) == 3 and axes.get_title().startswith("label ")
+
+
+def draw(folder, probs, metrics):
+    """Draw a report of probabilities [K, 30, 10]; return the data that it is of."""
+    data = tm.generate_digits(0, 0, 30)._replace(test_labels=np.arange(30) % 10)
+    report = tm.report_finite(probs, data.test_labels)
+    tm.draw_report(folder / "report.png", metrics, report, probs, data)
+    return data
+
+
+def test_picture_leaves_out_members_that_failed(tmp_path, drawn):
+    probs = random_probs(0, 4, 30, 10)
+    probs[2] = np.nan
+    data = draw(tmp_path, probs, [])
+    curves, images = drawn().subfigs
+    assert "an ensemble of 3" in drawn().get_suptitle()
+    whole = probs[[0, 1, 3]].mean(axis=0)
+    counts, confidence, hits = pe.reliability(whole, data.test_labels)
+    points = lines_of(curves.axes[2])["ensemble"]
+    assert_allclose(points, 100 * np.stack([confidence, hits], 1)[counts > 0])
+    unsure = np.argsort(np.sum(whole * np.log(whole), axis=-1))[:12]
+    titles = [axes.get_title() for axes in images.axes]
+    assert titles == [f"label {data.test_labels[i]}" for i in unsure]
+    image = images.axes[0].get_images()[0].get_array()
+    assert_array_equal(image, data.test_images[unsure[0], ..., 0])
+
+
+def test_picture_of_one_model(tmp_path, drawn):
+    metrics = dict.fromkeys(PLOTTED_LOSSES + PLOTTED_ACCURACIES, 0.5) | {"epoch": 1}
+    draw(tmp_path, random_probs(0, 1, 30, 10), [metrics])
+    curves, images = drawn().subfigs
+    assert len(curves.axes) == 4 and "model" in lines_of(curves.axes[1])
+    assert images.axes[0].get_xlabel() in "0123456789"
+    over_epochs = curves.axes[0]
+    low, high = over_epochs.get_xlim()
+    assert [x for x in over_epochs.get_xticks() if low <= x <= high] == [1]
+    assert all(line.get_marker() in "xs" for line in over_epochs.lines)  # a point shows
+
+
+# ---------------------------------------------------------------------------------
+# train_mnist.py: data
+# ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -3372,352 +3902,8 @@ def test_generated_digits_have_mnists_form_and_depend_on_the_seed():
 
 
 # ---------------------------------------------------------------------------------
-# train_mnist.py: training
+# train_mnist.py: the folder of a run
 # ---------------------------------------------------------------------------------
-
-
-def test_shift_moves_each_image_whole_by_its_own_offset():
-    images = np.zeros((64, 9, 9, 1), np.uint8)
-    images[:, 4, 4] = 7
-    moved = np.asarray(tm.shift_images(jax.random.key(0), jnp.asarray(images), 2))
-    assert moved.shape == images.shape and moved.dtype == np.uint8
-    assert_array_equal(moved.sum(axis=(1, 2, 3)), np.full(64, 7))
-    places = {tuple(p) for p in np.argwhere(moved[..., 0])[:, 1:] - 4}
-    assert all(max(map(abs, place)) <= 2 for place in places)
-    assert {p for p, _ in places} == {p for _, p in places} == {-2, -1, 0, 1, 2}
-
-
-@pytest.mark.parametrize("bootstrap", [False, True])
-def test_each_member_has_an_order_and_with_bootstrap_a_resample_of_its_own(bootstrap):
-    recipe = tm.RECIPES["cnn"]._replace(batch_size=50, bootstrap=bootstrap)
-    draw = functools.partial(tm.member_orders, recipe=recipe, seed=5)
-    first, second = (draw(5000, epoch=epoch, members=3) for epoch in (0, 1))
-    assert first.shape == draw(5049, epoch=0, members=3).shape == (3, 100, 50)
-    assert_array_equal(draw(5000, epoch=0, members=1)[0], first[0])
-    for a, b in itertools.combinations([*first, *second], 2):
-        assert not np.array_equal(a, b)
-    images, later = (np.sort(orders.reshape(3, -1)) for orders in (first, second))
-    assert_array_equal(images, later)
-    if not bootstrap:
-        assert_array_equal(images, [range(5000)] * 3)
-        return
-    counts = np.array([np.bincount(rows, minlength=5000) for rows in images])
-    seen = np.mean(counts > 0, axis=1)
-    assert_allclose(seen, 1 - np.exp(-1), atol=0.02)  # with replacement
-    assert np.abs(np.corrcoef(counts) - np.eye(3)).max() < 0.05
-
-
-def test_trainer_of_the_script_works_through_a_batch_in_parts(monkeypatch):
-    sizes, data = [], tm.generate_digits(0, 64, 0)
-
-    def logits(weight, _, images, key=None):
-        sizes.append(len(images))
-        return images.reshape(len(images), -1) @ weight, ()
-
-    network = tm.Network(lambda key, **form: (jnp.zeros((784, 10)), ()), logits)
-    monkeypatch.setitem(tm.NETWORKS, "cnn", network)
-    trainer = tm.make_trainer(tm.RECIPES["cnn"], 1, 1, 1, data.form())
-    trainer.update(trainer.init(jax.random.key(0)), *data[1:3])
-    assert set(sizes) == {32}
-
-
-def test_trainer_of_the_script_learns_from_bytes():
-    recipe = tm.RECIPES["batchnorm"]._replace(batch_size=32, learning_rate=3e-3)
-    data = tm.generate_digits(0, num_train=256, num_test=0)
-    images, labels = data[1:3]
-    trainer = tm.make_trainer(recipe, 1, 2, 32, data.form())
-    state, placed = trainer.init(jax.random.key(0)), trainer.place((images, labels))
-    order = np.resize(np.arange(256), (1, 32, 32))  # four times
-    state, losses = trainer.epoch(state, placed, order)
-    assert losses[0, -8:].mean() < 1.5
-    probs = trainer.predict_members(state, images[:40])
-    gathered = trainer.gather(state)
-    params, stats = (member(x, 0) for x in (gathered.params, gathered.model_state))
-    x = jnp.asarray(images[:40], jnp.float32) / 255
-    logits, _ = jax.jit(tm.NETWORKS["batchnorm"].logits)(params, stats, x)
-    assert_allclose(probs[0], jax.nn.softmax(logits), atol=1e-4)
-
-
-# ---------------------------------------------------------------------------------
-# train_mnist.py: a data set and a network for short runs
-# ---------------------------------------------------------------------------------
-
-
-# A network with statistics and random numbers that compiles in no time, for runs in
-# which others matter.
-TINY = """
-import math, sys
-import jax
-import pjax_ensemble as pe
-import train_mnist as tm
-
-def init(key, *, image_shape, num_classes):
-    keys, pixels = jax.random.split(key), math.prod(image_shape)
-    norm, stats = pe.batch_norm_init(8)
-    last = pe.dense_init(keys[1], 8, num_classes)
-    return (pe.dense_init(keys[0], pixels, 8), norm, last), stats
-
-def logits(params, stats, images, key=None):
-    x = pe.dense(params[0], images.reshape(len(images), -1))
-    x, stats = pe.batch_norm(params[1], stats, x, training=key is not None)
-    return pe.dense(params[2], pe.dropout(key, jax.nn.relu(x), 0.2)), stats
-
-tm.NETWORKS["tiny"] = tm.Network(init, logits)
-tm.RECIPES["tiny"] = tm.RECIPES["batchnorm"]._replace(network="tiny")
-"""
-SCRIPT = f"{TINY}sys.exit(tm.main(sys.argv[1:]))"
-exec(TINY, {})
-
-
-@pytest.fixture(scope="module")
-def small_folder(tmp_path_factory):
-    """Make a data set of 768 training and 200 test images in MNIST's form."""
-    return write_files(tmp_path_factory.mktemp("data"), small_files(768, 200))
-
-
-def words(*flags):
-    """Split what is a string, and take anything else as a word."""
-    return [w for f in flags for w in (f.split() if isinstance(f, str) else [str(f)])]
-
-
-@pytest.fixture
-def script(capsys, small_folder):
-    """Return a function that runs the script on them: status, output, errors."""
-
-    def run(*flags):
-        status = tm.main(words("--data-dir", small_folder, *flags))
-        return status, *capsys.readouterr()
-
-    return run
-
-
-def metrics_of(folder):
-    return list(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))
-
-
-def report_of(folder):
-    return json.loads((folder / "report.json").read_text())
-
-
-# ---------------------------------------------------------------------------------
-# train_mnist.py: progress, report, picture
-# ---------------------------------------------------------------------------------
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_progress_is_drawn_on_a_terminal_and_nowhere_else(small_folder, monkeypatch):
-    tqdm, counts = pytest.importorskip("tqdm").tqdm, []
-    update = tqdm.update
-    monkeypatch.setattr(tqdm, "update", lambda *x: [counts.append(x[1]), update(*x)])
-    flags = words("--network tiny --devices 2 --epochs 1 --data-dir", small_folder)
-
-    def run(out, err):
-        monkeypatch.setattr(sys, "stdout", out)
-        monkeypatch.setattr(sys, "stderr", err)
-        assert tm.main(flags) == 0
-        return out.getvalue(), err.getvalue()
-
-    out, err = run(Terminal(), Terminal())
-    assert "epoch 1 of 1:   0%" in err and "predicting:   0%" in err
-    assert "/1.54k [" in err and "images/s" in err  # 768, by each of two members
-    assert sum(counts) == 1536 + 2 * (200 + 100)  # and tested, and on half as many
-    assert err.endswith("\r")  # the bar is wiped off
-    assert out.splitlines()[2].startswith("epoch:  1,")
-    assert run(io.StringIO(), Terminal())[0] == out
-    assert run(Terminal(), io.StringIO())[1] == ""
-    monkeypatch.setattr(tm.importlib.util, "find_spec", lambda name: None)
-    assert run(Terminal(), Terminal())[1] == ""
-
-
-@pytest.fixture
-def drawn():
-    """Return a function that returns the figure that was saved last."""
-    figure = pytest.importorskip("matplotlib.figure").Figure
-    save = figure.savefig
-    with mock.patch.object(figure, "savefig", autospec=True, side_effect=save) as saved:
-        yield lambda: saved.call_args.args[0]
-
-
-def lines_of(axes):
-    return {line.get_label(): np.transpose(line.get_data()) for line in axes.lines}
-
-
-PLOTTED_LOSSES = "train_loss", "ensemble_test_loss", "member_test_loss"
-PLOTTED_ACCURACIES = "train_accuracy", "test_accuracy", "member_test_accuracy"
-
-
-def test_picture_shows_the_numbers_of_the_report(tmp_path, script, drawn):
-    assert script("--network tiny --members 3 --plot --workdir", tmp_path)[0] == 0
-    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
-    report, metrics = report_of(tmp_path), metrics_of(tmp_path)
-    curves, images = drawn().subfigs
-    (*_, diagram), (*_, histogram) = panels = np.reshape(curves.axes, (2, 3))
-    for (epochs, sizes, _), key, factor, *names in [
-        (panels[0], "negative_log_likelihood", 1, *PLOTTED_LOSSES),
-        (panels[1], "accuracy", 100, *PLOTTED_ACCURACIES),
-    ]:
-        train, test, members = (
-            factor * np.array([m[name] for m in metrics]) for name in names
-        )
-        lines = lines_of(epochs)
-        assert len(lines) == 5  # three members, the ensemble, training
-        assert_allclose(lines["ensemble"], np.transpose([[1, 2], test]))
-        assert_allclose(lines["on training images"], np.transpose([[1, 2], train]))
-        assert_allclose([x.get_ydata() for x in epochs.lines[:3]], members.T)
-        assert test[1] == factor * report["ensemble"][key]
-        assert_array_equal(members[1], [factor * m[key] for m in report["member"]])
-        shown = [[k, factor * m[key]] for k, m in enumerate(report["by_size"], 1)]
-        assert_allclose(sizes.lines[1].get_xydata(), shown)
-    assert set(lines_of(diagram)) == {"members", "ensemble", "calibrated"}
-    assert all(len(axes.get_xlabel()) > 4 and axes.get_ylabel() for axes in curves.axes)
-    assert histogram.get_yscale() == "log"
-    for axes in images.axes:
-        votes = [int(vote.split(": ")[1]) for vote in axes.get_xlabel().split("  ")]
-        assert sum(votes) == 3 and axes.get_title().startswith("label ")
-
-
-def draw(folder, probs, metrics):
-    """Draw a report of probabilities [K, 30, 10]; return the data that it is of."""
-    data = tm.generate_digits(0, 0, 30)._replace(test_labels=np.arange(30) % 10)
-    report = tm.report_finite(probs, data.test_labels)
-    tm.draw_report(folder / "report.png", metrics, report, probs, data)
-    return data
-
-
-def test_picture_leaves_out_members_that_failed(tmp_path, drawn):
-    probs = random_probs(0, 4, 30, 10)
-    probs[2] = np.nan
-    data = draw(tmp_path, probs, [])
-    curves, images = drawn().subfigs
-    assert "an ensemble of 3" in drawn().get_suptitle()
-    whole = probs[[0, 1, 3]].mean(axis=0)
-    counts, confidence, hits = pe.reliability(whole, data.test_labels)
-    points = lines_of(curves.axes[2])["ensemble"]
-    assert_allclose(points, 100 * np.stack([confidence, hits], 1)[counts > 0])
-    unsure = np.argsort(np.sum(whole * np.log(whole), axis=-1))[:12]
-    titles = [axes.get_title() for axes in images.axes]
-    assert titles == [f"label {data.test_labels[i]}" for i in unsure]
-    image = images.axes[0].get_images()[0].get_array()
-    assert_array_equal(image, data.test_images[unsure[0], ..., 0])
-
-
-def test_picture_of_one_model(tmp_path, drawn):
-    metrics = dict.fromkeys(PLOTTED_LOSSES + PLOTTED_ACCURACIES, 0.5) | {"epoch": 1}
-    draw(tmp_path, random_probs(0, 1, 30, 10), [metrics])
-    curves, images = drawn().subfigs
-    assert len(curves.axes) == 4 and "model" in lines_of(curves.axes[1])
-    assert images.axes[0].get_xlabel() in "0123456789"
-    over_epochs = curves.axes[0]
-    low, high = over_epochs.get_xlim()
-    assert [x for x in over_epochs.get_xticks() if low <= x <= high] == [1]
-    assert all(line.get_marker() in "xs" for line in over_epochs.lines)  # a point shows
-
-
-# ---------------------------------------------------------------------------------
-# train_mnist.py: the folder of a run, signals, processes
-# ---------------------------------------------------------------------------------
-
-
-# Two epochs of 8 steps.
-RUN = "--members 2 --devices 2 --network tiny --epochs 2 --batch-size 32"
-RUN += " --train-size 256"
-
-
-@pytest.fixture(scope="module")
-def whole_run(tmp_path_factory, small_folder):
-    """Return the folder of a run that nobody interrupted."""
-    folder = tmp_path_factory.mktemp("whole")
-    assert tm.main(words(RUN, "--data-dir", small_folder, "--workdir", folder)) == 0
-    return folder
-
-
-def checkpoints(folder):
-    return sorted(path.name for path in folder.glob("checkpoint_*"))
-
-
-def names_of(*steps):
-    return [f"checkpoint_{step:08d}.safetensors" for step in steps]
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
-
-
-def results(folder):
-    """Return what a run ends with: checkpoint, metrics but for times, report."""
-    metrics = [
-        {name: value for name, value in line.items() if "second" not in name}
-        for line in metrics_of(folder)
-    ]
-    return (folder / names_of(16)[0]).read_bytes(), metrics, report_of(folder)
-
-
-def stop_at(monkeypatch, step, how=signal.SIGTERM, looks=1):
-    """Let a run of segments of one step receive a signal after one of the steps.
-
-    That is before it looks for one the so many-th time, as it does after the step and
-    then in the evaluation.
-    """
-    look, left = tm.Run.look, itertools.count(1 - looks)
-
-    def looking(run):
-        if run.done == step and next(left) == 0:
-            signal.raise_signal(how)
-        return look(run)
-
-    monkeypatch.setattr(tm.Run, "look", looking)
-    monkeypatch.setattr(tm, "SEGMENT_IMAGES", 1)
-
-
-@pytest.mark.parametrize(
-    "steps, how, looks, devices",
-    [
-        ((3, 7, 9), signal.SIGTERM, 1, 2),
-        ((8,), signal.SIGINT, 1, 2),
-        ((8,), signal.SIGTERM, 3, 2),  # in the evaluation
-        ((6, 12), signal.SIGTERM, 1, 1),
-    ],
-)
-def test_resumed_run_ends_in_the_bits_of_one_that_was_never_stopped(
-    tmp_path, script, whole_run, monkeypatch, steps, how, looks, devices
-):
-    flags = f"{RUN} --save-every .375"  # every 3 steps
-    for step in steps:
-        stop_at(monkeypatch, step, how, looks)
-        status, out, err = script(flags, "--workdir", tmp_path)
-        monkeypatch.undo()
-        assert status == 128 + how and err.count("\n") == 1
-        assert f"{how.name}: what is done is in {tmp_path}" in err
-        assert checkpoints(tmp_path)[-1] == names_of(step)[0]
-        assert ("epoch:" in out) == (step > 8)
-        flags = "--resume --devices 2"  # all others are those of the run
-    flags = f"--resume --devices {devices} --workdir"
-    status, out, _ = script(flags, tmp_path)
-    assert status == 0 and f"resumed from {tmp_path / names_of(step)[0]}" in out
-    *numbers, report = results(tmp_path)
-    *expected, whole = results(whole_run)
-    assert numbers == expected
-    whole["config"] |= pe.layout(2, devices)._asdict()
-    assert report == whole
-
-
-def test_run_stops_goes_on_and_is_loaded_where_less_is_there(
-    tmp_path, elsewhere, script, whole_run, monkeypatch
-):
-    stop_at(monkeypatch, 6)
-    assert script(RUN, "--workdir", tmp_path)[0] == 143
-    monkeypatch.undo()
-    first, last = names_of(0, 16)
-    with open(tmp_path / first):  # is then not removed, and the run goes on
-        assert script("--resume --devices 2 --keep 1 --workdir", tmp_path)[0] == 0
-    assert checkpoints(tmp_path) == [first, last]
-    assert results(tmp_path) == results(whole_run)
-    probs = tm.load_run(tmp_path).predict(np.zeros((3, 28, 28), np.uint8))
-    assert_allclose(probs.sum(axis=1), 1, atol=1e-6)
 
 
 def test_finished_run_predicts_what_it_reported(whole_run, small_folder):
@@ -3785,31 +3971,6 @@ def test_run_that_is_not_finished_is_not_loaded(tmp_path, whole_run, change):
     assert said.startswith(f"{folder} holds no finished run: ")
     assert UNFINISHED[change] in said and "\n" not in said
     assert said.endswith(f"; to go on with one: python train_mnist.py --resume {where}")
-
-
-@pytest.fixture
-def run_in(script):
-    """Return a function that trains in a folder: status, output, errors."""
-    return lambda folder, *flags: script(RUN, "--workdir", folder, *flags)
-
-
-def test_segments_are_bounded_and_end_at_saves(
-    tmp_path, run_in, whole_run, monkeypatch
-):
-    advance, lengths = tm.Run.advance, []
-
-    def advancing(run, order):
-        lengths.append(order.shape[1])
-        advance(run, order)
-
-    monkeypatch.setattr(tm.Run, "advance", advancing)
-    for steps, expected in (4, "3321331"), (2, "21212121211"):
-        monkeypatch.setattr(tm, "SEGMENT_IMAGES", steps * 32)
-        folder = tmp_path / expected
-        assert run_in(folder, "--save-every .375")[0] == 0  # every 3 steps
-        assert lengths == [*map(int, expected)]
-        assert results(folder) == results(whole_run)
-        lengths.clear()
 
 
 @posix
@@ -3897,26 +4058,6 @@ def test_disk_that_refuses_a_file_ends_a_run(tmp_path, run_in, monkeypatch, name
     assert status == 0 and ("resumed from" in out) == started
 
 
-def test_one_model_that_is_not_finite_stops(tmp_path, run_in, monkeypatch):
-    def shift(key, images, max_shift):
-        bad = jax.random.bernoulli(key, 0.2)  # a fifth of the training batches
-        return jnp.where(bad, jnp.nan, images.astype(jnp.float32))
-
-    monkeypatch.setattr(tm, "shift_images", shift)
-    sync = "--members 1 --mode sync"
-    for flags in "--save-every .125", "--save-every .125 --resume":
-        status, _, err = run_in(tmp_path / "a", sync, flags)
-        assert (
-            status == 3 and err.count("\n") == 1 and "no model is finite after" in err
-        )
-        newest = checkpoints(tmp_path / "a")[-1]
-        assert f"the checkpoint of step {int(newest[11:19])} is good" in err
-    status, out, _ = run_in(tmp_path / "b", sync, "--skip-nonfinite")
-    assert status == 0 and "notice: member 0 skipped" in out
-    report = report_of(tmp_path / "b")
-    assert report["failed"] == [] and report["config"]["skip_nonfinite"]
-
-
 def save_steps(folder, keep, *steps):
     for step in steps:
         tm.save_checkpoint(folder, np.array(step), step, keep)
@@ -3950,6 +4091,23 @@ def test_checkpoints_are_whole_at_any_point_of_a_save(tmp_path, monkeypatch):
         for steps in [(20, 30), (20, 30, 40), (30, 40)]
     ]
     assert [found for found, _ in itertools.groupby(points)] == expected
+
+
+def test_train_numbers_are_those_of_half_as_many_images(whole_run, small_folder):
+    data, (_, metrics, _) = tm.load_mnist(small_folder), results(whole_run)
+    run = tm.load_run(whole_run, 2)
+    parts = ("train", *(x[:100] for x in data[1:3])), ("test", *data[3:5])
+    for part, images, labels in parts:
+        probs = run.predict_members(images)
+        report = pe.ensemble_report(probs, labels)
+        assert metrics[-1][f"{part}_accuracy"] == report["ensemble"]["accuracy"]
+        losses = [scores["negative_log_likelihood"] for scores in report["member"]]
+        assert_allclose(metrics[-1][f"{part}_loss"], np.mean(losses))
+
+
+# ---------------------------------------------------------------------------------
+# train_mnist.py: signals and processes
+# ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -4230,11 +4388,6 @@ def test_out_of_memory_is_one_line(script, monkeypatch, error):
     assert err.startswith("train_mnist.py: error: out of memory; try fewer --members")
 
 
-# ---------------------------------------------------------------------------------
-# train_mnist.py: the run
-# ---------------------------------------------------------------------------------
-
-
 ANNOUNCED = [
     ("--members 5 --devices 2", "an ensemble of 5 on 2 CPU devices (3 a device)"),
     ("--members 2 --devices 2", "an ensemble of 2 on 2 CPU devices"),
@@ -4264,55 +4417,6 @@ def test_run_without_epochs_reports_its_models(
     assert report_of(tmp_path)["ensemble"]["negative_log_likelihood"] > 1.5
 
 
-def sorted_images(size, labels, count):
-    """Draw images [N, H, W] of noise, brighter the later their label is in `labels`."""
-    rows = np.resize(labels, count).astype(np.uint8)
-    order = np.searchsorted(labels, rows)[:, None, None]
-    noise = np.random.default_rng(count).random((count, *size))
-    return np.uint8(255 * noise * (order + 1) / len(labels)), rows
-
-
-def write_set(folder, size, labels, counts=(64, 30)):
-    arrays = [x for count in counts for x in sorted_images(size, labels, count)]
-    return write_files(folder, dict(zip(tm.MNIST_FILES, map(idx, arrays)))), arrays
-
-
-SETS = [
-    ("cnn", (32, 32), [*range(1, 27)]),
-    ("tiny", (12, 40), [5, 9, 200]),
-]
-
-
-@pytest.mark.parametrize("network, size, labels", SETS)
-def test_any_set_of_images_is_trained_as_it_is(
-    tmp_path, capsys, drawn, network, size, labels
-):
-    pytest.importorskip("rich")
-    folder, (_, _, images, true) = write_set(tmp_path / "data", size, labels)
-    flags = f"--network {network} --members 3 --devices 1 --epochs 1 --batch-size 16"
-    flags += " --plot --show-batch --data-dir"
-    assert tm.main(words(flags, folder, "--workdir", tmp_path)) == 0
-    height, width = size
-    said = f"64 training and 30 test images of {height} x {width}, {len(labels)} classe"
-    out = capsys.readouterr().out
-    assert said in out and f"images [48, {height * width}], member after" in out
-    config, report = (
-        json.loads((tmp_path / "config.json").read_text()),
-        report_of(tmp_path),
-    )
-    form = {"classes": labels, "image_shape": [height, width, 1]}
-    assert config.items() >= form.items() <= report["config"].items()
-    run = tm.load_run(tmp_path, 1)
-    probs = run.predict_members(images)
-    found = run.classes[probs.mean(axis=0).argmax(axis=-1)]
-    assert np.mean(found == true) == report["ensemble"]["accuracy"]
-    unsure = np.argsort(-pe.predictive_entropy(probs))[:12]
-    shown = drawn().subfigs[1].axes
-    assert [axes.get_title() for axes in shown] == [f"label {true[i]}" for i in unsure]
-    votes = [int(v.split(": ")[0]) for v in shown[0].get_xlabel().split("  ")]
-    assert set(votes) == set(run.classes[probs[:, unsure[0]].argmax(axis=-1)])
-
-
 @pytest.mark.parametrize("network, size", [("cnn", (3, 30)), ("batchnorm", (30, 5))])
 def test_images_too_small_for_the_network_are_refused(tmp_path, capsys, network, size):
     folder, _ = write_set(tmp_path, size, [0, 1])
@@ -4338,105 +4442,6 @@ def test_path_that_the_output_cannot_show_ends_no_run(tmp_path):
     run = subprocess.run([*command, "--data-dir", folder], env=env, capture_output=True)
     assert run.returncode == 2 and b"99: more than the 40 training" in run.stderr
     assert b"\\u03a9 holds other data than MNIST" in run.stdout
-
-
-@pytest.mark.parametrize("mode, members", [("ensemble", 3), ("sync", 1)])
-def test_script_learns_and_reports(tmp_path, script, mode, members):
-    folder = tmp_path / "a" / "b"
-    flags = f"--mode {mode} --members {members} --devices 2 --epochs 3 --batch-size 32"
-    flags += f" --learning-rate 0.03 --workdir {folder}"
-    status, out, _ = script(flags)
-    assert status == 0
-    lines = [line for line in out.splitlines() if line.startswith("epoch:")]
-    report, metrics = report_of(folder), metrics_of(folder)
-    assert [m["epoch"] for m in metrics] == [1, 2, 3]
-    for line, m in zip(lines, metrics, strict=True):
-        assert line == (
-            f"epoch: {m['epoch']:2d}, train_loss: {m['train_loss']:.4f}, "
-            f"train_accuracy: {100 * m['train_accuracy']:.2f}, "
-            f"test_loss: {m['test_loss']:.4f}, "
-            f"test_accuracy: {100 * m['test_accuracy']:.2f}"
-        )
-        assert m["train_seconds"] > 0 < m["test_seconds"]
-        rate = members * 768 / m["train_seconds"]
-        assert_allclose(m["member_images_per_second"], rate)
-    assert metrics[-1]["test_accuracy"] > 0.6 > 0.2 + metrics[0]["test_loss"] / 10
-    assert report["dataset"].startswith("data in MNIST's form")
-    assert report["test_examples"] == 200 and report["members"] == members
-    assert report["config"]["batch_size"] == 32 and report["config"]["devices"] == 2
-    assert report["versions"]["jax"] == jax.__version__
-    _, *tables = (table.splitlines() for table in out.split("\n\n"))
-    names = [*[f"member {i}" for i in range(members)], "ensemble"]
-    names = ["model"] if mode == "sync" else names
-    assert [row[:10].strip() for row in tables[0][2:]] == names
-    assert f"{100 * report['ensemble']['accuracy']:.2f}%" in tables[0][-1]
-    if mode == "ensemble":
-        sizes = [f"{100 * each['accuracy']:.2f}%" for each in report["by_size"]]
-        shown = [row.split()[:3] for row in tables[1][2:]]
-        assert shown == [["first", f"{i}", size] for i, size in enumerate(sizes, 1)]
-
-
-def test_train_numbers_are_those_of_half_as_many_images(whole_run, small_folder):
-    data, (_, metrics, _) = tm.load_mnist(small_folder), results(whole_run)
-    run = tm.load_run(whole_run, 2)
-    parts = ("train", *(x[:100] for x in data[1:3])), ("test", *data[3:5])
-    for part, images, labels in parts:
-        probs = run.predict_members(images)
-        report = pe.ensemble_report(probs, labels)
-        assert metrics[-1][f"{part}_accuracy"] == report["ensemble"]["accuracy"]
-        losses = [scores["negative_log_likelihood"] for scores in report["member"]]
-        assert_allclose(metrics[-1][f"{part}_loss"], np.mean(losses))
-
-
-def test_member_that_fails_is_named_and_left_out(tmp_path, script, monkeypatch):
-    train = tm.Run.train
-
-    def spoil(run):
-        gathered = run.trainer.gather(run.state)
-        gathered.params[2].bias[1] = np.nan
-        run.state = run.trainer.scatter(gathered)
-        return train(run)
-
-    monkeypatch.setattr(tm.Run, "train", spoil)
-    flags = "--members 3 --devices 2 --epochs 2 --network tiny --workdir"
-    status, out, _ = script(flags, tmp_path)
-    assert status == 0
-    notice = "member 1 is not finite after epoch 1, nor was its loss in 12 steps of it"
-    assert out.count("notice: member") == 1 and notice in out
-    assert out.index(notice) < out.index("epoch:  1,")
-    rows = {row[:8]: row for row in out.splitlines()}
-    assert "failed" in rows["member 1"] and "%" in rows["member 2"]
-    assert "%" in rows["first 2 "] and "first 3 " not in rows
-    report = report_of(tmp_path)
-    assert report["failed"] == [1] and report["members"] == 3
-    assert report["member"][1] is None and len(report["by_size"]) == 2
-    assert report["ensemble"] == report["by_size"][1]
-    run = tm.load_run(tmp_path)  # without it
-    assert run.predict_members(np.ones((5, 28, 28), np.uint8)).shape == (2, 5, 10)
-    assert np.isfinite(run.predict(np.ones((5, 28, 28), np.uint8))).all()
-
-
-# After a step it is the state alone that is not finite, and the loss after the next.
-@pytest.mark.filterwarnings("ignore:overflow")
-@pytest.mark.parametrize(
-    "flags, step",  # without a checkpoint, it is the evaluation that sees it
-    [("--workdir", 8), ("--save-every .125 --workdir", 1), ("--skip-nonfinite", 8)],
-)
-def test_diverged_run_keeps_what_is_good(tmp_path, script, flags, step):
-    saved = "--workdir" in flags
-    status, _, err = script(RUN, "--learning-rate 1e39", flags, *[tmp_path] * saved)
-    why = f"no model is finite after step {step}; lower --learning-rate"
-    why += " (the checkpoint of step 0 is good)" * saved
-    assert status == 3 and err == f"train_mnist.py: error: {why}\n"
-    assert checkpoints(tmp_path) == names_of(0) * saved
-    assert not (tmp_path / "report.json").exists()
-
-
-def test_script_without_a_workdir_writes_nothing(tmp_path, script, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert script("--epochs 1 --network tiny")[0] == 0
-    assert not list(tmp_path.iterdir())
 
 
 # ---------------------------------------------------------------------------------
