@@ -3318,34 +3318,23 @@ def test_each_member_has_an_order_and_with_bootstrap_a_resample_of_its_own(boots
     assert np.abs(np.corrcoef(counts) - np.eye(3)).max() < 0.05
 
 
-def test_trainer_of_the_script_works_through_a_batch_in_parts(monkeypatch):
-    sizes, data = [], tm.generate_digits(0, 64, 0)
+def test_trainer_learns_from_bytes_through_a_batch_in_parts(monkeypatch):
+    sizes, data = set(), tm.generate_digits(0, 256, 40)
 
     def logits(weight, _, images, key=None):
-        sizes.append(len(images))
+        sizes.add(len(images))
         return images.reshape(len(images), -1) @ weight, ()
 
     network = tm.Network(lambda key, **form: (jnp.zeros((784, 10)), ()), logits)
     monkeypatch.setitem(tm.NETWORKS, "cnn", network)
-    trainer = tm.make_trainer(tm.RECIPES["cnn"], 1, 1, 1, data.form())
-    trainer.update(trainer.init(jax.random.key(0)), *data[1:3])
-    assert set(sizes) == {32}
-
-
-def test_trainer_of_the_script_learns_from_bytes():
-    recipe = tm.RECIPES["tiny"]._replace(batch_size=32, learning_rate=0.01)
-    data = tm.generate_digits(0, num_train=256, num_test=0)
-    trainer = tm.make_trainer(recipe, 1, 2, 32, data.form())
-    state, placed = trainer.init(jax.random.key(0)), trainer.place(data[1:3])
-    order = np.resize(np.arange(256), (1, 32, 32))  # four times
-    state, losses = trainer.epoch(state, placed, order)
-    assert losses[0, -8:].mean() < 1.5
-    probs = trainer.predict_members(state, data.train_images[:40])
-    gathered = trainer.gather(state)
-    params, stats = (member(x, 0) for x in (gathered.params, gathered.model_state))
-    x = jnp.asarray(data.train_images[:40], jnp.float32) / 255
-    logits, _ = tm.NETWORKS["tiny"].logits(params, stats, x)
-    assert_allclose(probs[0], jax.nn.softmax(logits), atol=1e-4)
+    trainer = tm.make_trainer(tm.RECIPES["cnn"], 1, 1, 32, data.form())
+    order = np.resize(np.arange(256), (1, 32, 64))  # eight times
+    state = trainer.init(jax.random.key(0))
+    state, losses = trainer.epoch(state, trainer.place(data[1:3]), order)
+    assert losses[0, -8:].mean() < 1.5 and sizes == {32}
+    expected = data.test_images.reshape(40, 784) / 255 @ trainer.gather(state).params[0]
+    probs = trainer.predict_members(state, data.test_images)
+    assert_allclose(probs[0], jax.nn.softmax(expected), atol=1e-4)
 
 
 # ---------------------------------------------------------------------------------
@@ -3569,9 +3558,8 @@ def test_one_model_that_is_not_finite_stops(tmp_path, run_in, monkeypatch):
     sync = "--members 1 --mode sync"
     for flags in "--save-every .125", "--save-every .125 --resume":
         status, _, err = run_in(tmp_path / "a", sync, flags)
-        assert (
-            status == 3 and err.count("\n") == 1 and "no model is finite after" in err
-        )
+        assert status == 3 and err.count("\n") == 1
+        assert "no model is finite after" in err
         newest = checkpoints(tmp_path / "a")[-1]
         assert f"the checkpoint of step {int(newest[11:19])} is good" in err
     status, out, _ = run_in(tmp_path / "b", sync, "--skip-nonfinite")
@@ -3590,42 +3578,40 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_is_drawn_on_a_terminal_and_nowhere_else(
-    tmp_path, small_folder, monkeypatch
-):
+def printed(monkeypatch, call, out=Terminal, err=Terminal):
+    """Return what a call prints: output, errors."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", out := out())
+        patch.setattr(sys, "stderr", err := err())
+        call()
+    return out.getvalue(), err.getvalue()
+
+
+def test_progress_is_drawn_on_a_terminal(tmp_path, small_folder, monkeypatch):
     tqdm, counts = pytest.importorskip("tqdm").tqdm, []
     update = tqdm.update
     monkeypatch.setattr(tqdm, "update", lambda *x: [counts.append(x[1]), update(*x)])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-
-    def printed(out, err, call):
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, "stdout", out)
-            patch.setattr(sys, "stderr", err)
-            call()
-        return out.getvalue(), err.getvalue()
-
-    def run():
-        flags = "--network tiny --devices 2 --epochs 1 --data-dir"
-        assert tm.main(words(flags, small_folder)) == 0
-        assert not list(tmp_path.iterdir())  # nothing is written without a workdir
-
-    def bar():
-        with tm.progress_bar("predicting", 3) as advance:
-            advance(1)
-
-    out, err = printed(Terminal(), Terminal(), run)
+    flags = words("--network tiny --devices 2 --epochs 1 --data-dir", small_folder)
+    out, err = printed(monkeypatch, lambda: tm.main(flags))
     assert "epoch 1 of 1:   0%" in err and "predicting:   0%" in err
     assert "/1.54k [" in err and "images/s" in err  # 768, by each of two members
     assert sum(counts) == 1536 + 2 * (200 + 100)  # and tested, and on half as many
     assert err.endswith("\r")  # the bar is wiped off
     assert out.splitlines()[2].startswith("epoch:  1,")
-    assert "predicting" in printed(Terminal(), Terminal(), bar)[1]
-    assert printed(io.StringIO(), Terminal(), bar) == ("", "")
-    assert printed(Terminal(), io.StringIO(), bar) == ("", "")
+    assert not list(tmp_path.iterdir())  # nothing is written without a workdir
+
+
+def test_progress_is_drawn_nowhere_else(monkeypatch):
+    def bar():
+        with tm.progress_bar("predicting", 3) as advance:
+            advance(1)
+
+    assert printed(monkeypatch, bar, io.StringIO) == ("", "")
+    assert printed(monkeypatch, bar, Terminal, io.StringIO) == ("", "")
     monkeypatch.setattr(tm.importlib.util, "find_spec", lambda name: None)
-    assert printed(Terminal(), Terminal(), bar) == ("", "")
+    assert printed(monkeypatch, bar) == ("", "")
 
 
 @pytest.fixture
@@ -3940,37 +3926,38 @@ def test_finished_run_predicts_what_it_reported_and_recorded(whole_run, small_fo
         tm.load_run(whole_run, 9)
 
 
-UNFINISHED = {  # what is removed of a run, or written, and what is then said
-    "": "[Errno 2] No such file or directory: ",
-    "config.json": "[Errno 2] No such file or directory: ",
-    "report.json": "[Errno 2] No such file or directory: ",
-    "checkpoint_00000016.safetensors": "it is at step 8 of 16",
-    "checkpoint_": "it is at step None of 16",
-    "checkpoint_00000016.safetensors=x": "has no digest of save's",
-    "config.json={": "Expecting property name",
-    "config.json={}": "'network'",
-    "report.json={}": "'member'",
-    'config.json={**, "members": 3}': "]; expected ",
-}
+LAST = "checkpoint_00000016.safetensors"
+UNFINISHED = [  # what is not there of a run, or what it holds instead; what is said
+    ("", None, "[Errno 2] No such file or directory: "),
+    ("config.json", None, "[Errno 2] No such file or directory: "),
+    ("report.json", None, "[Errno 2] No such file or directory: "),
+    (LAST, None, "it is at step 8 of 16"),
+    ("checkpoint_*", None, "it is at step None of 16"),
+    (LAST, "x", "has no digest of save's"),
+    ("config.json", "{", "Expecting property name"),
+    ("config.json", "{}", "'network'"),
+    ("config.json", '{OLD, "members": 3}', "]; expected "),
+    ("report.json", "{}", "'member'"),
+]
 
 
-@pytest.mark.parametrize("change", UNFINISHED)
-def test_run_that_is_not_finished_is_not_loaded(tmp_path, whole_run, change):
+@pytest.mark.parametrize("name, content, message", UNFINISHED)
+def test_run_that_is_not_finished_is_not_loaded(
+    tmp_path, whole_run, name, content, message
+):
     folder = tmp_path / "run"
-    shutil.copytree(whole_run, folder)
-    name, written, text = change.partition("=")
-    old = (folder / "config.json").read_text().strip().strip("{}")
-    for path in folder.glob(f"{name}*") if name else ():
-        path.unlink()
-    if written:
-        (folder / name).write_text(text.replace("**", old))
-    if not name:
-        shutil.rmtree(folder)
+    if name:
+        shutil.copytree(whole_run, folder)
+        old = (folder / "config.json").read_text().strip().strip("{}")
+        for path in folder.glob(name):
+            path.unlink()
+    if content:
+        (folder / name).write_text(content.replace("OLD", old))
     with pytest.raises(ValueError) as error:
         tm.load_run(folder)
     said, where = str(error.value), f"--workdir {folder}"
     assert said.startswith(f"{folder} holds no finished run: ")
-    assert UNFINISHED[change] in said and "\n" not in said
+    assert message in said and "\n" not in said
     assert said.endswith(f"; to go on with one: python train_mnist.py --resume {where}")
 
 
