@@ -75,16 +75,15 @@ several processes, each started with the same flags but for its id; the first wr
                           how long to wait for the other processes (default: 60)
 """
 
-# The order of this file is the order of the data: recipe, data, training, report,
-# picture, the run's folder, signals and processes, the command line, the run.
+# The order of this file: recipe and networks; the trainer; the run, which is the loop;
+# then what the run needs: report, picture, data, its folder, signals and processes, and
+# the command line.
 
 from __future__ import annotations
 
 import argparse
 import collections
 import contextlib
-import difflib
-import functools
 import gzip
 import hashlib
 import http.client
@@ -100,7 +99,6 @@ import socket
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -121,6 +119,11 @@ try:
     import fcntl
 except ImportError:  # Windows, where a run's folder is not locked
     fcntl = None
+
+
+# ---------------------------------------------------------------------------------
+# Recipe and networks
+# ---------------------------------------------------------------------------------
 
 
 class Recipe(NamedTuple):
@@ -175,16 +178,11 @@ def batch_norm_cnn_init(
     *_, channels = image_shape
     keys = jax.random.split(key, 5)
     norms, stats = zip(*(pe.batch_norm_init(c, scale=False) for c in (12, 24, 32)))
-    params = BatchNormCNN(
-        pe.conv_init(keys[0], channels, 12, 3, bias=False),
-        norms[0],
-        pe.conv_init(keys[1], 12, 24, 6, bias=False),
-        norms[1],
-        pe.conv_init(keys[2], 24, 32, 6),
-        norms[2],
-        pe.dense_init(keys[3], 32, 256),
-        pe.dense_init(keys[4], 256, num_classes),
-    )
+    conv1 = pe.conv_init(keys[0], channels, 12, 3, bias=False)
+    conv2 = pe.conv_init(keys[1], 12, 24, 6, bias=False)
+    conv3 = pe.conv_init(keys[2], 24, 32, 6)
+    dense = pe.dense_init(keys[3], 32, 256), pe.dense_init(keys[4], 256, num_classes)
+    params = BatchNormCNN(conv1, norms[0], conv2, norms[1], conv3, norms[2], *dense)
     return params, stats
 
 
@@ -230,344 +228,7 @@ NETWORKS = {
 
 
 # ---------------------------------------------------------------------------------
-# Data: MNIST's four files, from a folder or a mirror
-# ---------------------------------------------------------------------------------
-
-
-class DataError(Exception):
-    """A data set that cannot be had; the message says which file and why."""
-
-
-class DownloadError(DataError):
-    """A file that is missing, and that no mirror gives."""
-
-
-class Dataset(NamedTuple):
-    name: str
-    train_images: np.ndarray  # uint8 [N, H, W, 1]
-    train_labels: np.ndarray  # int32 [N], indices into classes
-    test_images: np.ndarray
-    test_labels: np.ndarray
-    classes: np.ndarray  # [C], the labels of the training file, sorted
-
-    def form(self) -> dict:
-        """Return what else a run depends on, as JSON has it."""
-        shape = list(self.train_images.shape[1:])
-        return {"image_shape": shape, "classes": self.classes.tolist()}
-
-
-# The form of runs from before it was among their settings.
-MNIST_FORM = {"image_shape": [28, 28, 1], "classes": [*range(10)]}
-
-
-class IdxFile(NamedTuple):
-    name: str
-    num_dims: int
-    sha256: str  # of MNIST's own, uncompressed: mirrors differ in their gzip wrapping
-
-
-SHA256SUMS = """
-ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db train-images-idx3-ubyte
-65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5 train-labels-idx1-ubyte
-0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7 t10k-images-idx3-ubyte
-ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2 t10k-labels-idx1-ubyte
-"""
-MNIST_FILES = tuple(
-    IdxFile(name, 3 if "images" in name else 1, sha256)
-    for sha256, name in map(str.split, SHA256SUMS.strip().splitlines())
-)
-MIRRORS = (
-    "https://storage.googleapis.com/cvdf-datasets/mnist/",
-    "https://ossci-datasets.s3.amazonaws.com/mnist/",
-)
-MAX_BYTES = 2**31  # the largest content that is read
-MAX_DOWNLOAD = 2**24  # bytes; the largest of the four has 10 million
-TIMEOUT = 30  # seconds without a byte, and ten times that for a whole file
-
-
-def refuse(where: Path, wrong: dict[str, bool]) -> None:
-    """Raise DataError with the first thing that is wrong."""
-    for what, is_wrong in wrong.items():
-        if is_wrong:
-            raise DataError(f"{where}: {what}")
-
-
-def read_at_most(file, num_bytes: int, deadline: float = math.inf) -> bytes:
-    """Read to the end or to `num_bytes`, in pieces: a mere promise takes no memory."""
-    pieces, left = [], num_bytes
-    while left and (piece := file.read1(min(left, 1 << 20))):
-        pieces.append(piece)
-        left -= len(piece)
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not finished after {10 * TIMEOUT} seconds")
-    return b"".join(pieces)
-
-
-def read_content(path: Path, num_dims: int) -> bytes:
-    """Return an IDX file's uncompressed bytes, header included, once they are sound.
-
-    The header is two zero bytes, the type (8, unsigned bytes), the number of
-    dimensions, and each dimension as a big-endian 32-bit number.  No more is read than
-    it promises, plus one byte.  Raises DataError.
-    """
-    refuse(path, {"not a file": path.exists() and not path.is_file()})
-    opener = gzip.open if ".gz" in path.suffixes else open
-    magic, length = bytes((0, 0, 8, num_dims)), 4 + 4 * num_dims
-    try:
-        with opener(path, "rb") as file:
-            header = read_at_most(file, length)
-            shape = np.frombuffer(header.ljust(length, b"\0"), ">u4", offset=4).tolist()
-            size = math.prod(shape) if header[:4] == magic else 0
-            body = read_at_most(file, size + 1 if size <= MAX_BYTES else 0)
-    except (OSError, EOFError, zlib.error) as error:
-        # gzip's own errors: cut short, a wrong checksum, not gzip at all
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{path}: {reason}") from error
-    given, head, rest = header[:4], len(header), len(body)
-    kind = f"unsigned bytes in {num_dims} dimensions"
-    wrong = {
-        f"magic number 0x{given.hex()}; expected 0x{magic.hex()}, {kind}": (
-            not magic.startswith(given)
-        ),
-        f"truncated: {head} bytes of a header of {length}": head < length,
-        f"declares {shape}, no examples": size == 0,
-        f"declares {shape}, more than {MAX_BYTES} bytes": size > MAX_BYTES,
-        f"truncated: {rest} bytes of {size} for {shape}": rest < size,
-        f"more than the {size} bytes that {shape} takes": rest > size,
-    }
-    refuse(path, wrong)
-    return header + body
-
-
-def as_array(content: bytes, num_dims: int) -> np.ndarray:
-    """View an IDX file's content as uint8 [N] or [N, H, W]."""
-    shape = np.frombuffer(content, ">u4", count=num_dims, offset=4)
-    return np.frombuffer(content, np.uint8, offset=4 + 4 * num_dims).reshape(shape)
-
-
-class HttpsRedirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, req, fp, code, msg, headers, newurl):
-        if not newurl.startswith("https://"):
-            raise urllib.error.URLError(f"redirected to {newurl}, which is not https")
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
-def fetch(url: str, max_bytes: int) -> bytes:
-    """Return what `url` holds.  Raises OSError, ValueError or TimeoutError."""
-    if not url.startswith("https://"):
-        raise ValueError("not an https address")
-    deadline = time.monotonic() + 10 * TIMEOUT
-    opener = urllib.request.build_opener(HttpsRedirects)
-    with opener.open(url, timeout=TIMEOUT) as response:
-        content = read_at_most(response, max_bytes + 1, deadline)
-    if len(content) > max_bytes:
-        raise ValueError(f"more than the {max_bytes} bytes expected")
-    return content
-
-
-def download(folder: Path, file: IdxFile) -> bytes:
-    """Put one of MNIST's files into `folder`, whole and verified or not at all.
-
-    Returns its content.  Raises DownloadError with every mirror tried and why it
-    failed.
-    """
-    failures = []
-    for mirror in MIRRORS:
-        url = f"{mirror}{file.name}.gz"
-        print(f"downloading {url}", flush=True)
-        temporary = "content"
-        try:
-            packed = fetch(url, MAX_DOWNLOAD)
-            folder.mkdir(parents=True, exist_ok=True)
-            with pe.replace_file(folder / f"{file.name}.gz") as stream:
-                temporary = stream.name
-                stream.write(packed)
-                stream.flush()
-                content = read_content(Path(temporary), file.num_dims)
-                if hashlib.sha256(content).hexdigest() != file.sha256:
-                    raise DataError("content is not MNIST's (its SHA-256 differs)")
-            return content
-        except (OSError, http.client.HTTPException, ValueError, DataError) as error:
-            failures.append(f"{url}: {str(error).replace(temporary, 'content')}")
-    missing = f"{folder / file.name} is missing, and no mirror gives it"
-    raise DownloadError(f"{missing}: {'; '.join(failures)}")
-
-
-def load_mnist(folder: Path) -> Dataset:
-    """Load the four files from `folder`; others of any size and labels are welcome.
-
-    Raises DataError for a file that is missing and cannot be downloaded, for one that
-    is damaged, and for files that do not belong together.
-    """
-    refuse(folder, {"not a folder": folder.exists() and not folder.is_dir()})
-    contents, foreign = {}, []
-    for file in MNIST_FILES:
-        paths = (folder / file.name, folder / f"{file.name}.gz")
-        if path := next(filter(Path.exists, paths), None):
-            contents[file] = read_content(path, file.num_dims)
-            if hashlib.sha256(contents[file]).hexdigest() != file.sha256:
-                foreign.append(file.name)
-    arrays = []
-    for file in MNIST_FILES:
-        if file not in contents and foreign:
-            raise DataError(
-                f"{folder}: {file.name} is missing, and {foreign[0]} is not MNIST's, "
-                "so MNIST's cannot take its place"
-            )
-        content = contents.get(file) or download(folder, file)
-        arrays.append(as_array(content, file.num_dims))
-
-    images, labels, others, test_labels = arrays
-    size, other = (" x ".join(map(str, x.shape[1:])) for x in (images, others))
-    classes, missing = np.unique(labels).astype(int), ~np.isin(test_labels, labels)
-    at, names = missing.argmax(), [file.name for file in MNIST_FILES]
-    strange = f"label {test_labels[at]} at {at} is none of the {len(classes)} classes"
-    wrong = {
-        f"{name}: {len(y)} labels for {len(x)} images": len(y) != len(x)
-        for name, x, y in zip(names[1::2], arrays[::2], arrays[1::2])
-    }
-    wrong |= {
-        f"{names[1]}: all labels are {classes[0]}; expected more classes than one": (
-            len(classes) < 2
-        ),
-        f"{names[2]}: images are {other}; those to train on are {size}": other != size,
-        f"{names[3]}: {strange} of {names[1]}": missing.any(),
-    }
-    refuse(folder, wrong)
-    for i in (0, 2):
-        arrays[i] = arrays[i][..., None]
-        arrays[i + 1] = np.searchsorted(classes, arrays[i + 1]).astype(np.int32)
-    name = "MNIST"
-    if foreign:
-        print(f"notice: {folder} holds other data than MNIST ({', '.join(foreign)})")
-        name = f"data in MNIST's form from {folder}"
-    return Dataset(name, *arrays, classes)
-
-
-# ---------------------------------------------------------------------------------
-# Data: generated digits, for a machine without MNIST and without a network
-# ---------------------------------------------------------------------------------
-
-
-SIDE = 28  # pixels along each side of an image
-CHUNK = 1000  # images drawn at once, from a random stream of their own
-STEPS = 72  # equal steps in which the pen writes a digit
-KNOTS = 12  # most control points that a way of writing may have
-
-# Ways of writing each digit.  A pair such as "27" is a control point, 2 across, 7 down,
-# that attracts the pen; a pair written twice makes a corner; a comma lifts the pen.
-STROKES = {
-    0: "50 10 19 89 80 50; 70 20 08 49 98 80 30; 50 20 29 79 70 40",
-    1: "50 55 59; 23 50 50 59; 23 50 50 59, 29 59 89",
-    2: "12 20 90 84 19 19 99; 12 20 90 74 29 08 16 59 98; 11 40 90 75 09 09 88",
-    3: "11 40 90 84 44 44 95 99 39 08; 10 80 80 44 44 94 99 29 08; "
-    "11 50 90 85 34 95 99 39 07",
-    4: "20 15 15 95, 70 65 69; 60 06 06 96, 60 65 69; 10 06 65 74, 80 75 69",
-    5: "80 20 20 14 14 83 99 39 08; 20 14 14 83 99 39 08, 20 90; 80 20 14 94 99 39 08",
-    6: "70 30 05 19 89 94 34 17; 60 16 29 89 85 45 17; 81 40 08 39 99 84 24 08",
-    7: "10 80 80 55 49; 10 80 80 55 39, 25 75; 12 10 80 90 55 39",
-    8: "60 10 13 86 89 19 16 83 80 50; 50 20 24 74 70 50, 54 14 19 89 84 54; "
-    "81 40 11 33 86 89 19 16 63 81",
-    9: "82 80 10 15 75 82 82 79; 80 20 15 75 81 85 79 29 18; 81 30 14 65 81 81 69",
-}
-
-
-class Plan(NamedTuple):
-    """Ways W of writing digits, as the pen's pull to knots that may move."""
-
-    label: np.ndarray  # uint8 [W]
-    knots: np.ndarray  # [W, KNOTS, 2], control points around the center
-    pen: np.ndarray  # [W, STEPS, KNOTS]; the pen visits pen @ knots
-    step: np.ndarray  # [W], length of a step of the pen
-
-
-def smooth(curve: np.ndarray) -> np.ndarray:
-    """Round a polyline [n, d] by cutting its corners, four times (Chaikin 1974)."""
-    for _ in range(4):
-        a, b = curve[:-1], curve[1:]
-        cuts = np.stack([0.75 * a + 0.25 * b, 0.25 * a + 0.75 * b], axis=1)
-        curve = np.concatenate([curve[:1], *cuts, curve[-1:]])
-    return curve
-
-
-def plan_way(label: int, way: str) -> Plan:
-    """Plan one way of writing: leaves as in `Plan`, without W."""
-    strokes = [stroke.split() for stroke in way.split(",")]
-    points = np.array([(int(x), int(y)) for stroke in strokes for x, y in stroke])
-    knots = np.pad(points - 4.5, ((0, KNOTS - len(points)), (0, 0)))
-    lifts = np.cumsum([len(stroke) for stroke in strokes])[:-1]
-    paths = [smooth(own) for own in np.split(np.eye(len(points), KNOTS), lifts)]
-    moves = [np.diff(path @ knots, axis=0, prepend=path[:1] @ knots) for path in paths]
-    travel = np.cumsum(np.linalg.norm(np.concatenate(moves), axis=1))
-    steps = np.linspace(0, travel[-1], STEPS)
-    pen = [np.interp(steps, travel, pull) for pull in np.concatenate(paths).T]
-    parts = knots, np.stack(pen, axis=1), steps[1]
-    return Plan(np.uint8(label), *map(np.float32, parts))
-
-
-def draw_digits(rng: np.random.Generator, plan: Plan) -> tuple[np.ndarray, np.ndarray]:
-    """Draw images uint8 [CHUNK, SIDE, SIDE] and labels uint8 [CHUNK]."""
-
-    def normal(mean, spread, *shape):
-        return mean + spread * rng.standard_normal((CHUNK, *shape), np.float32)
-
-    def bell(at):  # [CHUNK, STEPS] -> [CHUNK, STEPS, SIDE]
-        squares = ((at[..., None] - np.arange(SIDE, dtype=np.float32)) / width) ** 2
-        return np.exp(-0.5 * squares.clip(max=40))  # clipped: denormals are slow
-
-    way = rng.integers(len(plan.label), size=CHUNK)
-    haste = np.exp(normal(-0.7, 0.45, 1, 1))  # most write neatly, a few scrawl
-    knots = plan.knots[way] + haste * normal(0, 1, KNOTS, 2)
-    x, y = np.moveaxis(plan.pen[way] @ knots, 2, 0)
-    x, y = x * normal(1.6, 0.2, 1), y * normal(1.9, 0.15, 1)  # from knots to pixels
-    x = x - y * normal(0.2, 0.2, 1)  # slant
-    turn = normal(0, 0.12, 1)
-    x, y = x * np.cos(turn) - y * np.sin(turn), x * np.sin(turn) + y * np.cos(turn)
-    x, y = x + normal(SIDE / 2 - 0.5, 1, 1), y + normal(SIDE / 2 - 0.5, 1, 1)
-    width = np.exp(normal(-0.2, 0.2, 1, 1))
-
-    # A dab of ink is one bell down times one across; a matrix product sums the dabs.
-    dab = 1.5 * plan.step[way][:, None, None] / width
-    ink = bell(y).swapaxes(1, 2) @ bell(x) * dab
-    ink = np.tanh(ink**2) * normal(1, 0.1, SIDE, SIDE)  # saturated, on rough paper
-    return np.uint8(255 * ink.clip(0, 1)), plan.label[way]
-
-
-def generate_digits(
-    seed: int, num_train: int = 60_000, num_test: int = 10_000
-) -> Dataset:
-    """Draw white digits on black, MNIST's stand-in in shapes and types.
-
-    Equal seeds draw equal digits, and fewer are the first of more.  No label is wrong;
-    what makes some digits hard is how hastily they are written.
-    """
-    ways = [(label, way) for label in STROKES for way in STROKES[label].split(";")]
-    plan = Plan(*map(np.stack, zip(*(plan_way(*way) for way in ways))))
-    arrays = []
-    for part, count in enumerate((num_train, num_test)):
-        chunks = [
-            draw_digits(np.random.default_rng([seed, part, start]), plan)
-            for start in range(0, max(count, 1), CHUNK)
-        ]
-        images, labels = (np.concatenate(pieces)[:count] for pieces in zip(*chunks))
-        arrays += [images[..., None], labels.astype(np.int32)]
-    return Dataset("generated digits", *arrays, np.arange(10))
-
-
-def load_data(source: str, folder: Path) -> Dataset:
-    """Load what --data names.  Raises DataError."""
-    if source != "generated":
-        try:
-            return load_mnist(folder)
-        except DownloadError as error:
-            if source == "mnist":
-                raise
-            print(f"notice: training on generated digits: {error}")
-    return generate_digits(seed=0)
-
-
-# ---------------------------------------------------------------------------------
-# Training
+# Training: the trainer, and what it trains on
 # ---------------------------------------------------------------------------------
 
 
@@ -592,7 +253,7 @@ CHUNK_ROWS = 32  # images that a device predicts at a time
 def init_of(recipe: Recipe, form: dict) -> Callable:
     """Return the network's init, of a key alone, for the form of a data set."""
     sizes = {"image_shape": form["image_shape"], "num_classes": len(form["classes"])}
-    return functools.partial(NETWORKS[recipe.network].init, **sizes)
+    return lambda key: NETWORKS[recipe.network].init(key, **sizes)
 
 
 def make_trainer(
@@ -600,8 +261,8 @@ def make_trainer(
     members: int,
     devices: int | None,
     num_steps: int,
-    form=MNIST_FORM,
-    hyper=None,
+    form: dict,
+    hyper: dict | None = None,
 ) -> pe.Trainer:
     """Make a trainer for data (uint8 images, int32 labels) and a run of num_steps.
 
@@ -660,6 +321,217 @@ def member_orders(
     return np.stack(orders)
 
 
+# ---------------------------------------------------------------------------------
+# The run: the loop, and what it saves and records
+# ---------------------------------------------------------------------------------
+
+
+# What a CPU device trains on or predicts in a call, about a second's work of a core:
+# signals wait for it.  Accelerators are many times as fast.
+SEGMENT_IMAGES = 4096
+
+
+class Run:
+    """A run: its members, how far they are, and what is known of them.
+
+    Only the first of several processes has the folder.
+    """
+
+    def __init__(self, args, recipe, data, layout, folder: Path | None = None):
+        """Begin a run, or go on with that of the folder.  Raises Failure."""
+        self.args, self.recipe, self.data, self.folder = args, recipe, data, folder
+        self.settings = describe(args, recipe, data, layout.members)
+        check_same_run(self.settings)
+        self.num_steps = len(data.train_images) // recipe.batch_size  # an epoch
+        self.save_steps = max(1, round(args.save_every * self.num_steps))
+        cpu = jax.default_backend() == "cpu"
+        self.segment_images = SEGMENT_IMAGES if cpu else 64 * SEGMENT_IMAGES
+        a_step = layout.members_per_device * recipe.batch_size // layout.replicas
+        self.segment_steps = min(max(1, self.segment_images // a_step), 256)
+        total = recipe.epochs * self.num_steps
+        where = layout.members, layout.devices
+        self.trainer = make_trainer(recipe, *where, total, data.form())
+        self.images = self.trainer.place((data.train_images, data.train_labels))
+        self.signals = Signals()
+        self.state = self.trainer.init(jax.random.key(args.seed))
+        self.done, self.saved = 0, -1  # steps so far, and at the last save
+        self.metrics: list[dict] = []  # a line an epoch
+        self.failed: set[int] = set()  # members that are not finite
+        self.begin_epoch()
+        if args.resume:
+            self.restore()
+        if folder:
+            where = {"data": args.data, "data_dir": str(args.data_dir.absolute())}
+            config = {**self.settings, **where, "save_every": args.save_every}
+            write_json(folder / "config.json", config, indent=2)
+            write_json(folder / "metrics.jsonl", *self.metrics)
+
+    def begin_epoch(self) -> None:
+        members = self.trainer.layout.members
+        self.losses = np.empty((members, 0))  # of this epoch's steps here, [K, n]
+        self.seconds = 0.0  # that they took
+
+    @property
+    def epoch(self) -> int:
+        """Epochs that are complete."""
+        return self.done // self.num_steps
+
+    def train(self) -> tuple[dict, np.ndarray]:
+        """Train to the last epoch, in segments; save, evaluate and record.
+
+        Returns what `evaluate` does, of the last epoch.  Raises Failure.
+        """
+        size, members = len(self.data.train_images), self.trainer.layout.members
+        which = {"seed": self.args.seed, "members": members}
+        while True:
+            epoch, step = divmod(self.done, self.num_steps)
+            last = epoch == self.recipe.epochs
+            self.save(whenever=last)
+            if step == 0 and (epoch or last):
+                found = self.evaluate()
+            if last:
+                return found
+            self.begin_epoch()
+            order = member_orders(size, self.recipe, epoch=epoch, **which)
+            what, done = f"epoch {epoch + 1} of {self.recipe.epochs}", order[:, :step]
+            with progress_bar(what, order.size, done.size) as advance:
+                while step < self.num_steps:
+                    until_saved = self.save_steps - self.done % self.save_steps
+                    end = step + min(self.segment_steps, until_saved)
+                    segment = order[:, step:end]
+                    self.advance(segment)
+                    self.save()
+                    step += segment.shape[1]
+                    advance(segment.size)
+
+    def advance(self, order: np.ndarray) -> None:
+        """Take the steps [K, n, B] of a segment, and look for signals."""
+        started = time.perf_counter()
+        self.state, losses = self.trainer.epoch(self.state, self.images, order)
+        self.losses = np.concatenate([self.losses, losses], axis=1)
+        self.seconds += time.perf_counter() - started
+        self.done += order.shape[1]
+        if not (np.isfinite(losses[:, -1]).any() or self.recipe.skip_nonfinite):
+            raise self.diverged()
+        self.signals.listen()  # until now, while JAX compiled, nothing was to be lost
+        self.look()
+
+    def look(self) -> None:
+        """If a process has received a signal, save, and raise Failure."""
+        number = self.signals.agree()
+        if not number:
+            return
+        self.save(whenever=True)
+        self.signals.agree()  # nobody leaves before the first process has saved
+        text = "nothing is saved without --workdir"
+        if self.args.workdir:
+            text = f"what is done is in {self.args.workdir}; --resume goes on with it"
+        raise Failure(f"{signal.Signals(number).name}: {text}", status=128 + number)
+
+    def save(self, whenever: bool = False) -> None:
+        """Save, if it is due or `whenever`.  Raises Failure for a state of no use."""
+        due = whenever or self.done % self.save_steps == 0
+        if not (self.args.workdir and due) or self.done == self.saved:
+            return
+        state = self.trainer.gather(self.state)
+        if not any_finite(state):
+            raise self.diverged()
+        if self.folder:
+            save_checkpoint(self.folder, state, self.done, self.args.keep)
+        self.saved = self.done
+
+    def restore(self) -> None:
+        """Go on from the newest valid checkpoint of the first process."""
+        done, state = 0, self.trainer.gather(self.state)
+        if self.folder:
+            path = self.folder / "config.json"
+            config = json.loads(path.read_text())
+            if difference := first_difference(self.settings, config):
+                raise Failure(f"--resume: {difference}, in {path}")
+            done, state = load_checkpoint(self.folder, state)
+            self.metrics = read_metrics(self.folder, done // self.num_steps)
+        done, state = share((np.array(done), state))
+        self.done = self.saved = int(done)
+        self.state = self.trainer.scatter(state)
+
+    def diverged(self) -> Failure:
+        text = f"no model is finite after step {self.done}; lower --learning-rate"
+        if self.saved >= 0:
+            text += f" (the checkpoint of step {self.saved} is good)"
+        return Failure(text, status=3)
+
+    def evaluate(self) -> tuple[dict, np.ndarray]:
+        """Evaluate on the test images, and on half as many training images, alike.
+
+        Returns the report on the test images, and the members' probabilities [K, N, C].
+        """
+        data, started = self.data, time.perf_counter()
+        probs = self.predict(data.test_images)
+        seconds = time.perf_counter() - started
+        test = report_finite(probs, data.test_labels)
+        half = slice((len(data.test_images) + 1) // 2)
+        train_probs = self.predict(data.train_images[half])
+        train = report_finite(train_probs, data.train_labels[half])
+        if test is None or train is None:
+            raise self.diverged()
+        self.name_failed(test["member"])
+        if self.epoch > len(self.metrics):  # it was not before this process began
+            self.record(train, test, seconds)
+        return test, probs
+
+    def predict(self, images: np.ndarray) -> np.ndarray:
+        """Predict [K, N, C] part by part; look for signals between."""
+        members, _, a_device, replicas = self.trainer.layout
+        chunks = max(1, self.segment_images // CHUNK_ROWS // a_device)
+        rows = chunks * CHUNK_ROWS * replicas
+        parts = []
+        with progress_bar("predicting", members * len(images)) as advance:
+            for start in range(0, len(images), rows):
+                part = images[start : start + rows]
+                parts.append(self.trainer.predict_members(self.state, part))
+                self.look()
+                advance(members * len(part))
+        return np.concatenate(parts, axis=1)
+
+    def name_failed(self, members: list) -> None:
+        """Name each member that has failed, once, by its scores, and what was skipped.
+
+        The losses are of the epoch's last steps: all, unless it was resumed within.
+        """
+        bad, epoch = np.sum(~np.isfinite(self.losses), axis=1), f"epoch {self.epoch}"
+        for i, steps in enumerate(bad):
+            if members[i] is None and i not in self.failed:
+                self.failed.add(i)
+                loss = f", nor was its loss in {steps} steps of it" if steps else ""
+                print(f"notice: member {i} is not finite after {epoch}{loss}")
+            elif self.recipe.skip_nonfinite and steps:
+                print(
+                    f"notice: member {i} skipped {steps} steps of {epoch}: not finite"
+                )
+
+    def record(self, train: dict, test: dict, test_seconds: float) -> None:
+        """Print an epoch, and write its line of metrics."""
+        loss, num_images = "negative_log_likelihood", self.losses.size
+        num_images *= self.recipe.batch_size
+        metrics = {
+            "epoch": self.epoch,
+            "train_loss": mean_loss(train),
+            "train_accuracy": train["ensemble"]["accuracy"],
+            "test_loss": mean_loss(test),
+            "test_accuracy": test["ensemble"]["accuracy"],
+            "ensemble_test_loss": test["ensemble"][loss],
+            "member_test_loss": [m and m[loss] for m in test["member"]],
+            "member_test_accuracy": [m and m["accuracy"] for m in test["member"]],
+            "train_seconds": self.seconds,
+            "test_seconds": test_seconds,
+            "member_images_per_second": num_images / (self.seconds or math.inf) or None,
+        }
+        print_epoch(metrics)
+        self.metrics.append(metrics)
+        if self.folder:
+            write_json(self.folder / "metrics.jsonl", *self.metrics)
+
+
 @contextlib.contextmanager
 def progress_bar(what: str, total: int, done: int = 0) -> Iterator[Callable]:
     """Draw how far a loop is, on a terminal where tqdm is; yield what advances it.
@@ -675,6 +547,38 @@ def progress_bar(what: str, total: int, done: int = 0) -> Iterator[Callable]:
     form = {"unit": " images", "unit_scale": True, "dynamic_ncols": True}
     with tqdm(desc=what, total=total, initial=done, leave=False, **form) as bar:
         yield bar.update
+
+
+def any_finite(state: pe.TrainState) -> bool:
+    """Whether a member of the state [K, ...] has no number that is not finite."""
+    leaves = jax.tree.leaves(state._replace(key=None))
+    finite = [np.isfinite(x).reshape(len(x), -1).all(axis=1) for x in leaves]
+    return bool(np.all(finite, axis=0).any())
+
+
+def describe(args, recipe: Recipe, data: Dataset, members: int) -> dict:
+    """Return what determines the numbers of a run, whatever devices it has."""
+    content, (_, *arrays, _) = hashlib.sha256(), data
+    for array in arrays:
+        content.update(np.ascontiguousarray(array))
+    return {
+        "mode": args.mode,
+        "members": members,
+        **recipe._asdict(),
+        "seed": args.seed,
+        "train_size": len(data.train_images),
+        "dataset": data.name,
+        "dataset_sha256": content.hexdigest(),
+        **data.form(),
+    }
+
+
+class Failure(Exception):
+    """A run that ends here: a message for one line, and an exit status."""
+
+    def __init__(self, message: str, status: int = 2):
+        super().__init__(message)
+        self.status = status
 
 
 # ---------------------------------------------------------------------------------
@@ -701,15 +605,6 @@ def mean_loss(report: dict) -> float:
     return float(np.mean([m["negative_log_likelihood"] for m in report["member"] if m]))
 
 
-class Evaluation(NamedTuple):
-    """What the models say of the test images, and how well they do."""
-
-    probs: np.ndarray  # of each member, on the test images [K, N, C]
-    test: dict | None  # the report on them; None when no model is finite
-    train: dict | None  # the same, on half as many training images
-    seconds: float  # that the test images took
-
-
 def print_epoch(metrics: dict) -> None:
     """Print the guide's line: losses in nats, accuracies in percent."""
     parts = [f"epoch: {metrics['epoch']:2d}"]
@@ -729,6 +624,24 @@ def print_table(title: str, rows: Sequence[tuple[str, dict | None]]) -> None:
         print(f"{name:10}{row}")
 
 
+def print_report(mode: str, report: dict) -> None:
+    """Print the final tables: members and ensemble, or the one model; then by size."""
+    rows = [(f"member {i}", scores) for i, scores in enumerate(report["member"])]
+    rows.append(("ensemble", report["ensemble"]))
+    if mode == "sync":
+        rows = [("model", report["ensemble"])]
+    print_table(f"{report['dataset']}, {report['test_examples']} test images", rows)
+    if report["members"] == 1:
+        return
+    sizes = [(f"first {n}", scores) for n, scores in enumerate(report["by_size"], 1)]
+    print_table("ensemble by size, of the members that are finite", sizes)
+    print(
+        f"\ndisagreement {100 * report['disagreement']:.2f}% of pairs, predictive "
+        f"entropy {report['predictive_entropy']:.4f} nats, of which mutual information "
+        f"{report['mutual_information']:.4f}"
+    )
+
+
 def versions() -> dict:
     modules = {module.__name__: module.__version__ for module in (pe, jax, jaxlib, np)}
     return {**modules, "python": platform.python_version()}
@@ -737,6 +650,7 @@ def versions() -> dict:
 # ---------------------------------------------------------------------------------
 # Picture: report.png
 # ---------------------------------------------------------------------------------
+
 
 # Colors of Okabe and Ito, which do not need red and green to be told apart; the lines
 # differ in width and marker too.
@@ -829,8 +743,6 @@ def draw_report(
     """
     from matplotlib.figure import Figure
 
-    # Older versions lack it.
-    metrics = [m for m in metrics if "ensemble_test_loss" in m]
     probs = probs[np.isfinite(probs).all(axis=(1, 2))]
     many = len(probs) > 1
     figure = Figure(figsize=(9, 9.5), layout="constrained")
@@ -851,39 +763,311 @@ def draw_report(
 
 
 # ---------------------------------------------------------------------------------
+# Data: MNIST's four files, from a folder or a mirror
+# ---------------------------------------------------------------------------------
+
+
+class DataError(Exception):
+    """A data set that cannot be had; the message says which file and why."""
+
+
+class DownloadError(DataError):
+    """A file that is missing, and that no mirror gives."""
+
+
+class Dataset(NamedTuple):
+    name: str
+    train_images: np.ndarray  # uint8 [N, H, W, 1]
+    train_labels: np.ndarray  # int32 [N], indices into classes
+    test_images: np.ndarray
+    test_labels: np.ndarray
+    classes: np.ndarray  # [C], the labels of the training file, sorted
+
+    def form(self) -> dict:
+        """Return what else a run depends on, as JSON has it."""
+        shape = list(self.train_images.shape[1:])
+        return {"image_shape": shape, "classes": self.classes.tolist()}
+
+
+# SHA-256 of MNIST's own files, uncompressed: mirrors differ in their gzip wrapping.
+SHA256SUMS = """
+ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db train-images-idx3-ubyte
+65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5 train-labels-idx1-ubyte
+0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7 t10k-images-idx3-ubyte
+ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2 t10k-labels-idx1-ubyte
+"""
+MNIST_FILES = {name: digest for digest, name in re.findall(r"(\S+) (\S+)", SHA256SUMS)}
+MIRRORS = (
+    "https://storage.googleapis.com/cvdf-datasets/mnist/",
+    "https://ossci-datasets.s3.amazonaws.com/mnist/",
+)
+MAX_BYTES = 2**31  # the largest content that is read
+MAX_DOWNLOAD = 2**26  # bytes, as they come and unpacked; MNIST's largest has 2**25.5
+TIMEOUT = 30  # seconds without a byte
+
+
+def read_idx(path: Path) -> tuple[np.ndarray, str]:
+    """Return an IDX file's array, uint8 [N] or [N, H, W], and its content's SHA-256.
+
+    The header is two zero bytes, the type (8, unsigned bytes), how many dimensions
+    there are, and each of them as a big-endian 32-bit number.  No more is read than it
+    promises, plus one byte.  Raises DataError.
+    """
+    num_dims = 3 if "images" in path.name else 1
+    magic, length = bytes((0, 0, 8, num_dims)), 4 + 4 * num_dims
+    packed = path.suffix == ".gz"
+    try:
+        with (gzip.open if packed else open)(path, "rb") as file:
+            head = file.read(length)
+            if not head.startswith(magic) or len(head) < length:
+                raise DataError(
+                    f"{path}: header 0x{head.hex()}; expected {length} bytes, at first "
+                    f"0x{magic.hex()}: unsigned bytes in {num_dims} dimensions"
+                )
+            shape = np.frombuffer(head, ">u4", offset=4).tolist()
+            size = math.prod(shape)
+            if not 0 < size <= MAX_BYTES:
+                raise DataError(
+                    f"{path}: declares {shape}, {size} bytes; expected 1 to {MAX_BYTES}"
+                )
+            # What a header merely promises takes no memory: gzip packs 1032 to 1.
+            most = path.stat().st_size * (1032 if packed else 1)
+            body = file.read(min(size, most) + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        # gzip's own errors: cut short, a wrong checksum, not gzip at all
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{path}: {reason}") from error
+    if len(body) != size:
+        amount = "more than" if len(body) > size else f"{len(body)} of"
+        raise DataError(f"{path}: holds {amount} the {size} bytes that {shape} takes")
+    digest = hashlib.sha256(head + body).hexdigest()
+    return np.frombuffer(body, np.uint8).reshape(shape), digest
+
+
+def fetch(url: str) -> bytes:
+    """Return what `url` holds, MAX_DOWNLOAD bytes at most."""
+    with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
+        return response.read(MAX_DOWNLOAD)
+
+
+def download(folder: Path, name: str) -> Path:
+    """Put one of MNIST's files into `folder`, whole and verified or not at all.
+
+    Returns its path.  Raises DownloadError with every mirror tried and why it failed.
+    """
+    path, failures = folder / f"{name}.gz", []
+    for mirror in MIRRORS:
+        url = f"{mirror}{path.name}"
+        print(f"downloading {url}", flush=True)
+        try:
+            packed = fetch(url)
+            content = zlib.decompressobj(wbits=31).decompress(packed, MAX_DOWNLOAD)
+            if hashlib.sha256(content).hexdigest() != MNIST_FILES[name]:
+                raise ValueError("content is not MNIST's (its SHA-256 differs)")
+            folder.mkdir(parents=True, exist_ok=True)
+            with pe.replace_file(path) as file:
+                file.write(packed)
+            return path
+        except (OSError, http.client.HTTPException, zlib.error, ValueError) as error:
+            failures.append(f"{url}: {error}")
+    missing = f"{folder / name} is missing, and no mirror gives it"
+    raise DownloadError(f"{missing}: {'; '.join(failures)}")
+
+
+def misfit(arrays: Sequence[np.ndarray]) -> str | None:
+    """Say which of a data set's four files does not fit the others, and why."""
+    _, train_file, image_file, test_file = MNIST_FILES
+    images, labels, test_images, test_labels = arrays
+    classes, strange = np.unique(labels), np.setdiff1d(test_labels, labels)
+    for file, x, y in zip((train_file, test_file), arrays[::2], arrays[1::2]):
+        if len(x) != len(y):
+            return f"{file}: {len(y)} labels for {len(x)} images"
+    if len(classes) == 1:
+        return f"{train_file}: all labels are {classes[0]}; expected two or more"
+    if strange.size:
+        known = f"{len(classes)} classes of {train_file}"
+        return f"{test_file}: label {strange[0]} is none of the {known}"
+    size, other = (" x ".join(map(str, x.shape[1:])) for x in (images, test_images))
+    if other != size:
+        return f"{image_file}: images are {other}; those to train on are {size}"
+    return None
+
+
+def load_mnist(folder: Path) -> Dataset:
+    """Load the four files from `folder`; others of any size and labels are welcome.
+
+    Raises DataError for a file that is missing and cannot be downloaded, for one that
+    is damaged, and for files that do not belong together.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"{folder}: not a folder")
+    paths, found, foreign = {}, {}, []
+    for name in MNIST_FILES:
+        both = folder / name, folder / f"{name}.gz"
+        paths[name] = next(filter(Path.exists, both), None)
+    for name in sorted(paths, key=lambda name: not paths[name]):  # missing ones last
+        if foreign and not paths[name]:
+            raise DataError(
+                f"{folder}: {name} is missing, and {foreign[0]} is not MNIST's, so "
+                "MNIST's cannot take its place"
+            )
+        found[name], digest = read_idx(paths[name] or download(folder, name))
+        if digest != MNIST_FILES[name]:
+            foreign.append(name)
+    arrays = [found[name] for name in MNIST_FILES]
+    if wrong := misfit(arrays):
+        raise DataError(f"{folder}: {wrong}")
+    name, classes, parts = "MNIST", np.unique(arrays[1]), []
+    for images, labels in (arrays[:2], arrays[2:]):
+        indices = np.searchsorted(classes, labels).astype(np.int32)
+        parts += [images[..., None], indices]
+    if foreign:
+        print(f"notice: {folder} holds other data than MNIST ({', '.join(foreign)})")
+        name = f"data in MNIST's form from {folder}"
+    return Dataset(name, *parts, classes.astype(int))
+
+
+# ---------------------------------------------------------------------------------
+# Data: generated digits, for a machine without MNIST and without a network
+# ---------------------------------------------------------------------------------
+
+
+SIDE = 28  # pixels along each side of an image
+CHUNK = 1000  # images drawn at once, from a random stream of their own
+STEPS = 72  # in which the pen writes a digit
+
+# Ways of writing each digit, of eight knots each.  A pair such as "27" is a knot, 2
+# across, 7 down, that attracts the pen; a pair written twice makes a corner.
+STROKES = {
+    0: "50 10 09 39 89 80 50 30; 70 20 08 49 98 80 40 30; 50 20 18 39 79 70 50 30",
+    1: "50 50 50 55 59 59 59 59; 23 23 50 50 55 59 59 59; 24 50 50 59 59 29 29 89",
+    2: "12 20 80 94 57 19 19 99; 12 30 90 74 19 08 28 99; 11 50 90 75 09 09 59 88",
+    3: "10 90 94 44 44 96 79 09; 10 80 80 44 96 99 39 08; 11 60 93 34 34 97 79 07",
+    4: "20 15 15 95 61 61 69 69; 60 06 06 96 60 60 69 69; 10 06 65 80 80 74 69 69",
+    5: "80 20 20 14 83 99 39 08; 90 20 14 14 94 89 29 08; 80 20 14 74 97 89 29 08",
+    6: "70 30 05 19 89 94 34 17; 60 26 19 79 87 64 35 17; 80 30 07 39 99 84 24 08",
+    7: "10 10 80 80 55 49 49 49; 10 80 90 90 65 39 39 39; 12 10 80 80 55 39 39 39",
+    8: "60 10 14 88 49 17 84 60; 70 20 13 88 29 17 83 70; 50 11 24 89 29 16 73 60",
+    9: "82 70 10 15 75 82 81 79; 80 20 15 75 81 89 29 18; 81 30 14 65 81 81 75 69",
+}
+WAYS = [(label, way.split()) for label in STROKES for way in STROKES[label].split(";")]
+
+
+def draw_digits(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Draw images uint8 [CHUNK, SIDE, SIDE, 1] and labels int32 [CHUNK]."""
+
+    def normal(mean, spread, *shape):
+        return mean + spread * rng.standard_normal((CHUNK, *shape), np.float32)
+
+    def bell(at):  # [CHUNK, STEPS] -> [CHUNK, STEPS, SIDE]
+        squares = ((at[..., None] - np.arange(SIDE, dtype=np.float32)) / width) ** 2
+        return np.exp(-0.5 * squares.clip(max=40))  # clipped: denormals are slow
+
+    labels = np.array([label for label, _ in WAYS], np.int32)
+    knots = np.float32([[[*map(int, knot)] for knot in way] for _, way in WAYS])
+    num_knots = knots.shape[1]
+    # The pen follows a uniform cubic B-spline: its weights for knots so far from it.
+    far = np.abs(np.linspace(0, num_knots - 1, STEPS)[:, None] - np.arange(num_knots))
+    pull = np.where(far < 1, 4 - 6 * far**2 + 3 * far**3, (2 - far).clip(0) ** 3)
+    pull = np.float32(pull / pull.sum(axis=1, keepdims=True))  # [STEPS, num_knots]
+
+    way = rng.integers(len(WAYS), size=CHUNK)
+    haste = np.exp(normal(-0.7, 0.45, 1, 1))  # most write neatly, a few scrawl
+    moved = knots[way] - 4.5 + haste * normal(0, 1, num_knots, 2)
+    x, y = np.moveaxis(pull @ moved, 2, 0)
+    x, y = x * normal(1.6, 0.2, 1), y * normal(1.9, 0.15, 1)  # from knots to pixels
+    x = x - y * normal(0.2, 0.2, 1)  # slant
+    turn = normal(0, 0.12, 1)
+    x, y = x * np.cos(turn) - y * np.sin(turn), x * np.sin(turn) + y * np.cos(turn)
+    x, y = x + normal(SIDE / 2 - 0.5, 1, 1), y + normal(SIDE / 2 - 0.5, 1, 1)
+
+    # A dab of ink is one bell down times one across; a matrix product sums the dabs.
+    width = np.exp(normal(-0.2, 0.2, 1, 1))
+    dab = 0.9 * np.hypot(np.gradient(x, axis=1), np.gradient(y, axis=1))[..., None]
+    ink = (bell(y) * dab / width).swapaxes(1, 2) @ bell(x)
+    ink = np.tanh(ink**2) * normal(1, 0.1, SIDE, SIDE)  # saturated, on rough paper
+    return np.uint8(255 * ink.clip(0, 1))[..., None], labels[way]
+
+
+def generate_digits(
+    seed: int, num_train: int = 60_000, num_test: int = 10_000
+) -> Dataset:
+    """Draw white digits on black, MNIST's stand-in in shapes and types.
+
+    Equal seeds draw equal digits, and fewer are the first of more.  No label is wrong;
+    what makes some digits hard is how hastily they are written.
+    """
+    arrays = []
+    for part, count in enumerate((num_train, num_test)):
+        starts = range(0, max(count, 1), CHUNK)
+        drawn = [draw_digits(np.random.default_rng([seed, part, n])) for n in starts]
+        arrays += [np.concatenate(chunks)[:count] for chunks in zip(*drawn)]
+    return Dataset("generated digits", *arrays, np.arange(10))
+
+
+def load_data(source: str, folder: Path) -> Dataset:
+    """Load what --data names.  Raises DataError."""
+    if source != "generated":
+        try:
+            return load_mnist(folder)
+        except DownloadError as error:
+            if source == "mnist":
+                raise
+            print(f"notice: training on generated digits: {error}")
+    return generate_digits(seed=0)
+
+
+# ---------------------------------------------------------------------------------
 # The folder of a run: metrics, report, checkpoints
 # ---------------------------------------------------------------------------------
 
 
-class Failure(Exception):
-    """A run that ends here: a message for one line, and an exit status."""
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a run's folder, which is made, for this process.  Raises Failure.
 
-    def __init__(self, message: str, status: int = 2):
-        super().__init__(message)
-        self.status = status
+    The lock is the system's, and ends with the process, however that ends.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+        lock = os.open(folder / ".lock", flags, 0o644)
+    except OSError as error:
+        raise Failure(f"--workdir {folder}: {error.strerror or error}") from error
+    with os.fdopen(lock, "r+", errors="replace") as file:
+        try:
+            if fcntl:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Failure(
+                f"--workdir {folder}: in use by process {file.read(100).strip()}; wait "
+                "for it, or choose another folder"
+            ) from None
+        file.truncate(0)
+        print(os.getpid(), "on", platform.node(), file=file, flush=True)
+        yield
 
 
-class Checkpoint(NamedTuple):
-    """What a run goes on from, on any number of devices."""
+def clear(folder: Path, resume: bool) -> None:
+    """Remove what a dead process left half written; refuse earlier results."""
+    half = re.compile(r"\.(checkpoint_\d+|config|metrics|report)\.\w+\.\w+\.tmp")
+    for name in filter(half.fullmatch, os.listdir(folder)):
+        os.unlink(folder / name)
+    results = [folder / "report.json", folder / "metrics.jsonl"]
+    found = [path for path in results if path.exists() and path.stat().st_size]
+    found += [path for _, path in checkpoints(folder)]
+    if found and not resume:
+        raise Failure(
+            f"--workdir {folder}: holds {found[0].name} of an earlier run; go on with "
+            "it (--resume), choose another folder, or remove it"
+        )
 
-    settings: np.ndarray  # uint8 [8192], what determines the run's numbers
-    epoch: np.ndarray  # [], epochs that are complete
-    step: np.ndarray  # [], steps of the next one
-    state: pe.TrainState  # every leaf [K, ...]
 
-
-def encode(settings: dict) -> np.ndarray:
-    """Write settings as bytes of one length, whatever they are."""
-    return np.frombuffer(json.dumps(settings).ljust(8192).encode(), np.uint8)
-
-
-def first_difference(ours: np.ndarray, theirs: np.ndarray) -> str | None:
-    """Name the first setting in which two runs differ, and both values."""
-    here, there = (MNIST_FORM | json.loads(x.tobytes()) for x in (ours, theirs))
-    for name in [*here, *there]:
-        if here.get(name) != there.get(name):
-            return f"{name} is {here.get(name)} here, {there.get(name)} there"
-    return None
+def write_json(path: Path, *values: dict, indent: int | None = None) -> None:
+    """Write a file of JSON, a value after the other."""
+    texts = [json.dumps(x, indent=indent, allow_nan=False) + "\n" for x in values]
+    with pe.replace_file(path) as file:
+        file.write("".join(texts).encode())
 
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -894,108 +1078,41 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
-class Folder:
-    """The folder of one run, held by one process.
+def save_checkpoint(folder: Path, state: pe.TrainState, done: int, keep: int) -> None:
+    """Save the members after `done` steps; remove what is older than the newest.
 
-    It holds metrics.jsonl, a line an epoch; config.json, the settings; the newest
-    checkpoints; report.json and report.png at the end; and .lock, which names the
-    process.
+    Checkpoints of later steps, which were skipped as damaged, do not count.
     """
+    pe.save(folder / f"checkpoint_{done:08d}.safetensors", state)
+    older = [path for step, path in checkpoints(folder) if step <= done]
+    for path in older[keep:]:
+        with contextlib.suppress(PermissionError):  # Windows: it is being read
+            os.unlink(path)
 
-    LEFTOVER = re.compile(r"\.(checkpoint_\d+|config|metrics|report)\.\w+\.\w+\.tmp")
 
-    def __init__(self, path: Path, resume: bool, keep: int):
-        """Make and lock the folder.  Raises Failure when it is another run's."""
-        self.path, self.keep = path, keep
-        self.metrics: list[dict] = []
+def load_checkpoint(folder: Path, like: pe.TrainState) -> tuple[int, pe.TrainState]:
+    """Return the steps and the members of the newest valid checkpoint.
+
+    Raises Failure when there is none.
+    """
+    found = checkpoints(folder)
+    for done, path in found:
         try:
-            with contextlib.ExitStack() as stack:
-                path.mkdir(parents=True, exist_ok=True)
-                flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-                lock = os.open(path / ".lock", flags, 0o644)
-                stack.callback(os.close, lock)
-                self._lock(lock)
-                self._look(resume)
-                self.close = stack.pop_all().close
-        except OSError as error:
-            raise Failure(f"--workdir {path}: {error.strerror or error}") from error
+            state = pe.load(path, like)
+            print(f"resumed from {path}", flush=True)
+            return done, state
+        except (OSError, ValueError) as error:
+            print(f"train_mnist.py: warning: skipped {error}", file=sys.stderr)
+    raise Failure(f"--resume: {folder} holds no valid checkpoint, of {len(found)}")
 
-    def _lock(self, lock: int) -> None:
-        # The lock is the system's, and ends with the process, however that ends.
-        if fcntl is None:
-            return
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(lock, 100).decode(errors="replace").strip()
-            raise Failure(
-                f"--workdir {self.path}: in use by process {holder}; wait for it, or "
-                "choose another folder"
-            ) from None
-        os.ftruncate(lock, 0)
-        os.write(lock, f"{os.getpid()} on {platform.node()}\n".encode())
 
-    def _look(self, resume: bool) -> None:
-        """Remove what a dead process left half written; refuse earlier results."""
-        for name in filter(self.LEFTOVER.fullmatch, os.listdir(self.path)):
-            os.unlink(self.path / name)
-        found = [self.path / "report.json", self.path / "metrics.jsonl"]
-        found = [path for path in found if path.exists() and path.stat().st_size]
-        found += [path for _, path in checkpoints(self.path)]
-        if found and not resume:
-            raise Failure(
-                f"--workdir {self.path}: holds {found[0].name} of an earlier run; go "
-                "on with it (--resume), choose another folder, or remove it"
-            )
-
-    def write(self, name: str, *values: dict, indent: int | None = None) -> None:
-        """Write a file of JSON, a value after the other."""
-        texts = [json.dumps(x, indent=indent, allow_nan=False) + "\n" for x in values]
-        with pe.replace_file(self.path / name) as file:
-            file.write("".join(texts).encode())
-
-    def save(self, checkpoint: Checkpoint, done: int) -> None:
-        """Write a checkpoint after `done` steps; remove what is older than the newest.
-
-        Checkpoints of later steps, which were skipped as damaged, do not count.
-        """
-        pe.save(self.path / f"checkpoint_{done:08d}.safetensors", checkpoint)
-        older = [path for step, path in checkpoints(self.path) if step <= done]
-        for path in older[self.keep :]:
-            with contextlib.suppress(PermissionError):  # Windows: it is being read
-                os.unlink(path)
-
-    def restore(self, like: Checkpoint) -> Checkpoint:
-        """Load the newest valid checkpoint, and the metrics of its epochs.
-
-        Raises Failure when there is none, and for a run with other settings.
-        """
-        found = checkpoints(self.path)
-        for _, path in found:
-            try:
-                checkpoint = pe.load(path, like)
-                break
-            except (OSError, ValueError) as error:
-                print(f"train_mnist.py: warning: skipped {error}", file=sys.stderr)
-        else:
-            raise Failure(
-                f"--resume: {self.path} holds no valid checkpoint, of {len(found)}"
-            )
-        difference = first_difference(like.settings, checkpoint.settings)
-        if difference:
-            raise Failure(f"--resume: {difference}, in {path}; give that run's flags")
-        print(f"resumed from {path}", flush=True)
-        self.read_metrics(int(checkpoint.epoch))
-        return checkpoint
-
-    def read_metrics(self, epochs: int) -> None:
-        """Take the lines of the epochs that are complete, and no others."""
-        with contextlib.suppress(OSError):
-            for line in (self.path / "metrics.jsonl").read_text().splitlines():
-                with contextlib.suppress(ValueError, TypeError, KeyError):
-                    metrics = json.loads(line)
-                    if metrics["epoch"] == len(self.metrics) + 1 <= epochs:
-                        self.metrics.append(metrics)
+def read_metrics(folder: Path, epochs: int) -> list[dict]:
+    """Return the lines of the epochs that are complete, and no others."""
+    metrics: list[dict] = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in (folder / "metrics.jsonl").read_text().splitlines()[:epochs]:
+            metrics.append(json.loads(line))
+    return metrics
 
 
 class Trained(NamedTuple):
@@ -1038,8 +1155,8 @@ def load_run(workdir: str | os.PathLike, devices: int | None = None) -> Trained:
     """
     folder = Path(workdir)
     try:
-        config = MNIST_FORM | json.loads((folder / "config.json").read_text())
-        recipe = Recipe(**{n: config[n] for n in Recipe._fields if n in config})
+        config = json.loads((folder / "config.json").read_text())
+        recipe = Recipe(**{name: config[name] for name in Recipe._fields})
         num_steps = recipe.epochs * (config["train_size"] // recipe.batch_size)
         done, path = max(checkpoints(folder), default=(None, None))
         if done != num_steps:
@@ -1047,17 +1164,14 @@ def load_run(workdir: str | os.PathLike, devices: int | None = None) -> Trained:
         report = json.loads((folder / "report.json").read_text())
         finite = np.flatnonzero([scores is not None for scores in report["member"]])
         trainer = make_trainer(recipe, config["members"], 1, num_steps, config)
-        like = trainer.gather(trainer.init(jax.random.key(0)))
-        found = pe.load(path, Checkpoint(encode({}), np.array(0), np.array(0), like))
-        if not json.loads(found.settings.tobytes()).items() <= config.items():
-            raise ValueError(f"{path} has other settings than config.json")
+        state = pe.load(path, trainer.gather(trainer.init(jax.random.key(0))))
     except (OSError, ValueError, TypeError, LookupError) as error:
         raise ValueError(
             f"{folder} holds no finished run: {error}; to go on with one: python "
             f"train_mnist.py --resume --workdir {folder}"
         ) from error
     trainer = make_trainer(recipe, len(finite), devices, num_steps, config)
-    state = trainer.scatter(jax.tree.map(lambda x: x[finite], found.state))
+    state = trainer.scatter(jax.tree.map(lambda x: x[finite], state))
     return Trained(trainer, state, np.array(config["classes"]), config)
 
 
@@ -1066,11 +1180,7 @@ def load_run(workdir: str | os.PathLike, devices: int | None = None) -> Trained:
 # ---------------------------------------------------------------------------------
 
 
-class Stopped(Failure):
-    """A run that was asked to end, and can go on from where it did."""
-
-
-class Stop:
+class Signals:
     """SIGTERM and SIGINT, as a request that training and evaluation look for.
 
     So they are from `listen` to `close`.  Else, while nothing is to be saved, they end
@@ -1078,7 +1188,7 @@ class Stop:
     """
 
     def __init__(self):
-        self.received = 0  # the signal, here
+        self.received = 0  # the first of them
         self.handlers = {}  # those before ours
 
     def listen(self) -> None:
@@ -1094,11 +1204,9 @@ class Stop:
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
-    def agree(self, seconds: float = 0.0) -> tuple[int, float]:
-        """Return the signal of any process, or 0, and the longest `seconds` of all."""
-        mine = np.array([self.received, seconds], np.float32)
-        received, seconds = pe.gather_processes(mine).max(axis=0)
-        return int(received), float(seconds)
+    def agree(self) -> int:
+        """Return the signal of any process, or 0."""
+        return int(pe.gather_processes(np.int32(self.received)).max())
 
 
 def connect(args: argparse.Namespace) -> None:
@@ -1158,11 +1266,19 @@ def share(tree: Any) -> Any:
     return jax.tree.map(share_leaf, tree) if jax.process_count() > 1 else tree
 
 
+def first_difference(ours: dict, theirs: dict) -> str | None:
+    """Name the first of our settings that another run lacks, and both values."""
+    for name, value in ours.items():
+        if value != theirs.get(name):
+            return f"{name} is {value} here, {theirs.get(name)} there"
+    return None
+
+
 def check_same_run(settings: dict) -> None:
     """Raise Failure in a process that trains with other settings than the first."""
-    ours = encode(settings)
-    difference = first_difference(ours, share(ours))
-    if difference:
+    text = json.dumps(settings).ljust(8192).encode()  # of one length everywhere
+    first = json.loads(share(np.frombuffer(text, np.uint8)).tobytes())
+    if difference := first_difference(settings, first):
         raise Failure(f"--process-id {jax.process_index()}: {difference}, in the first")
 
 
@@ -1260,42 +1376,30 @@ def given_flags(argv: Sequence[str] | None) -> dict:
         takes = {"type": kind} if callable(kind) else {"choices": tuple(kind)}
         takes = {"action": "store_true"} if kind is bool else takes
         parser.add_argument(flag(name), **takes)
-    given, unknown = parser.parse_known_args(argv)
-    if unknown:
-        flags = map(flag, FLAGS)
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, 1)
-        hint = f"did you mean {near[0]}?" if near else "--help lists the flags"
-        raise Failure(f"unrecognized argument {unknown[0]}; {hint}")
-    return vars(given)
+    return vars(parser.parse_args(argv))
 
 
 def resumed_flags(given: dict) -> dict:
     """Return the flags of the run in --workdir, by name, out of its config.json.
 
-    Raises Failure for a given flag that would change the run's numbers, and for a file
-    that cannot be read, unless such flags are given: those count then, and the
-    checkpoint decides whether they are the run's.
+    Raises Failure for a file that cannot be read, and for a given flag that would
+    change the run's numbers.
     """
     folder = given["workdir"]
-    path, numbers = folder / "config.json", [name for name in NUMBERS if name in given]
-    if not (folder.exists() or given.get("process_id") or "distributed" in given):
-        raise Failure(f"--resume: {folder} holds no checkpoint: no such folder")
+    path = folder / "config.json"
+    if not path.exists() and (given.get("process_id") or "distributed" in given):
+        return {}  # the first process has it, and compares the settings of all
     try:
         config = json.loads(path.read_text())
         kept = {name: config[name] for name in KEPT if name in config}
-        argv = [
-            flag(name) + ("" if value is True else f"={value}")
-            for name, value in kept.items()
-            if value is not False
-        ]
+        argv = [flag(name) for name, value in kept.items() if value is True]
+        argv += [f"{flag(n)}={x}" for n, x in kept.items() if not isinstance(x, bool)]
         flags = given_flags(argv)
     except (OSError, ValueError, TypeError, Failure) as error:
-        if numbers:
-            return {}
         reason = getattr(error, "strerror", None) or error
-        raise Failure(f"--resume: {path}: {reason}; give the run's flags") from error
-    for name in numbers:
-        if name in kept and given[name] != flags.get(name, False):
+        raise Failure(f"--resume: {path}: {reason}") from error
+    for name in NUMBERS:
+        if name in given and name in kept and given[name] != flags.get(name, False):
             raise Failure(
                 f"{flag(name)} {given[name]}: the run in {folder} has {kept[name]}; "
                 "leave the flag out, or choose another --workdir"
@@ -1305,10 +1409,8 @@ def resumed_flags(given: dict) -> dict:
 
 def default_folder() -> Path:
     """Return $MNIST_DIR, or a folder of our own in the user's cache folder."""
-    if os.environ.get("MNIST_DIR"):
-        return Path(os.environ["MNIST_DIR"])
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "pjax_ensemble"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("MNIST_DIR") or cache / "pjax_ensemble")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -1346,11 +1448,6 @@ def check_processes(args: argparse.Namespace) -> None:
     if args.coordinator and args.process_id >= args.num_processes:
         last = args.num_processes - 1
         raise Failure(f"--process-id {args.process_id}: expected 0 to {last}")
-
-
-# ---------------------------------------------------------------------------------
-# The run
-# ---------------------------------------------------------------------------------
 
 
 def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
@@ -1404,14 +1501,11 @@ def announce(args: argparse.Namespace, recipe: Recipe, data: Dataset, layout) ->
     where += f" of {jax.process_count()} processes" * (jax.process_count() > 1)
     where += f" ({shared} a device)" * (shared > 1)
     where += f" ({replicas} replicas a model)" * (replicas > 1)
-    what = {**recipe._asdict(), "seed": args.seed, **versions()}
-    said = ", ".join(f"{n} {value}" for n, value in what.items() if value is not False)
-    print(
-        f"{data.name}, {len(data.train_images)} training and {len(data.test_images)} "
-        f"test images of {size}, {len(data.classes)} classes: {models} on {where}; "
-        f"{said}",
-        flush=True,
-    )
+    how = {**recipe._asdict(), "seed": args.seed, **versions()}
+    said = ", ".join(f"{n} {value}" for n, value in how.items() if value is not False)
+    counts = f"{len(data.train_images)} training and {len(data.test_images)} test"
+    what = f"{data.name}, {counts} images of {size}, {len(data.classes)} classes"
+    print(f"{what}: {models} on {where}; {said}", flush=True)
 
 
 def show_batch(layout: pe.Layout, batch_size: int, pixels: int) -> None:
@@ -1423,251 +1517,7 @@ def show_batch(layout: pe.Layout, batch_size: int, pixels: int) -> None:
     jax.debug.visualize_sharding((rows, pixels), sharding)
 
 
-def print_report(mode: str, report: dict) -> None:
-    """Print the final tables: members and ensemble, or the one model; then by size."""
-    rows = [(f"member {i}", scores) for i, scores in enumerate(report["member"])]
-    rows.append(("ensemble", report["ensemble"]))
-    if mode == "sync":
-        rows = [("model", report["ensemble"])]
-    print_table(f"{report['dataset']}, {report['test_examples']} test images", rows)
-    if report["members"] == 1:
-        return
-    sizes = [(f"first {n}", scores) for n, scores in enumerate(report["by_size"], 1)]
-    print_table("ensemble by size, of the members that are finite", sizes)
-    print(
-        f"\ndisagreement {100 * report['disagreement']:.2f}% of pairs, predictive "
-        f"entropy {report['predictive_entropy']:.4f} nats, of which mutual information "
-        f"{report['mutual_information']:.4f}"
-    )
-
-
-def any_finite(state: pe.TrainState) -> bool:
-    """Whether a member of the state [K, ...] has no number that is not finite."""
-    leaves = jax.tree.leaves(state._replace(key=None))
-    finite = [np.isfinite(x).reshape(len(x), -1).all(axis=1) for x in leaves]
-    return bool(np.all(finite, axis=0).any())
-
-
-def describe(args, recipe: Recipe, data: Dataset, members: int) -> dict:
-    """Return what determines the numbers of a run, whatever devices it has."""
-    content = hashlib.sha256()
-    for array in data[1:5]:
-        content.update(np.ascontiguousarray(array))
-    return {
-        "mode": args.mode,
-        "members": members,
-        **recipe._asdict(),
-        "seed": args.seed,
-        "train_size": len(data.train_images),
-        "dataset": data.name,
-        "dataset_sha256": content.hexdigest(),
-        **data.form(),
-    }
-
-
-SEGMENT_SECONDS = 1.0  # what a call of the trainer should take: signals wait for it
-SEGMENT_STEPS = 256  # at most
-
-
-class Run:
-    """A run: what it trains and where it is kept, and how far it is.
-
-    Only the first of several processes has the folder.
-    """
-
-    def __init__(self, args, recipe, data, layout, folder: Folder | None = None):
-        """Begin a run, or go on with that of the folder.  Raises Failure."""
-        self.args, self.recipe, self.data, self.folder = args, recipe, data, folder
-        self.num_steps = len(data.train_images) // recipe.batch_size  # an epoch
-        self.save_steps = max(1, round(args.save_every * self.num_steps))
-        self.settings = describe(args, recipe, data, layout.members)
-        check_same_run(self.settings)
-        total = recipe.epochs * self.num_steps
-        where = layout.members, layout.devices
-        self.trainer = make_trainer(recipe, *where, total, data.form())
-        self.images = self.trainer.place((data.train_images, data.train_labels))
-        self.stop = Stop()
-        self.length = 4  # steps of the next segment, at most
-        self.done, self.saved = 0, -1  # steps so far, and at the last save
-        self.losses = [np.empty((layout.members, 0))]  # [K, n], of this epoch, here
-        self.seconds = 0.0  # that their steps took
-        self.failed: set[int] = set()  # members that are not finite
-        key = jax.random.key(args.seed)
-        self.state = self.restore(key) if args.resume else self.trainer.init(key)
-        if folder:
-            where = {"data": args.data, "data_dir": str(args.data_dir.absolute())}
-            more = {**where, "save_every": args.save_every}
-            folder.write("config.json", {**self.settings, **more}, indent=2)
-            folder.write("metrics.jsonl", *folder.metrics)
-
-    @property
-    def epoch(self) -> int:
-        """Epochs that are complete."""
-        return self.done // self.num_steps
-
-    def checkpoint(self, state: pe.TrainState) -> Checkpoint:
-        at = map(np.array, divmod(self.done, self.num_steps))
-        return Checkpoint(encode(self.settings), *at, state)
-
-    def restore(self, key: jax.Array) -> pe.TrainState:
-        """Return the state of the newest valid checkpoint, and go on from there."""
-        found = self.checkpoint(self.trainer.gather(self.trainer.init(key)))
-        found = share(self.folder.restore(found) if self.folder else found)
-        self.done = self.saved = int(found.epoch) * self.num_steps + int(found.step)
-        return self.trainer.scatter(found.state)
-
-    def save(self, whenever: bool = False) -> None:
-        """Save, if it is due or `whenever`.  Raises Failure for a state of no use."""
-        due = whenever or self.done % self.save_steps == 0
-        if not (self.args.workdir and due) or self.done == self.saved:
-            return
-        try:
-            state = self.trainer.gather(self.state)
-        except RuntimeError as error:
-            if type(error) is not RuntimeError:  # JAX's own: a process is lost
-                raise
-            raise Failure(f"after step {self.done}, {error}", status=3) from error
-        if not any_finite(state):
-            raise self.diverged()
-        if self.folder:
-            self.folder.save(self.checkpoint(state), self.done)
-        self.saved = self.done
-
-    def diverged(self) -> Failure:
-        text = f"no model is finite after step {self.done}; lower --learning-rate"
-        if self.saved >= 0:
-            text += f" (the checkpoint of step {self.saved} is good)"
-        return Failure(text, status=3)
-
-    def look(self, seconds: float = 0.0) -> float:
-        """Save and raise Stopped if a process has a signal; else agree on `seconds`."""
-        number, seconds = self.stop.agree(seconds)
-        if not number:
-            return seconds
-        self.save(whenever=True)
-        self.stop.agree()  # nobody leaves before the first process has saved
-        text = "nothing is saved without --workdir"
-        if self.args.workdir:
-            text = f"what is done is in {self.args.workdir}; --resume goes on with it"
-        raise Stopped(f"{signal.Signals(number).name}: {text}", status=128 + number)
-
-    def advance(self, order: np.ndarray) -> None:
-        """Take the steps [K, n, B] of a segment; save if it is due."""
-        started = time.perf_counter()
-        self.state, losses = self.trainer.epoch(self.state, self.images, order)
-        self.losses.append(np.asarray(losses))
-        self.done += order.shape[1]
-        finite = np.isfinite(self.losses[-1][:, -1])
-        if not (finite.any() or self.recipe.skip_nonfinite):
-            raise self.diverged()
-        self.stop.listen()  # until now, while JAX compiled, there was nothing to lose
-        seconds = self.look(time.perf_counter() - started)
-        self.seconds += seconds
-        fitting = SEGMENT_SECONDS / seconds * order.shape[1]
-        # Lengths double, so that there are few slices to compile.
-        self.length = 2 ** int(math.log2(min(max(fitting, 1), SEGMENT_STEPS)))
-        self.save()
-
-    def predict(self, images: np.ndarray) -> np.ndarray:
-        """Predict [K, N, C] in parts of about a second; look for signals between."""
-        spread = self.trainer.layout
-        rows = CHUNK_ROWS * spread.replicas * max(1, 32 // spread.members_per_device)
-        parts = []
-        with progress_bar("predicting", spread.members * len(images)) as advance:
-            for start in range(0, len(images), rows):
-                part = images[start : start + rows]
-                parts.append(self.trainer.predict_members(self.state, part))
-                advance(spread.members * len(part))
-                self.look()
-        return np.concatenate(parts, axis=1)
-
-    def evaluate(self) -> Evaluation:
-        """Evaluate on the test images, and on half as many training images, alike."""
-        data, started = self.data, time.perf_counter()
-        probs = self.predict(data.test_images)
-        seconds = time.perf_counter() - started
-        test = report_finite(probs, data.test_labels)
-        sample = slice((len(data.test_images) + 1) // 2)
-        train_probs = self.predict(data.train_images[sample])
-        train = report_finite(train_probs, data.train_labels[sample])
-        if test is None or train is None:
-            raise self.diverged()
-        return Evaluation(probs, test, train, seconds)
-
-    def name_failed(self, members: list) -> None:
-        """Name each member that has failed, once, by its scores, and what was skipped.
-
-        The losses are of the epoch's last steps: all, unless it was resumed within.
-        """
-        bad = ~np.isfinite(np.concatenate(self.losses, axis=1))
-        for i, scores in enumerate(members):
-            if scores is None and i not in self.failed:
-                steps = bad.shape[1] - np.argmax(bad[i])
-                since = f", nor was its loss in the last {steps} steps of it"
-                after = f"after epoch {self.epoch}{since * any(bad[i])}"
-                print(f"notice: member {i} is not finite {after}")
-                self.failed.add(i)
-            elif self.recipe.skip_nonfinite and bad[i].any():
-                skipped = f"{bad[i].sum()} steps of epoch {self.epoch}"
-                print(f"notice: member {i} skipped {skipped}: not finite")
-
-    def record(self, found: Evaluation) -> None:
-        """Print an epoch, and write its line of metrics, unless it was before."""
-        members = found.test["member"]
-        self.name_failed(members)
-        if self.folder and len(self.folder.metrics) >= self.epoch:
-            return
-        test, train = found.test, found.train
-        num_images = sum(x.size for x in self.losses) * self.recipe.batch_size
-        loss = "negative_log_likelihood"
-        metrics = {
-            "epoch": self.epoch,
-            "train_loss": mean_loss(train),
-            "train_accuracy": train["ensemble"]["accuracy"],
-            "test_loss": mean_loss(test),
-            "test_accuracy": test["ensemble"]["accuracy"],
-            "ensemble_test_loss": test["ensemble"][loss],
-            "member_test_loss": [m and m[loss] for m in members],
-            "member_test_accuracy": [m and m["accuracy"] for m in members],
-            "train_seconds": self.seconds,
-            "test_seconds": found.seconds,
-            "member_images_per_second": num_images / (self.seconds or math.inf) or None,
-        }
-        print_epoch(metrics)
-        if self.folder:
-            self.folder.metrics.append(metrics)
-            self.folder.write("metrics.jsonl", *self.folder.metrics)
-
-
-def train(run: Run) -> Evaluation:
-    """Train to the last epoch, in segments of about a second that end at saves.
-
-    Each epoch is saved, if it is due, evaluated, printed and recorded.  Returns the
-    last evaluation.  Raises Failure, and Stopped.
-    """
-    seed, recipe, members = run.args.seed, run.recipe, run.trainer.layout.members
-    size, images = len(run.data.train_images), members * recipe.batch_size  # a step's
-    for epoch in range(run.epoch, recipe.epochs + 1):
-        last, step = epoch == recipe.epochs, run.done - epoch * run.num_steps
-        run.save(whenever=last)
-        if step == 0 and (epoch or last):
-            found = run.evaluate()
-            run.record(found)
-        if last:
-            return found
-        order = member_orders(size, recipe, seed=seed, epoch=epoch, members=members)
-        run.losses, run.seconds = run.losses[:0], 0.0
-        what = f"epoch {epoch + 1} of {recipe.epochs}"
-        with progress_bar(what, run.num_steps * images, step * images) as advance:
-            while run.epoch == epoch:
-                until_saved = run.save_steps - run.done % run.save_steps
-                steps = order[:, step:][:, : min(run.length, until_saved)]
-                run.advance(steps)
-                step += steps.shape[1]
-                advance(steps.shape[1] * images)
-
-
-def run(args: argparse.Namespace) -> None:
+def train_and_report(args: argparse.Namespace) -> None:
     """Join the processes, take the folder, train, report.  Raises Failure."""
     pe.use_cpu_devices(args.devices)
     connect(args)
@@ -1675,31 +1525,30 @@ def run(args: argparse.Namespace) -> None:
         folder = None
         if jax.process_index():  # all compute what is printed: one of them is enough
             stack.enter_context(contextlib.redirect_stdout(None))
-        elif args.workdir:
-            folder = Folder(args.workdir, args.resume, args.keep)
-            stack.callback(folder.close)
+        elif folder := args.workdir:
+            stack.enter_context(locked(folder))
+            clear(folder, args.resume)
         recipe, data, layout = prepare(args)
         announce(args, recipe, data, layout)
         if args.show_batch:
             show_batch(layout, recipe.batch_size, data.train_images[0].size)
-        this = Run(args, recipe, data, layout, folder)
-        with contextlib.closing(this.stop):
-            found = train(this)
+        run = Run(args, recipe, data, layout, folder)
+        with contextlib.closing(run.signals):
+            scores, probs = run.train()
         report = {
             "dataset": data.name,
             "test_examples": len(data.test_images),
             "members": layout.members,
-            "failed": sorted(this.failed),
-            **found.test,
-            "config": {**this.settings, **layout._asdict()},
+            "failed": sorted(run.failed),
+            **scores,
+            "config": {**run.settings, **layout._asdict()},
             "versions": versions(),
         }
         print_report(args.mode, report)
         if folder:
-            folder.write("report.json", report, indent=2)
+            write_json(folder / "report.json", report, indent=2)
         if folder and args.plot:
-            path = folder.path / "report.png"
-            draw_report(path, folder.metrics, report, found.probs, data)
+            draw_report(folder / "report.png", run.metrics, report, probs, data)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -1708,7 +1557,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parse_arguments(argv)
         several = bool(args.coordinator or args.distributed)
-        run(args)
+        train_and_report(args)
         return 0
     except Failure as failure:
         text, status = str(failure), failure.status
@@ -1722,6 +1571,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in reason:
             less = "fewer --members on more --devices, or a smaller --batch-size"
             text = f"out of memory; try {less}: {reason}"
+        elif type(error) is RuntimeError:  # JAX's own errors are of other types
+            text = reason
         elif several:
             text = f"lost contact with another process: {reason}"
         else:

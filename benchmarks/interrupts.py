@@ -72,10 +72,10 @@ sys.exit(tm.main(sys.argv[3:]))
 def write_data(folder: Path) -> None:
     """Write 512 training and 128 test digits in MNIST's form."""
     arrays = tm.generate_digits(seed=0)[1:]
-    for file, array, count in zip(tm.MNIST_FILES, arrays, (512, 512, 128, 128)):
+    for name, array, count in zip(tm.MNIST_FILES, arrays, (512, 512, 128, 128)):
         array = array[:count].squeeze().astype(np.uint8)
         header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
-        (folder / file.name).write_bytes(header + array.tobytes())
+        (folder / name).write_bytes(header + array.tobytes())
 
 
 def start(folder: Path, data: Path, *flags: str) -> subprocess.Popen:
@@ -215,9 +215,9 @@ def cost(rounds: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(rounds + 1):
             run = tm.Run(args, recipe, data, layout)
-            with contextlib.closing(run.stop):
-                tm.train(run)
-            # The second epoch, by which time the pieces have found their length.
+            with contextlib.closing(run.signals):
+                run.train()
+            # The second epoch: the first one compiles.
             seconds["pieces"].append(run.seconds)
             began = time.perf_counter()
             order = tm.member_orders(16384, recipe, seed=0, epoch=1, members=2)
@@ -233,7 +233,7 @@ def cost(rounds: int) -> dict:
         "save, ms": round(1000 * save, 1),
         "of an epoch of all images, %": round(100 * save / epoch, 2),
         "training in pieces, % slower": round(100 * (pieces / whole - 1), 2),
-        "pieces in the last epoch": len(run.losses),
+        "pieces of an epoch": -(-run.num_steps // run.segment_steps),
     }
 
 
