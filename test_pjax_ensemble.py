@@ -36,16 +36,20 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Many tests compile the same programs: keep them for the length of the session.  (JAX
-# 0.5.0 crashes when it runs what it has kept.)
-COMPILED = tempfile.TemporaryDirectory(prefix="pjax_ensemble_tests_")
-CACHE = {}
+# What takes the time is compiling.  So it does not optimize, unless the environment has
+# JAX_DISABLE_MOST_OPTIMIZATIONS=0; and many tests compile the same programs, which are
+# kept for the length of the session, or from one to the next in the folder $COMPILED.
+# (JAX 0.5.0 crashes when it runs what it has kept.)
+TEMPORARY = tempfile.TemporaryDirectory(prefix="pjax_ensemble_tests_")
+COMPILED = os.environ.get("COMPILED") or jax.config.jax_compilation_cache_dir
+AS_USERS_DO = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "0"
+COMPILING = {"jax_disable_most_optimizations": not AS_USERS_DO}
 if jax.__version_info__ >= (0, 8):
-    CACHE = {
-        "jax_compilation_cache_dir": COMPILED.name,
-        "jax_persistent_cache_min_compile_time_secs": 0.1,
+    COMPILING |= {
+        "jax_compilation_cache_dir": COMPILED or TEMPORARY.name,
+        "jax_persistent_cache_min_compile_time_secs": 0,
     }
-for option in CACHE.items():
+for option in COMPILING.items():
     jax.config.update(*option)
 
 import jax.numpy as jnp
@@ -76,6 +80,7 @@ MNIST_DIR = os.environ.get("MNIST_DIR")
 # For other processes too, that are to compute as this one does.
 NAMES = "PATH", "XLA_FLAGS", "NPROC", "SYSTEMROOT", "USERPROFILE"
 ENVIRONMENT = {name: os.environ[name] for name in NAMES if name in os.environ}
+ENVIRONMENT |= {name.upper(): str(value) for name, value in COMPILING.items()}
 # What other systems lack: Windows links, locks and signals, and it says other things of
 # paths; Windows, and macOS where its name is not that of a host, Gloo.
 posix = pytest.mark.skipif(os.name != "posix", reason="not on Windows")
@@ -239,8 +244,7 @@ def test_example_runs_beside_the_module_and_says_what_holds(tmp_path):
     for name in ("pjax_ensemble.py", "examples/any_model.py"):
         shutil.copy(HERE / name, tmp_path)
     code = "import any_model; any_model.main(['--plot', 'regression.png'])"
-    fast = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # in compiling
-    printed = run_python(code, cwd=tmp_path, **fast)
+    printed = run_python(code, cwd=tmp_path)
     png = (tmp_path / "regression.png").read_bytes()
     assert png.startswith(b"\x89PNG") and len(png) < 100_000
 
@@ -2739,14 +2743,8 @@ def free_port():
 
 
 def start_python(code, *args, **env):
-    """Start code in a fresh interpreter, with the compiled programs of the session."""
-    env = {
-        **ENVIRONMENT,
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(HERE),
-        **{name.upper(): str(value) for name, value in CACHE.items()},
-        **env,
-    }
+    """Start code in a fresh interpreter."""
+    env = {**ENVIRONMENT, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE), **env}
     command = [sys.executable, "-c", code, *map(str, args)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True)
