@@ -1515,39 +1515,28 @@ def test_update_takes_every_form_of_loss(way, stateful, has_aux):
     assert (end.key != before).any(axis=1).all() == stateful
 
 
-def test_sync_averages_loss_aux_and_model_state_over_replicas():
+def test_sync_averages_over_replicas_that_draw_different_numbers():
     def loss_fn(params, model_state, key, x):
         new = {"mean": x.mean(), "steps": model_state["steps"] + 1, "constant": 0.5}
-        draw = jax.random.bits(key)
-        return params * x.mean(), (new, {"largest": x.max(), "draw": draw})
+        mine = jax.lax.axis_index("devices")
+        draws = jnp.zeros(D).at[mine].set(jax.random.uniform(key))
+        return params * x.mean(), (new, {"largest": x.max(), "draws": draws})
 
-    optimizer = pe.sgd(1.0, momentum=0.0)
+    optimizer, x = pe.sgd(1.0, momentum=0.0), np.arange(16.0).reshape(D, 2)
     model_state = {"mean": 0.0, "steps": jnp.int32(2**30), "constant": 0.5}
     options = dict(model_state=model_state, key=jax.random.key(0))
     state = pe.train_state(jnp.float32(2), optimizer, **options)
     update = pe.make_sync_update(loss_fn, optimizer, has_aux=True, stateful=True)
-    state, (loss, aux) = update(pe.replicate(state), np.arange(16.0).reshape(D, 2))
-    mean = np.arange(16).mean()
-    assert_allclose(loss, np.full(D, 2 * mean))
+    state, (loss, aux) = update(pe.replicate(state), x)
+    assert_allclose(loss, np.full(D, 2 * x.mean()))
     assert_allclose(aux["largest"], np.full(D, np.arange(1, 16, 2).mean()))
-    assert_allclose(state.params, np.full(D, 2 - mean))
-    assert_allclose(state.model_state["mean"], np.full(D, mean))
+    assert_allclose(state.params, np.full(D, 2 - x.mean()))
+    assert_allclose(state.model_state["mean"], np.full(D, x.mean()))
     assert_array_equal(state.model_state["steps"], np.full(D, 2**30 + 1))
     assert state.model_state["steps"].dtype == np.int32
-
-
-def test_replicas_and_steps_draw_different_numbers():
-    def loss_fn(params, model_state, key, x):
-        mine = jax.lax.axis_index("devices")
-        draws = jnp.zeros(D).at[mine].set(jax.random.uniform(key))
-        return params * x.mean(), (model_state, draws)
-
-    state = pe.train_state(jnp.float32(1), SGD, key=jax.random.key(0))
-    update = pe.make_sync_update(loss_fn, SGD, has_aux=True, stateful=True)
-    state, (_, first) = update(pe.replicate(state), np.ones((D, 1)))
-    state, (_, second) = update(state, np.ones((D, 1)))
-    draws = np.concatenate([np.asarray(first)[0], np.asarray(second)[0]])
-    assert len(set(draws.tolist())) == 2 * D
+    _, (_, later) = update(state, x)
+    draws = np.concatenate([each["draws"][0] for each in (aux, later)])
+    assert len(set(draws.tolist())) == 2 * D  # on every replica, in every step
 
 
 @every_way
@@ -1761,22 +1750,22 @@ def test_what_jax_has_traced_is_not_taken_for_other_replicas():
 # ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "arguments, expected",
-    [
-        ((1, 8), (1, 8, 1, 8)),
-        ((3, 8), (3, 6, 1, 2)),
-        ((5, 8), (5, 5, 1, 1)),
-        ((10, 8), (10, 5, 2, 1)),
-        # Several processes use all of their devices.
-        ((1, 4, 2), (1, 4, 1, 4)),
-        ((4, 4, 2), (4, 4, 1, 1)),
-        ((5, 4, 2), (5, 4, 2, 1)),
-        ((3, 8, 4), (3, 8, 1, 2)),
-        ((3, 16, 2), (3, 16, 1, 4)),
-        ((2, 6, 3), (2, 6, 1, 3)),
-    ],
-)
+SPREADS = [
+    ((1, 8), (1, 8, 1, 8)),
+    ((3, 8), (3, 6, 1, 2)),
+    ((5, 8), (5, 5, 1, 1)),
+    ((10, 8), (10, 5, 2, 1)),
+    # Several processes use all of their devices.
+    ((1, 4, 2), (1, 4, 1, 4)),
+    ((4, 4, 2), (4, 4, 1, 1)),
+    ((5, 4, 2), (5, 4, 2, 1)),
+    ((3, 8, 4), (3, 8, 1, 2)),
+    ((3, 16, 2), (3, 16, 1, 4)),
+    ((2, 6, 3), (2, 6, 1, 3)),
+]
+
+
+@pytest.mark.parametrize("arguments, expected", SPREADS)
 def test_layout_is_that_of_the_table(arguments, expected):
     assert pe.layout(*arguments) == expected
 
@@ -2364,14 +2353,6 @@ def test_microbatches_are_chosen_by_platform_and_batch(monkeypatch):
     assert sizes(128, **whole) == [128]
 
 
-def init_of(leaf):
-    def init(key):
-        return {"w": jnp.ones(2), "act": leaf}
-
-    trainer = pe.make_trainer(init, lambda p: p["w"].sum(), SGD, members=2)
-    return trainer.init(jax.random.key(0))
-
-
 def making(**options):
     make = net_trainer.__wrapped__  # of what no cache holds
     return lambda: make(**(dict(members=2) | options))
@@ -2421,19 +2402,29 @@ def test_init_refuses_key(key, message):
         net_trainer(2).init(key())
 
 
-def test_init_refuses_what_is_no_array_and_a_model_without_its_state():
-    for leaf, kind in ((1.0, "float"), (len, "builtin_function"), ("relu", "str")):
-        with pytest.raises(ValueError, match=rf"returns \w*{kind}\w* at .*act.*array"):
-            init_of(leaf)
-    with pytest.raises(ValueError, match="init_fn returns Net; with stateful=True"):
-        net_trainer(2, stateful=True).init(jax.random.key(0))
+def initializing(leaf):
+    """Make a trainer of a model with a leaf that may be no array; return its init."""
+    init, loss_fn = lambda key: {"w": jnp.ones(2), "act": leaf}, lambda p: p["w"].sum()
+    trainer = pe.make_trainer(init, loss_fn, SGD, members=2)
+    return lambda: trainer.init(jax.random.key(0))
+
+
+test_init_refuses_what_is_no_array_and_a_model_without_its_state = refuses(
+    (initializing(1.0), r"returns \w*float\w* at .*act.*array"),
+    (initializing(len), "returns builtin_function_or_method at .*act.*array"),
+    (initializing("relu"), "returns str at .*act.*array"),
+    (
+        lambda: net_trainer(2, stateful=True).init(jax.random.key(0)),
+        "init_fn returns Net; with stateful=True",
+    ),
+)
 
 
 def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
     trainer, other, data = net_trainer(2, D), net_trainer(3, 2), image_data()
     state, rows = trainer.init(jax.random.key(0)), np.zeros((1, 4), int)
-    gathered = other.gather(other.init(jax.random.key(0)))
-    equal = gathered._replace(key=gathered.key[np.array([0, 1, 0])])
+    three = other.gather(other.init(jax.random.key(0)))
+    equal = three._replace(key=three.key[np.array([0, 1, 0])])
     ten, blind = [x[:10] for x in data], net_trainer(2, D, apply_fn=None)
     own = functools.partial(trainer.update, per_member=True)
     for message, call, *args in [
@@ -2459,13 +2450,11 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         (r"\[\(3, 8\)\]; expected arrays \[K, B", own, np.ones((3, 8))),
         ("batch of 9 .*over 4", own, *[np.ones((2, 9))] * 2),
         ("first axes of the batch", own),
+        (r"\(3,\)\]; expected .* 2 members", lambda _: trainer.scatter(three)),
+        ("members 0 and 2 have equal keys", lambda _: other.scatter(equal)),
     ]:
         with pytest.raises(ValueError, match=message):
             call(state, *args)
-    with pytest.raises(ValueError, match=r"\(3,\)\]; expected the trainer's 2 members"):
-        trainer.scatter(gathered)
-    with pytest.raises(ValueError, match="members 0 and 2 have equal keys"):
-        other.scatter(equal)
     trainer.epoch(state, data, rows)  # nothing was lost
     epoch, predict = (trainer.epoch, data, rows), (trainer.predict, data[0])
     for call, *args in (epoch, predict, [trainer.gather]):
@@ -2722,31 +2711,29 @@ def test_uci_recipe_is_chosen_without_the_test_rows(uci_folder, monkeypatch):
     assert chosen == [recipes[0][first], recipes[1][second]] and second == 1
 
 
-@pytest.mark.parametrize(
-    "file, content, flags, message",
-    [
-        ("data.txt", "", "", "data.txt is empty; expected a row an example"),
-        ("data.txt", "1 2\n3 x", "", "could not convert string 'x'"),
-        ("data.txt", "1 2\n3", "", "columns changed from 2 to 1"),
-        ("data.txt", "1 2\n3 nan", "", "row 1 holds nan; expected below 1e18"),
-        ("data.txt", "1 2\n3 1e39", "", "row 1 holds inf; expected below 1e18"),
-        ("data.txt", "1\n2", "", "one column; expected features and a target"),
-        ("test_rows.txt", "", "", "test_rows.txt is empty; expected a line"),
-        ("test_rows.txt", "1 60", "", "2 rows and leaves 59 of 60; expected each"),
-        ("test_rows.txt", "1\n2 2", "", "split 1 tests 2 rows and leaves 59 of 60"),
-        ("test_rows.txt", "1\n\n2", "", "split 1 tests 0 rows and leaves 60 of 60"),
-        ("test_rows.txt", "1 2.5", "", "invalid literal for int"),
-        ("test_rows.txt", " ".join(map(str, range(60))), "", "leaves 0 of 60"),
-        ("x", "", "--sets boston", "no set boston in DIR; there are made-up"),
-        ("x", "", "--data DIR/made-up", "DIR/made-up holds no folder with data.txt"),
-        ("x", "", "--members 0", "argument --members: 0 is below 1"),
-        ("x", "", "--seed -1", "--seed -1 is below 0"),
-        ("x", "", "--json DIR/no/x", "--json DIR/no/x: there is no folder DIR/no"),
-    ],
-)
-def test_uci_says_in_one_line_what_is_wrong(
-    uci_folder, capsys, file, content, flags, message
-):
+REFUSED_BY_UCI = [
+    ("data.txt", "", "", "data.txt is empty; expected a row an example"),
+    ("data.txt", "1 2\n3 x", "", "could not convert string 'x'"),
+    ("data.txt", "1 2\n3", "", "columns changed from 2 to 1"),
+    ("data.txt", "1 2\n3 nan", "", "row 1 holds nan; expected below 1e18"),
+    ("data.txt", "1 2\n3 1e39", "", "row 1 holds inf; expected below 1e18"),
+    ("data.txt", "1\n2", "", "one column; expected features and a target"),
+    ("test_rows.txt", "", "", "test_rows.txt is empty; expected a line"),
+    ("test_rows.txt", "1 60", "", "2 rows and leaves 59 of 60; expected each"),
+    ("test_rows.txt", "1\n2 2", "", "split 1 tests 2 rows and leaves 59 of 60"),
+    ("test_rows.txt", "1\n\n2", "", "split 1 tests 0 rows and leaves 60 of 60"),
+    ("test_rows.txt", "1 2.5", "", "invalid literal for int"),
+    ("test_rows.txt", " ".join(map(str, range(60))), "", "leaves 0 of 60"),
+    ("x", "", "--sets boston", "no set boston in DIR; there are made-up"),
+    ("x", "", "--data DIR/made-up", "DIR/made-up holds no folder with data.txt"),
+    ("x", "", "--members 0", "argument --members: 0 is below 1"),
+    ("x", "", "--seed -1", "--seed -1 is below 0"),
+    ("x", "", "--json DIR/no/x", "--json DIR/no/x: there is no folder DIR/no"),
+]
+
+
+@pytest.mark.parametrize("file, content, flags, message", REFUSED_BY_UCI)
+def test_uci_names_what_is_wrong(uci_folder, capsys, file, content, flags, message):
     (uci_folder / "made-up" / file).write_text(content)
     flags = f"--data DIR {flags}".replace("DIR", str(uci_folder)).split()
     with pytest.raises(SystemExit, match="2"):
