@@ -1406,8 +1406,7 @@ def by_name(grads, opt_state, params=None, *, value):  # where Optax takes any n
 
 STEPS = {
     "ours": (NESTEROV(0.1), optax.sgd(0.1, momentum=0.9, nesterov=True)),
-    "of Optax": (optax.adam(0.01), optax.adam(0.01)),
-    "given the loss": (POLYAK, POLYAK),
+    "of Optax, given the loss": (POLYAK, POLYAK),
     "given the loss by its name": (pe.Optimizer(POLYAK.init, by_name), POLYAK),
 }
 
