@@ -156,6 +156,15 @@ def few_programs():
 
 
 @pytest.fixture
+def optimized():
+    """Compile as users do, where a test is of what XLA makes of a program."""
+    name = "jax_disable_most_optimizations"
+    jax.config.update(name, False)
+    yield
+    jax.config.update(name, COMPILING[name])
+
+
+@pytest.fixture
 def elsewhere():
     """Take away what other systems lack, and refuse what Windows refuses.
 
@@ -501,6 +510,7 @@ def test_conv_in_chunks_of_the_batch(padding, chunk_bytes, monkeypatch):
     assert "scan" in str(jax.make_jaxpr(ours)(*args))
 
 
+@pytest.mark.usefixtures("optimized")
 def test_conv_forms_few_patches_at_a_time():
     conv = pe.conv_init(jax.random.key(0), 32, 64)
     images = jax.ShapeDtypeStruct((512, 14, 14, 32), np.float32)
@@ -510,6 +520,7 @@ def test_conv_forms_few_patches_at_a_time():
     assert used < 2 * pe._CHUNK_BYTES + 2 * outputs
 
 
+@pytest.mark.usefixtures("optimized")
 def test_conv_is_a_matrix_product_on_cpu():
     params, images, stride = conv_case(*CONVS[2])
     library = functools.partial(conv_library, stride=stride)
@@ -1127,6 +1138,7 @@ TRACED = [
 ]
 
 
+@pytest.mark.usefixtures("optimized")  # else a loop may round by itself
 @pytest.mark.parametrize("make, numbers", TRACED)
 def test_traced_numbers_make_the_steps_of_known_ones(make, numbers):
     @jax.jit
@@ -2344,8 +2356,8 @@ def test_microbatches_are_chosen_by_platform_and_batch(monkeypatch):
             state, _ = trainer.update(state, np.ones((size, 1)))
         return seen
 
-    rows, whole = (128, 100, 97, 64, 34, 32, 31, 1), dict(microbatch="auto")
-    assert sizes(*rows, **whole) == [32, 25, 97, 32, 17, 32, 31, 1]
+    rows, whole = (128, 100, 66, 45, 34, 32, 31, 1), dict(microbatch="auto")
+    assert sizes(*rows, **whole) == [32, 25, 22, 45, 17, 32, 31, 1]
     assert sizes(128) == sizes(128, has_aux=True, **whole) == [128]
     assert sizes(128, stateful=True, **whole) == [128]
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -2555,7 +2567,7 @@ def test_two_processes_end_as_one_with_as_many_devices(tmp_path):
     runs = [start_python(PROCESS, i, 2, 2, port, tmp_path) for i in range(2)]
     runs.append(start_python(PROCESS, 0, 1, 4, port, tmp_path))
     for run in runs:
-        _, errors = run.communicate(timeout=120)
+        _, errors = run.communicate(timeout=300)
         assert run.returncode == 0, errors
     first, second, one = (
         dict(np.load(tmp_path / f"{name}.npz")) for name in ("2 0", "2 1", "1 0")
