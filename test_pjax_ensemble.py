@@ -42,8 +42,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # (JAX 0.5.0 crashes when it runs what it has kept.)
 TEMPORARY = tempfile.TemporaryDirectory(prefix="pjax_ensemble_tests_")
 COMPILED = os.environ.get("COMPILED") or jax.config.jax_compilation_cache_dir
-AS_USERS_DO = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "0"
-COMPILING = {"jax_disable_most_optimizations": not AS_USERS_DO}
+FAST = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") != "0"
+COMPILING = {"jax_disable_most_optimizations": FAST}
 if jax.__version_info__ >= (0, 8):
     COMPILING |= {
         "jax_compilation_cache_dir": COMPILED or TEMPORARY.name,
@@ -440,15 +440,15 @@ PADDINGS = "SAME", "VALID"
 @pytest.mark.parametrize("case", CONVS, ids=str)
 def test_both_forms_of_conv_equal_numpy(case):
     params, images, stride = conv_case(*case)
-    arrays, names = (images, params.weight), [dict(padding=name) for name in PADDINGS]
+    arrays, forms = (images, params.weight), (pe._conv_patches, pe._conv_library)
 
     @jax.jit
     def outputs(*arrays):
-        forms = (pe._conv_patches, pe._conv_library)
-        return [[f(*arrays, stride=stride, **name) for f in forms] for name in names]
+        how = [dict(stride=stride, padding=name) for name in PADDINGS]
+        return [[form(*arrays, **each) for form in forms] for each in how]
 
-    for found, name in zip(outputs(*arrays), names, strict=True):
-        expected = conv_by_windows(*map(np.asarray, arrays), stride, **name)
+    for found, name in zip(outputs(*arrays), PADDINGS, strict=True):
+        expected = conv_by_windows(*map(np.asarray, arrays), stride, name)
         assert_close(found, [expected] * 2)
 
 
