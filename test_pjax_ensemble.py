@@ -1181,6 +1181,13 @@ def test_sgd_accumulates_velocity_outside_the_rate():
     assert (first, second, state.velocity) == (-1, -0.5 * 1.5, 1.5)
 
 
+def test_defaults_are_those_that_the_docstrings_name():
+    defaults = {"momentum": 0.9}, {"momentum": 0.99, "eps": 1e-3}, {"rate": 0.5}
+    for f, expected in zip((pe.sgd, pe.batch_norm, pe.dropout), defaults):
+        parameters = inspect.signature(f).parameters
+        assert {name: parameters[name].default for name in expected} == expected
+
+
 @pytest.mark.parametrize("make", [pe.sgd, pe.adam])
 def test_optimizer_keeps_half_precision(make):
     optimizer, params = make(pe.linear_schedule(0.1, 4)), jnp.ones(3, jnp.bfloat16)
@@ -1612,7 +1619,7 @@ def test_a_step_that_is_not_finite_can_be_skipped(way):
 
 
 @every_way
-@pytest.mark.parametrize("what", ["used", "shared", "empty", "value_fn"])
+@pytest.mark.parametrize("what", ["used", "half used", "shared", "empty", "value_fn"])
 def test_step_refuses_what_would_end_the_process_or_be_wrong(way, what):
     optimizer = optax.lbfgs() if what == "value_fn" else SGD
     first = members_state(keys_of(0, way.members), optimizer=optimizer)
@@ -1621,12 +1628,15 @@ def test_step_refuses_what_would_end_the_process_or_be_wrong(way, what):
     if what != "value_fn":
         state, _ = update(state, *batch)
     used = state
-    if what == "used":
+    if what.endswith("used"):
         state, _ = update(used, *batch)
+    if what == "half used":  # some of its leaves are
+        used = state._replace(opt_state=used.opt_state)
     if what == "shared":
         used = state._replace(opt_state=state.opt_state._replace(velocity=state.params))
     message = {
         "used": "consumed by an earlier update or epoch; go on with the one",
+        "half used": "consumed by an earlier update or epoch",
         "shared": "'.params.hidden.weight' and '.opt_state.velocity.hidden.weight' "
         "of the state are one buffer",
         "empty": "the batch is empty; expected one or more examples",
@@ -3109,6 +3119,35 @@ def whole_run(tmp_path_factory, small_folder):
     return folder
 
 
+def test_run_learns_to_its_last_epoch_from_its_seed(whole_run, script, tmp_path):
+    first, last = (pe.load(whole_run / name) for name in names_of(8, 16))
+    names = [name for name in last if name.startswith(".params")]
+    assert not any(leaves_equal(first[name], last[name]) for name in names)
+    with mock.patch.object(tm, "member_orders", wraps=tm.member_orders) as draw:
+        assert script(RUN, "--seed 3 --workdir", tmp_path)[0] == 0
+    assert {call.kwargs["seed"] for call in draw.mock_calls} == {3}
+    ends = []
+    for seed in (3, 4):  # what init draws
+        assert (
+            script(RUN, f"--epochs 0 --seed {seed} --workdir", tmp_path / f"{seed}")[0]
+            == 0
+        )
+        (end,) = checkpoints(tmp_path / f"{seed}")
+        ends.append(pe.load(tmp_path / f"{seed}" / end))
+    assert not leaves_equal(*ends)
+
+
+def test_settings_of_a_run_name_all_of_its_data():
+    args, recipe = tm.parse_arguments([]), tm.RECIPES["cnn"]
+    data = tm.generate_digits(0, 40, 20)
+    settings = [tm.describe(args, recipe, data, 2)]
+    for i in range(1, 5):
+        parts = [x.copy() for x in data[1:5]]
+        parts[i - 1].flat[7] += 1
+        settings.append(tm.describe(args, recipe, tm.Dataset("x", *parts, data[5]), 2))
+    assert len({each["dataset_sha256"] for each in settings}) == 5
+
+
 def checkpoints(folder):
     return sorted(path.name for path in folder.glob("checkpoint_*"))
 
@@ -3150,6 +3189,7 @@ def test_shift_moves_each_image_whole_by_its_own_offset():
     places = {tuple(p) for p in np.argwhere(moved[..., 0])[:, 1:] - 4}
     assert all(max(map(abs, place)) <= 2 for place in places)
     assert {p for p, _ in places} == {p for _, p in places} == {-2, -1, 0, 1, 2}
+    assert len(places) > 15  # of 25: down and across are drawn apart
 
 
 @pytest.mark.parametrize("bootstrap", [False, True])
