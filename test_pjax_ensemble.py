@@ -3119,13 +3119,14 @@ def whole_run(tmp_path_factory, small_folder):
     return folder
 
 
-def test_run_learns_to_its_last_epoch_from_its_seed(whole_run, script, tmp_path):
-    first, last = (pe.load(whole_run / name) for name in names_of(8, 16))
+def test_run_learns_to_its_last_epoch_from_its_seed(script, tmp_path):
+    with mock.patch.object(tm, "member_orders", wraps=tm.member_orders) as draw:
+        flags = "--schedule linear --seed 3 --workdir"
+        assert script(RUN, flags, tmp_path)[0] == 0
+    assert {call.kwargs["seed"] for call in draw.mock_calls} == {3}
+    first, last = (pe.load(tmp_path / name) for name in names_of(8, 16))
     names = [name for name in last if name.startswith(".params")]
     assert not any(leaves_equal(first[name], last[name]) for name in names)
-    with mock.patch.object(tm, "member_orders", wraps=tm.member_orders) as draw:
-        assert script(RUN, "--seed 3 --workdir", tmp_path)[0] == 0
-    assert {call.kwargs["seed"] for call in draw.mock_calls} == {3}
     ends = []
     for seed in (3, 4):  # what init draws
         assert (
