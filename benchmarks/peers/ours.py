@@ -42,8 +42,8 @@ def main():
     if not keras:
         recipe = recipe._replace(learning_rate=0.1)
     members = 1 if args.sync else args.members
-    trainer = train_mnist.make_trainer(recipe, members, args.devices, 1)
     mnist = common.load_mnist()
+    trainer = train_mnist.make_trainer(recipe, members, args.devices, 1, mnist.form())
     host = mnist.train_images, mnist.train_labels
     data = trainer.place(host)
     order = endless_order(len(host[0]), recipe, members)
