@@ -1955,8 +1955,7 @@ class Trainer:
 
     def _warn_if_equal(self, state, order=()):
         orders = order if np.ndim(order) == 3 else ()  # each member's own
-        differ = any(not np.array_equal(x, orders[0]) for x in orders)
-        if not self._may_stay_equal or differ:
+        if not self._may_stay_equal or any((x != orders[0]).any() for x in orders):
             return
         vars(self)["_may_stay_equal"] = False
         _check_state(state, self.layout)
