@@ -357,7 +357,6 @@ class Run:
         self.done, self.saved = 0, -1  # steps so far, and at the last save
         self.metrics: list[dict] = []  # a line an epoch
         self.failed: set[int] = set()  # members that are not finite
-        self.begin_epoch()
         if args.resume:
             self.restore()
         if folder:
@@ -366,43 +365,44 @@ class Run:
             write_json(folder / "config.json", config, indent=2)
             write_json(folder / "metrics.jsonl", *self.metrics)
 
-    def begin_epoch(self) -> None:
-        members = self.trainer.layout.members
-        self.losses = np.empty((members, 0))  # of this epoch's steps here, [K, n]
-        self.seconds = 0.0  # that they took
-
     @property
     def epoch(self) -> int:
         """Epochs that are complete."""
         return self.done // self.num_steps
 
     def train(self) -> tuple[dict, np.ndarray]:
-        """Train to the last epoch, in segments; save, evaluate and record.
+        """Train to the last epoch; save, evaluate and record.
 
         Returns what `evaluate` does, of the last epoch.  Raises Failure.
         """
-        size, members = len(self.data.train_images), self.trainer.layout.members
-        which = {"seed": self.args.seed, "members": members}
-        while True:
-            epoch, step = divmod(self.done, self.num_steps)
-            last = epoch == self.recipe.epochs
-            self.save(whenever=last)
-            if step == 0 and (epoch or last):
-                found = self.evaluate()
-            if last:
-                return found
-            self.begin_epoch()
-            order = member_orders(size, self.recipe, epoch=epoch, **which)
-            what, done = f"epoch {epoch + 1} of {self.recipe.epochs}", order[:, :step]
-            with progress_bar(what, order.size, done.size) as advance:
-                while step < self.num_steps:
-                    until_saved = self.save_steps - self.done % self.save_steps
-                    end = step + min(self.segment_steps, until_saved)
-                    segment = order[:, step:end]
-                    self.advance(segment)
-                    self.save()
-                    step += segment.shape[1]
-                    advance(segment.size)
+        epochs, members = self.recipe.epochs, self.trainer.layout.members
+        self.save()
+        # A resumed epoch may have all its steps, and only its evaluation left.
+        resumed = max(0, self.done - 1) // self.num_steps
+        for epoch in range(resumed, max(1, epochs)):
+            self.losses = np.empty((members, 0))  # of this epoch's steps here, [K, n]
+            self.seconds = 0.0  # that they took
+            if self.done < epochs * self.num_steps:
+                self.train_epoch(epoch)
+            self.save(whenever=epoch + 1 >= epochs)
+            found = self.evaluate()
+        return found
+
+    def train_epoch(self, epoch: int) -> None:
+        """Take the steps of an epoch that are left, in segments, and save."""
+        which = {"seed": self.args.seed, "members": self.trainer.layout.members}
+        size, step = len(self.data.train_images), self.done - epoch * self.num_steps
+        order = member_orders(size, self.recipe, epoch=epoch, **which)
+        what, done = f"epoch {epoch + 1} of {self.recipe.epochs}", order[:, :step]
+        with progress_bar(what, order.size, done.size) as advance:
+            while step < self.num_steps:
+                until_saved = self.save_steps - self.done % self.save_steps
+                end = step + min(self.segment_steps, until_saved)
+                segment = order[:, step:end]
+                self.advance(segment)
+                self.save()
+                step += segment.shape[1]
+                advance(segment.size)
 
     def advance(self, order: np.ndarray) -> None:
         """Take the steps [K, n, B] of a segment, and look for signals."""
@@ -445,13 +445,13 @@ class Run:
         done, state = 0, self.trainer.gather(self.state)
         if self.folder:
             path = self.folder / "config.json"
-            config = json.loads(path.read_text())
-            if difference := first_difference(self.settings, config):
-                raise Failure(f"--resume: {difference}, in {path}")
+            check_same("--resume", self.settings, json.loads(path.read_text()), path)
             done, state = load_checkpoint(self.folder, state)
             self.metrics = read_metrics(self.folder, done // self.num_steps)
-        done, state = share((np.array(done), state))
+        key = np.asarray(jax.random.key_data(state.key))
+        done, key, state = share((np.array(done), key, state._replace(key=None)))
         self.done = self.saved = int(done)
+        state = state._replace(key=jax.random.wrap_key_data(key))
         self.state = self.trainer.scatter(state)
 
     def diverged(self) -> Failure:
@@ -498,21 +498,19 @@ class Run:
 
         The losses are of the epoch's last steps: all, unless it was resumed within.
         """
-        bad, epoch = np.sum(~np.isfinite(self.losses), axis=1), f"epoch {self.epoch}"
-        for i, steps in enumerate(bad):
+        skipping, epoch = self.recipe.skip_nonfinite, f"epoch {self.epoch}"
+        for i, n in enumerate(np.sum(~np.isfinite(self.losses), axis=1)):
             if members[i] is None and i not in self.failed:
                 self.failed.add(i)
-                loss = f", nor was its loss in {steps} steps of it" if steps else ""
+                loss = f", nor was its loss in {n} steps of it" if n else ""
                 print(f"notice: member {i} is not finite after {epoch}{loss}")
-            elif self.recipe.skip_nonfinite and steps:
-                print(
-                    f"notice: member {i} skipped {steps} steps of {epoch}: not finite"
-                )
+            elif skipping and n:
+                print(f"notice: member {i} skipped {n} steps of {epoch}: not finite")
 
     def record(self, train: dict, test: dict, test_seconds: float) -> None:
         """Print an epoch, and write its line of metrics."""
-        loss, num_images = "negative_log_likelihood", self.losses.size
-        num_images *= self.recipe.batch_size
+        loss = "negative_log_likelihood"
+        num_images = self.losses.size * self.recipe.batch_size
         metrics = {
             "epoch": self.epoch,
             "train_loss": mean_loss(train),
@@ -677,12 +675,9 @@ def draw_score(panels, score: tuple, metrics: Sequence[dict], report: dict) -> N
     """Draw a score over epochs and, of an ensemble, over its size."""
     label, factor, key, metric, ensemble = score
     over_epochs, *over_size = panels
-    curves = [
-        ("on training images", f"train_{metric}", {**DASHED, "marker": "x"}),
-        ("ensemble" if over_size else "model", ensemble, ENSEMBLE),
-    ]
-    if over_size:
-        curves.insert(0, ("members", f"member_test_{metric}", MEMBER))
+    curves = [("members", f"member_test_{metric}", MEMBER)] * len(over_size)
+    curves += [("on training images", f"train_{metric}", {**DASHED, "marker": "x"})]
+    curves += [("ensemble" if over_size else "model", ensemble, ENSEMBLE)]
     for name, column, style in curves:
         values = factor * np.float64([m[column] for m in metrics])
         draw_curve(over_epochs, [m["epoch"] for m in metrics], values, name, style)
@@ -698,14 +693,13 @@ def draw_score(panels, score: tuple, metrics: Sequence[dict], report: dict) -> N
 
 def draw_reliability(diagram, histogram, probs: np.ndarray, labels) -> None:
     """Draw accuracy over confidence, bin by bin, and how many examples each has."""
-    drawn = [("model", ENSEMBLE, probs.mean(axis=0), labels)]
-    if len(probs) > 1:
-        members = probs.reshape(-1, probs.shape[-1]), np.tile(labels, len(probs))
-        drawn = [("members", MEMBER, *members), ("ensemble", *drawn[0][1:])]
-    for name, style, p, y in drawn:
-        counts, confidence, accuracy = pe.reliability(p, y)
+    many = len(probs) > 1
+    curves = [("members", MEMBER, probs.reshape(-1, probs.shape[-1]))] * many
+    curves += [("ensemble" if many else "model", ENSEMBLE, probs.mean(axis=0))]
+    for name, style, p in curves:
+        counts, confidence, accuracy = pe.reliability(p, np.resize(labels, len(p)))
         edges = np.linspace(0, 100, len(counts) + 1)
-        shares = 100 * counts / len(y)
+        shares = 100 * counts / len(p)
         histogram.stairs(shares, edges, color=style["color"], linewidth=2)
         n, x, a = (v[counts > 0] for v in (counts, 100 * confidence, accuracy))
         if style is ENSEMBLE:  # plus and minus a standard error (Wilson 1927)
@@ -1253,33 +1247,28 @@ def connect(args: argparse.Namespace) -> None:
 
 
 def share(tree: Any) -> Any:
-    """Give every process the first one's tree of arrays, bit for bit."""
+    """Give every process the first one's tree of NumPy arrays, bit for bit."""
 
     def share_leaf(x):
-        if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
-            data = share_leaf(np.asarray(jax.random.key_data(x)))
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-        content = np.frombuffer(np.asarray(x).tobytes(), np.uint8)
-        content = pe.gather_processes(content)[0].tobytes()
-        return np.frombuffer(content, x.dtype).reshape(x.shape)
+        content = pe.gather_processes(np.frombuffer(x.tobytes(), np.uint8))[0]
+        return content.view(x.dtype).reshape(x.shape)
 
-    return jax.tree.map(share_leaf, tree) if jax.process_count() > 1 else tree
+    return jax.tree.map(share_leaf, tree)
 
 
-def first_difference(ours: dict, theirs: dict) -> str | None:
-    """Name the first of our settings that another run lacks, and both values."""
+def check_same(who: str, ours: dict, theirs: dict, where: Any) -> None:
+    """Raise Failure for the first of our settings that another run lacks."""
     for name, value in ours.items():
         if value != theirs.get(name):
-            return f"{name} is {value} here, {theirs.get(name)} there"
-    return None
+            both = f"{name} is {value} here, {theirs.get(name)} there"
+            raise Failure(f"{who}: {both}, in {where}")
 
 
 def check_same_run(settings: dict) -> None:
     """Raise Failure in a process that trains with other settings than the first."""
     text = json.dumps(settings).ljust(8192).encode()  # of one length everywhere
     first = json.loads(share(np.frombuffer(text, np.uint8)).tobytes())
-    if difference := first_difference(settings, first):
-        raise Failure(f"--process-id {jax.process_index()}: {difference}, in the first")
+    check_same(f"--process-id {jax.process_index()}", settings, first, "the first")
 
 
 # ---------------------------------------------------------------------------------
