@@ -901,10 +901,8 @@ def load_mnist(folder: Path) -> Dataset:
         paths[name] = next(filter(Path.exists, both), None)
     for name in sorted(paths, key=lambda name: not paths[name]):  # missing ones last
         if foreign and not paths[name]:
-            raise DataError(
-                f"{folder}: {name} is missing, and {foreign[0]} is not MNIST's, so "
-                "MNIST's cannot take its place"
-            )
+            other = f"{name} is missing, and {foreign[0]} is not MNIST's"
+            raise DataError(f"{folder}: {other}, so MNIST's cannot take its place")
         found[name], digest = read_idx(paths[name] or download(folder, name))
         if digest != MNIST_FILES[name]:
             foreign.append(name)
@@ -1033,10 +1031,9 @@ def locked(folder: Path) -> Iterator[None]:
             if fcntl:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Failure(
-                f"--workdir {folder}: in use by process {file.read(100).strip()}; wait "
-                "for it, or choose another folder"
-            ) from None
+            used = f"in use by process {file.read(100).strip()}"
+            choice = "wait for it, or choose another folder"
+            raise Failure(f"--workdir {folder}: {used}; {choice}") from None
         file.truncate(0)
         print(os.getpid(), "on", platform.node(), file=file, flush=True)
         yield
@@ -1219,31 +1216,27 @@ def connect(args: argparse.Namespace) -> None:
         os._exit(1)
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    processes = args.coordinator, args.num_processes, args.process_id
     options = {"initialization_timeout": args.connect_timeout + 60}
     known = inspect.signature(jax.distributed.initialize).parameters
     if "heartbeat_timeout_seconds" in known:  # newer JAX: how long a process may hang
         options["heartbeat_timeout_seconds"] = 30
     timer = threading.Timer(args.connect_timeout, give_up)
-    timer.daemon = True
     timer.start()
     try:
         if args.process_id == 0:  # a busy port: JAX would end without a word
             port = int(args.coordinator.rpartition(":")[2])
             socket.create_server(("", port)).close()
-        jax.distributed.initialize(
-            args.coordinator, args.num_processes, args.process_id, **options
-        )
+        jax.distributed.initialize(*processes, **options)
     except (OSError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise Failure(f"{where}: {reason}", status=1) from error
     finally:
         timer.cancel()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX has taken it for itself
-    if args.num_processes not in (None, jax.process_count()):
-        raise Failure(
-            f"--num-processes {args.num_processes}: the process at {args.coordinator} "
-            f"counts {jax.process_count()}"
-        )
+    count, there = jax.process_count(), f"the process at {args.coordinator}"
+    if args.num_processes not in (None, count):
+        raise Failure(f"--num-processes {args.num_processes}: {there} counts {count}")
 
 
 def share(tree: Any) -> Any:
@@ -1389,10 +1382,8 @@ def resumed_flags(given: dict) -> dict:
         raise Failure(f"--resume: {path}: {reason}") from error
     for name in NUMBERS:
         if name in given and name in kept and given[name] != flags.get(name, False):
-            raise Failure(
-                f"{flag(name)} {given[name]}: the run in {folder} has {kept[name]}; "
-                "leave the flag out, or choose another --workdir"
-            )
+            other = f"{flag(name)} {given[name]}: the run in {folder} has {kept[name]}"
+            raise Failure(f"{other}; leave the flag out, or choose another --workdir")
     return flags
 
 
@@ -1421,22 +1412,18 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args.data_dir = args.data_dir or default_folder()
     if args.mode == "sync" and args.members not in (None, 1):
         raise Failure(f"--members {args.members}: --mode sync trains one model")
-    check_processes(args)
-    return args
-
-
-def check_processes(args: argparse.Namespace) -> None:
-    given = (args.coordinator, args.num_processes, args.process_id)
-    if args.distributed and given != (None, None, None):
+    processes = args.coordinator, args.num_processes, args.process_id
+    if args.distributed and processes != (None, None, None):
         raise Failure("--distributed: finds the processes itself; give no other flags")
-    if None in given and given != (None, None, None):
+    if None in processes and processes != (None, None, None):
         raise Failure(
             "--coordinator, --num-processes and --process-id belong together: give all "
             "three, or --distributed"
         )
-    if args.coordinator and args.process_id >= args.num_processes:
+    if args.coordinator and args.process_id not in range(args.num_processes):
         last = args.num_processes - 1
         raise Failure(f"--process-id {args.process_id}: expected 0 to {last}")
+    return args
 
 
 def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
