@@ -316,9 +316,8 @@ def member_orders(
         if recipe.bootstrap:
             own = np.random.default_rng([seed, 0, member, 1])
             rows = own.integers(num_examples, size=num_examples)[rows]
-        rows = rows[: steps * recipe.batch_size]
-        orders.append(rows.reshape(steps, recipe.batch_size))
-    return np.stack(orders)
+        orders.append(rows[: steps * recipe.batch_size])
+    return np.reshape(orders, (members, steps, recipe.batch_size))
 
 
 # ---------------------------------------------------------------------------------
@@ -1048,10 +1047,9 @@ def clear(folder: Path, resume: bool) -> None:
     found = [path for path in results if path.exists() and path.stat().st_size]
     found += [path for _, path in checkpoints(folder)]
     if found and not resume:
-        raise Failure(
-            f"--workdir {folder}: holds {found[0].name} of an earlier run; go on with "
-            "it (--resume), choose another folder, or remove it"
-        )
+        earlier = f"holds {found[0].name} of an earlier run"
+        choice = "go on with it (--resume), choose another folder, or remove it"
+        raise Failure(f"--workdir {folder}: {earlier}; {choice}")
 
 
 def write_json(path: Path, *values: dict, indent: int | None = None) -> None:
@@ -1157,10 +1155,9 @@ def load_run(workdir: str | os.PathLike, devices: int | None = None) -> Trained:
         trainer = make_trainer(recipe, config["members"], 1, num_steps, config)
         state = pe.load(path, trainer.gather(trainer.init(jax.random.key(0))))
     except (OSError, ValueError, TypeError, LookupError) as error:
-        raise ValueError(
-            f"{folder} holds no finished run: {error}; to go on with one: python "
-            f"train_mnist.py --resume --workdir {folder}"
-        ) from error
+        resume = f"python train_mnist.py --resume --workdir {folder}"
+        reason = f"{error}; to go on with one: {resume}"
+        raise ValueError(f"{folder} holds no finished run: {reason}") from error
     trainer = make_trainer(recipe, len(finite), devices, num_steps, config)
     state = trainer.scatter(jax.tree.map(lambda x: x[finite], state))
     return Trained(trainer, state, np.array(config["classes"]), config)
@@ -1207,12 +1204,9 @@ def connect(args: argparse.Namespace) -> None:
     where = f"--coordinator {args.coordinator}" if args.coordinator else "--distributed"
 
     def give_up():  # JAX would abort, with a trace of C++
-        os.write(
-            2,
-            f"train_mnist.py: error: {where}: the processes did not meet within "
-            f"{args.connect_timeout} seconds; is each one started, with an id of its "
-            "own and the same number of processes?\n".encode(),
-        )
+        late = f"the processes did not meet within {args.connect_timeout} seconds"
+        hint = "is each started, with its own id and the same number of processes?"
+        os.write(2, f"train_mnist.py: error: {where}: {late}; {hint}\n".encode())
         os._exit(1)
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -1367,8 +1361,7 @@ def resumed_flags(given: dict) -> dict:
     Raises Failure for a file that cannot be read, and for a given flag that would
     change the run's numbers.
     """
-    folder = given["workdir"]
-    path = folder / "config.json"
+    path = given["workdir"] / "config.json"
     if not path.exists() and (given.get("process_id") or "distributed" in given):
         return {}  # the first process has it, and compares the settings of all
     try:
@@ -1382,8 +1375,9 @@ def resumed_flags(given: dict) -> dict:
         raise Failure(f"--resume: {path}: {reason}") from error
     for name in NUMBERS:
         if name in given and name in kept and given[name] != flags.get(name, False):
-            other = f"{flag(name)} {given[name]}: the run in {folder} has {kept[name]}"
-            raise Failure(f"{other}; leave the flag out, or choose another --workdir")
+            run = f"the run in {path.parent} has {kept[name]}"
+            leave = "leave the flag out, or choose another --workdir"
+            raise Failure(f"{flag(name)} {given[name]}: {run}; {leave}")
     return flags
 
 
@@ -1412,17 +1406,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args.data_dir = args.data_dir or default_folder()
     if args.mode == "sync" and args.members not in (None, 1):
         raise Failure(f"--members {args.members}: --mode sync trains one model")
-    processes = args.coordinator, args.num_processes, args.process_id
-    if args.distributed and processes != (None, None, None):
+    _, count, number = three = args.coordinator, args.num_processes, args.process_id
+    if args.distributed and three != (None, None, None):
         raise Failure("--distributed: finds the processes itself; give no other flags")
-    if None in processes and processes != (None, None, None):
-        raise Failure(
-            "--coordinator, --num-processes and --process-id belong together: give all "
-            "three, or --distributed"
-        )
-    if args.coordinator and args.process_id not in range(args.num_processes):
-        last = args.num_processes - 1
-        raise Failure(f"--process-id {args.process_id}: expected 0 to {last}")
+    if None in three and three != (None, None, None):
+        names = "--coordinator, --num-processes and --process-id"
+        raise Failure(f"{names} belong together: give all three, or --distributed")
+    if args.coordinator and number >= count:
+        raise Failure(f"--process-id {number}: expected 0 to {count - 1}")
     return args
 
 
