@@ -339,7 +339,7 @@ class Run:
     def __init__(self, args, recipe, data, layout, folder: Path | None = None):
         """Begin a run, or go on with that of the folder.  Raises Failure."""
         self.args, self.recipe, self.data, self.folder = args, recipe, data, folder
-        self.settings = describe(args, recipe, data, layout.members)
+        self.settings = describe(args, data)
         check_same_run(self.settings)
         self.num_steps = len(data.train_images) // recipe.batch_size  # an epoch
         self.save_steps = max(1, round(args.save_every * self.num_steps))
@@ -553,21 +553,14 @@ def any_finite(state: pe.TrainState) -> bool:
     return bool(np.all(finite, axis=0).any())
 
 
-def describe(args, recipe: Recipe, data: Dataset, members: int) -> dict:
+def describe(args, data: Dataset) -> dict:
     """Return what determines the numbers of a run, whatever devices it has."""
     content, (_, *arrays, _) = hashlib.sha256(), data
     for array in arrays:
         content.update(np.ascontiguousarray(array))
-    return {
-        "mode": args.mode,
-        "members": members,
-        **recipe._asdict(),
-        "seed": args.seed,
-        "train_size": len(data.train_images),
-        "dataset": data.name,
-        "dataset_sha256": content.hexdigest(),
-        **data.form(),
-    }
+    settings = {name: getattr(args, name) for name in NUMBERS}
+    digest = {"dataset": data.name, "dataset_sha256": content.hexdigest()}
+    return {**settings, **digest, **data.form()}
 
 
 class Failure(Exception):
@@ -806,6 +799,10 @@ def read_idx(path: Path) -> tuple[np.ndarray, str]:
     there are, and each of them as a big-endian 32-bit number.  No more is read than it
     promises, plus one byte.  Raises DataError.
     """
+
+    def bad(reason: Any) -> DataError:
+        return DataError(f"{path}: {reason}")
+
     num_dims = 3 if "images" in path.name else 1
     magic, length = bytes((0, 0, 8, num_dims)), 4 + 4 * num_dims
     packed = path.suffix == ".gz"
@@ -813,26 +810,22 @@ def read_idx(path: Path) -> tuple[np.ndarray, str]:
         with (gzip.open if packed else open)(path, "rb") as file:
             head = file.read(length)
             if not head.startswith(magic) or len(head) < length:
-                raise DataError(
-                    f"{path}: header 0x{head.hex()}; expected {length} bytes, at first "
-                    f"0x{magic.hex()}: unsigned bytes in {num_dims} dimensions"
-                )
+                form = f"0x{magic.hex()}: unsigned bytes in {num_dims} dimensions"
+                found = f"header 0x{head.hex()}"
+                raise bad(f"{found}; expected {length} bytes, at first {form}")
             shape = np.frombuffer(head, ">u4", offset=4).tolist()
             size = math.prod(shape)
             if not 0 < size <= MAX_BYTES:
-                raise DataError(
-                    f"{path}: declares {shape}, {size} bytes; expected 1 to {MAX_BYTES}"
-                )
+                raise bad(f"declares {shape}, {size} bytes; expected 1 to {MAX_BYTES}")
             # What a header merely promises takes no memory: gzip packs 1032 to 1.
             most = path.stat().st_size * (1032 if packed else 1)
             body = file.read(min(size, most) + 1)
     except (OSError, EOFError, zlib.error) as error:
         # gzip's own errors: cut short, a wrong checksum, not gzip at all
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{path}: {reason}") from error
+        raise bad(getattr(error, "strerror", None) or error) from error
     if len(body) != size:
         amount = "more than" if len(body) > size else f"{len(body)} of"
-        raise DataError(f"{path}: holds {amount} the {size} bytes that {shape} takes")
+        raise bad(f"holds {amount} the {size} bytes that {shape} takes")
     digest = hashlib.sha256(head + body).hexdigest()
     return np.frombuffer(body, np.uint8).reshape(shape), digest
 
@@ -1015,16 +1008,13 @@ def load_data(source: str, folder: Path) -> Dataset:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a run's folder, which is made, for this process.  Raises Failure.
+    """Hold a run's folder, which is made, for this process.  Raises Failure, OSError.
 
     The lock is the system's, and ends with the process, however that ends.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-        lock = os.open(folder / ".lock", flags, 0o644)
-    except OSError as error:
-        raise Failure(f"--workdir {folder}: {error.strerror or error}") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+    lock = os.open(folder / ".lock", flags, 0o644)
     with os.fdopen(lock, "r+", errors="replace") as file:
         try:
             if fcntl:
@@ -1063,8 +1053,7 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Return the steps and paths of what is named as a checkpoint, newest first."""
     name = re.compile(r"checkpoint_(\d{8,18})\.safetensors")
     matches = map(name.fullmatch, os.listdir(folder))
-    found = [(int(match[1]), folder / match[0]) for match in matches if match]
-    return sorted(found, reverse=True)
+    return sorted([(int(m[1]), folder / m[0]) for m in matches if m], reverse=True)
 
 
 def save_checkpoint(folder: Path, state: pe.TrainState, done: int, keep: int) -> None:
@@ -1328,8 +1317,8 @@ FLAGS = {
 }
 DEFAULTS = {name: default for name, (_, default) in FLAGS.items()}
 # What determines a run's numbers, and what else --resume takes from its config.json.
-NUMBERS = ("mode", "members", *Recipe._fields, "seed", "train_size", "data")
-KEPT = (*NUMBERS, "data_dir", "save_every")
+NUMBERS = ("mode", "members", *Recipe._fields, "seed", "train_size")
+KEPT = (*NUMBERS, "data", "data_dir", "save_every")
 
 
 def flag(name: str) -> str:
@@ -1373,7 +1362,7 @@ def resumed_flags(given: dict) -> dict:
     except (OSError, ValueError, TypeError, Failure) as error:
         reason = getattr(error, "strerror", None) or error
         raise Failure(f"--resume: {path}: {reason}") from error
-    for name in NUMBERS:
+    for name in (*NUMBERS, "data"):
         if name in given and name in kept and given[name] != flags.get(name, False):
             run = f"the run in {path.parent} has {kept[name]}"
             leave = "leave the flag out, or choose another --workdir"
@@ -1418,7 +1407,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
-    """Load the data, lay out the models.  Raises Failure where flags do not fit."""
+    """Load the data, lay out the models; put into `args` how many there are of both.
+
+    Raises Failure where flags do not fit.
+    """
 
     def check(name: str, ok: bool, message: str) -> None:
         if not ok:
@@ -1433,7 +1425,7 @@ def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
         raise Failure("--show-batch: draws the devices of one process; there are more")
     data = load_data(args.data, args.data_dir)
     images, labels = data.train_images, data.train_labels
-    size = args.train_size or len(images)
+    args.train_size = size = args.train_size or len(images)
     has = f"{data.name} has {len(images)} training images"
     check("train_size", size <= len(images), has)
     few = f"more than the {size} training images"
@@ -1444,8 +1436,8 @@ def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
     each = f"several processes use all of their {here} {kind} devices each"
     check("devices", processes == 1 or devices == here, each)
     devices = devices if processes == 1 else jax.device_count()
-    members = 1 if args.mode == "sync" else args.members or devices
-    layout = pe.layout(members, devices, processes)
+    args.members = 1 if args.mode == "sync" else args.members or devices
+    layout = pe.layout(args.members, devices, processes)
     n, rest = layout.replicas, args.batch_size % layout.replicas
     other = f"use a multiple of {n}, for example {args.batch_size - rest or n}"
     split = f"does not split over the {n} devices of a model; {other}"
