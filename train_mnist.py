@@ -381,7 +381,7 @@ class Run:
         for epoch in range(resumed, max(1, epochs)):
             self.losses = np.empty((members, 0))  # of this epoch's steps here, [K, n]
             self.seconds = 0.0  # that they took
-            if self.done < epochs * self.num_steps:
+            if self.done < min(epoch + 1, epochs) * self.num_steps:
                 self.train_epoch(epoch)
             self.save(whenever=epoch + 1 >= epochs)
             found = self.evaluate()
@@ -389,7 +389,7 @@ class Run:
 
     def train_epoch(self, epoch: int) -> None:
         """Take the steps of an epoch that are left, in segments, and save."""
-        which = {"seed": self.args.seed, "members": self.trainer.layout.members}
+        which = {"seed": self.args.seed, "members": self.args.members}
         size, step = len(self.data.train_images), self.done - epoch * self.num_steps
         order = member_orders(size, self.recipe, epoch=epoch, **which)
         what, done = f"epoch {epoch + 1} of {self.recipe.epochs}", order[:, :step]
@@ -695,9 +695,8 @@ def draw_reliability(diagram, histogram, probs: np.ndarray, labels) -> None:
         histogram.stairs(shares, edges, color=style["color"], linewidth=2)
         n, x, a = (v[counts > 0] for v in (counts, 100 * confidence, accuracy))
         if style is ENSEMBLE:  # plus and minus a standard error (Wilson 1927)
-            center = (a + 1 / (2 * n)) / (1 + 1 / n)
-            error = np.sqrt(a * (1 - a) / n + 1 / (4 * n**2)) / (1 + 1 / n)
-            ends = 100 * (center - error), 100 * (center + error)
+            error = np.sqrt(n * a * (1 - a) + 1 / 4)
+            ends = [100 * (n * a + 1 / 2 + e) / (n + 1) for e in (-error, error)]
             diagram.vlines(x, *ends, color=style["color"], linewidth=1)
         draw_curve(diagram, x, 100 * a, name, style)
     draw_curve(diagram, [0, 100], [0, 100], "calibrated", DASHED)
@@ -903,8 +902,7 @@ def load_mnist(folder: Path) -> Dataset:
         raise DataError(f"{folder}: {wrong}")
     name, classes, parts = "MNIST", np.unique(arrays[1]), []
     for images, labels in (arrays[:2], arrays[2:]):
-        indices = np.searchsorted(classes, labels).astype(np.int32)
-        parts += [images[..., None], indices]
+        parts += [images[..., None], np.searchsorted(classes, labels).astype(np.int32)]
     if foreign:
         print(f"notice: {folder} holds other data than MNIST ({', '.join(foreign)})")
         name = f"data in MNIST's form from {folder}"
