@@ -3139,13 +3139,13 @@ def test_run_learns_to_its_last_epoch_from_its_seed(script, tmp_path):
 
 
 def test_settings_of_a_run_name_all_of_its_data():
-    args, recipe = tm.parse_arguments([]), tm.RECIPES["cnn"]
+    args = tm.parse_arguments([])
     data = tm.generate_digits(0, 40, 20)
-    settings = [tm.describe(args, recipe, data, 2)]
+    settings = [tm.describe(args, data)]
     for i in range(1, 5):
         parts = [x.copy() for x in data[1:5]]
         parts[i - 1].flat[7] += 1
-        settings.append(tm.describe(args, recipe, tm.Dataset("x", *parts, data[5]), 2))
+        settings.append(tm.describe(args, tm.Dataset("x", *parts, data[5])))
     assert len({each["dataset_sha256"] for each in settings}) == 5
 
 
@@ -4144,8 +4144,8 @@ BAD_FLAGS += [
 
 BAD_FLAGS = [pytest.param(*row, id=row[0]) for row in BAD_FLAGS]
 BAD_FLAGS += [
-    pytest.param("--workdir FILE/runs", "--workdir FILE/runs: Not a dir", marks=posix),
-    pytest.param("--workdir FILE", "--workdir FILE: File exists", marks=posix),
+    pytest.param("--workdir FILE/runs", "FILE/runs: Not a directory", marks=posix),
+    pytest.param("--workdir FILE", "FILE: File exists", marks=posix),
 ]
 
 

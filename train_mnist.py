@@ -316,9 +316,8 @@ def member_orders(
         if recipe.bootstrap:
             own = np.random.default_rng([seed, 0, member, 1])
             rows = own.integers(num_examples, size=num_examples)[rows]
-        rows = rows[: steps * recipe.batch_size]
-        orders.append(rows.reshape(steps, recipe.batch_size))
-    return np.stack(orders)
+        orders.append(rows[: steps * recipe.batch_size])
+    return np.reshape(orders, (members, steps, recipe.batch_size))
 
 
 # ---------------------------------------------------------------------------------
@@ -340,7 +339,7 @@ class Run:
     def __init__(self, args, recipe, data, layout, folder: Path | None = None):
         """Begin a run, or go on with that of the folder.  Raises Failure."""
         self.args, self.recipe, self.data, self.folder = args, recipe, data, folder
-        self.settings = describe(args, recipe, data, layout.members)
+        self.settings = describe(args, data)
         check_same_run(self.settings)
         self.num_steps = len(data.train_images) // recipe.batch_size  # an epoch
         self.save_steps = max(1, round(args.save_every * self.num_steps))
@@ -357,7 +356,6 @@ class Run:
         self.done, self.saved = 0, -1  # steps so far, and at the last save
         self.metrics: list[dict] = []  # a line an epoch
         self.failed: set[int] = set()  # members that are not finite
-        self.begin_epoch()
         if args.resume:
             self.restore()
         if folder:
@@ -366,43 +364,44 @@ class Run:
             write_json(folder / "config.json", config, indent=2)
             write_json(folder / "metrics.jsonl", *self.metrics)
 
-    def begin_epoch(self) -> None:
-        members = self.trainer.layout.members
-        self.losses = np.empty((members, 0))  # of this epoch's steps here, [K, n]
-        self.seconds = 0.0  # that they took
-
     @property
     def epoch(self) -> int:
         """Epochs that are complete."""
         return self.done // self.num_steps
 
     def train(self) -> tuple[dict, np.ndarray]:
-        """Train to the last epoch, in segments; save, evaluate and record.
+        """Train to the last epoch; save, evaluate and record.
 
         Returns what `evaluate` does, of the last epoch.  Raises Failure.
         """
-        size, members = len(self.data.train_images), self.trainer.layout.members
-        which = {"seed": self.args.seed, "members": members}
-        while True:
-            epoch, step = divmod(self.done, self.num_steps)
-            last = epoch == self.recipe.epochs
-            self.save(whenever=last)
-            if step == 0 and (epoch or last):
-                found = self.evaluate()
-            if last:
-                return found
-            self.begin_epoch()
-            order = member_orders(size, self.recipe, epoch=epoch, **which)
-            what, done = f"epoch {epoch + 1} of {self.recipe.epochs}", order[:, :step]
-            with progress_bar(what, order.size, done.size) as advance:
-                while step < self.num_steps:
-                    until_saved = self.save_steps - self.done % self.save_steps
-                    end = step + min(self.segment_steps, until_saved)
-                    segment = order[:, step:end]
-                    self.advance(segment)
-                    self.save()
-                    step += segment.shape[1]
-                    advance(segment.size)
+        epochs, members = self.recipe.epochs, self.trainer.layout.members
+        self.save()
+        # A resumed epoch may have all its steps, and only its evaluation left.
+        resumed = max(0, self.done - 1) // self.num_steps
+        for epoch in range(resumed, max(1, epochs)):
+            self.losses = np.empty((members, 0))  # of this epoch's steps here, [K, n]
+            self.seconds = 0.0  # that they took
+            if self.done < min(epoch + 1, epochs) * self.num_steps:
+                self.train_epoch(epoch)
+            self.save(whenever=epoch + 1 >= epochs)
+            found = self.evaluate()
+        return found
+
+    def train_epoch(self, epoch: int) -> None:
+        """Take the steps of an epoch that are left, in segments, and save."""
+        which = {"seed": self.args.seed, "members": self.args.members}
+        size, step = len(self.data.train_images), self.done - epoch * self.num_steps
+        order = member_orders(size, self.recipe, epoch=epoch, **which)
+        what, done = f"epoch {epoch + 1} of {self.recipe.epochs}", order[:, :step]
+        with progress_bar(what, order.size, done.size) as advance:
+            while step < self.num_steps:
+                until_saved = self.save_steps - self.done % self.save_steps
+                end = step + min(self.segment_steps, until_saved)
+                segment = order[:, step:end]
+                self.advance(segment)
+                self.save()
+                step += segment.shape[1]
+                advance(segment.size)
 
     def advance(self, order: np.ndarray) -> None:
         """Take the steps [K, n, B] of a segment, and look for signals."""
@@ -445,13 +444,13 @@ class Run:
         done, state = 0, self.trainer.gather(self.state)
         if self.folder:
             path = self.folder / "config.json"
-            config = json.loads(path.read_text())
-            if difference := first_difference(self.settings, config):
-                raise Failure(f"--resume: {difference}, in {path}")
+            check_same("--resume", self.settings, json.loads(path.read_text()), path)
             done, state = load_checkpoint(self.folder, state)
             self.metrics = read_metrics(self.folder, done // self.num_steps)
-        done, state = share((np.array(done), state))
+        key = np.asarray(jax.random.key_data(state.key))
+        done, key, state = share((np.array(done), key, state._replace(key=None)))
         self.done = self.saved = int(done)
+        state = state._replace(key=jax.random.wrap_key_data(key))
         self.state = self.trainer.scatter(state)
 
     def diverged(self) -> Failure:
@@ -498,21 +497,19 @@ class Run:
 
         The losses are of the epoch's last steps: all, unless it was resumed within.
         """
-        bad, epoch = np.sum(~np.isfinite(self.losses), axis=1), f"epoch {self.epoch}"
-        for i, steps in enumerate(bad):
+        skipping, epoch = self.recipe.skip_nonfinite, f"epoch {self.epoch}"
+        for i, n in enumerate(np.sum(~np.isfinite(self.losses), axis=1)):
             if members[i] is None and i not in self.failed:
                 self.failed.add(i)
-                loss = f", nor was its loss in {steps} steps of it" if steps else ""
+                loss = f", nor was its loss in {n} steps of it" if n else ""
                 print(f"notice: member {i} is not finite after {epoch}{loss}")
-            elif self.recipe.skip_nonfinite and steps:
-                print(
-                    f"notice: member {i} skipped {steps} steps of {epoch}: not finite"
-                )
+            elif skipping and n:
+                print(f"notice: member {i} skipped {n} steps of {epoch}: not finite")
 
     def record(self, train: dict, test: dict, test_seconds: float) -> None:
         """Print an epoch, and write its line of metrics."""
-        loss, num_images = "negative_log_likelihood", self.losses.size
-        num_images *= self.recipe.batch_size
+        loss = "negative_log_likelihood"
+        num_images = self.losses.size * self.recipe.batch_size
         metrics = {
             "epoch": self.epoch,
             "train_loss": mean_loss(train),
@@ -556,21 +553,14 @@ def any_finite(state: pe.TrainState) -> bool:
     return bool(np.all(finite, axis=0).any())
 
 
-def describe(args, recipe: Recipe, data: Dataset, members: int) -> dict:
+def describe(args, data: Dataset) -> dict:
     """Return what determines the numbers of a run, whatever devices it has."""
     content, (_, *arrays, _) = hashlib.sha256(), data
     for array in arrays:
         content.update(np.ascontiguousarray(array))
-    return {
-        "mode": args.mode,
-        "members": members,
-        **recipe._asdict(),
-        "seed": args.seed,
-        "train_size": len(data.train_images),
-        "dataset": data.name,
-        "dataset_sha256": content.hexdigest(),
-        **data.form(),
-    }
+    settings = {name: getattr(args, name) for name in NUMBERS}
+    digest = {"dataset": data.name, "dataset_sha256": content.hexdigest()}
+    return {**settings, **digest, **data.form()}
 
 
 class Failure(Exception):
@@ -677,12 +667,9 @@ def draw_score(panels, score: tuple, metrics: Sequence[dict], report: dict) -> N
     """Draw a score over epochs and, of an ensemble, over its size."""
     label, factor, key, metric, ensemble = score
     over_epochs, *over_size = panels
-    curves = [
-        ("on training images", f"train_{metric}", {**DASHED, "marker": "x"}),
-        ("ensemble" if over_size else "model", ensemble, ENSEMBLE),
-    ]
-    if over_size:
-        curves.insert(0, ("members", f"member_test_{metric}", MEMBER))
+    curves = [("members", f"member_test_{metric}", MEMBER)] * len(over_size)
+    curves += [("on training images", f"train_{metric}", {**DASHED, "marker": "x"})]
+    curves += [("ensemble" if over_size else "model", ensemble, ENSEMBLE)]
     for name, column, style in curves:
         values = factor * np.float64([m[column] for m in metrics])
         draw_curve(over_epochs, [m["epoch"] for m in metrics], values, name, style)
@@ -698,20 +685,18 @@ def draw_score(panels, score: tuple, metrics: Sequence[dict], report: dict) -> N
 
 def draw_reliability(diagram, histogram, probs: np.ndarray, labels) -> None:
     """Draw accuracy over confidence, bin by bin, and how many examples each has."""
-    drawn = [("model", ENSEMBLE, probs.mean(axis=0), labels)]
-    if len(probs) > 1:
-        members = probs.reshape(-1, probs.shape[-1]), np.tile(labels, len(probs))
-        drawn = [("members", MEMBER, *members), ("ensemble", *drawn[0][1:])]
-    for name, style, p, y in drawn:
-        counts, confidence, accuracy = pe.reliability(p, y)
+    many = len(probs) > 1
+    curves = [("members", MEMBER, probs.reshape(-1, probs.shape[-1]))] * many
+    curves += [("ensemble" if many else "model", ENSEMBLE, probs.mean(axis=0))]
+    for name, style, p in curves:
+        counts, confidence, accuracy = pe.reliability(p, np.resize(labels, len(p)))
         edges = np.linspace(0, 100, len(counts) + 1)
-        shares = 100 * counts / len(y)
+        shares = 100 * counts / len(p)
         histogram.stairs(shares, edges, color=style["color"], linewidth=2)
         n, x, a = (v[counts > 0] for v in (counts, 100 * confidence, accuracy))
         if style is ENSEMBLE:  # plus and minus a standard error (Wilson 1927)
-            center = (a + 1 / (2 * n)) / (1 + 1 / n)
-            error = np.sqrt(a * (1 - a) / n + 1 / (4 * n**2)) / (1 + 1 / n)
-            ends = 100 * (center - error), 100 * (center + error)
+            error = np.sqrt(n * a * (1 - a) + 1 / 4)
+            ends = [100 * (n * a + 1 / 2 + e) / (n + 1) for e in (-error, error)]
             diagram.vlines(x, *ends, color=style["color"], linewidth=1)
         draw_curve(diagram, x, 100 * a, name, style)
     draw_curve(diagram, [0, 100], [0, 100], "calibrated", DASHED)
@@ -813,6 +798,10 @@ def read_idx(path: Path) -> tuple[np.ndarray, str]:
     there are, and each of them as a big-endian 32-bit number.  No more is read than it
     promises, plus one byte.  Raises DataError.
     """
+
+    def bad(reason: Any) -> DataError:
+        return DataError(f"{path}: {reason}")
+
     num_dims = 3 if "images" in path.name else 1
     magic, length = bytes((0, 0, 8, num_dims)), 4 + 4 * num_dims
     packed = path.suffix == ".gz"
@@ -820,26 +809,22 @@ def read_idx(path: Path) -> tuple[np.ndarray, str]:
         with (gzip.open if packed else open)(path, "rb") as file:
             head = file.read(length)
             if not head.startswith(magic) or len(head) < length:
-                raise DataError(
-                    f"{path}: header 0x{head.hex()}; expected {length} bytes, at first "
-                    f"0x{magic.hex()}: unsigned bytes in {num_dims} dimensions"
-                )
+                form = f"0x{magic.hex()}: unsigned bytes in {num_dims} dimensions"
+                found = f"header 0x{head.hex()}"
+                raise bad(f"{found}; expected {length} bytes, at first {form}")
             shape = np.frombuffer(head, ">u4", offset=4).tolist()
             size = math.prod(shape)
             if not 0 < size <= MAX_BYTES:
-                raise DataError(
-                    f"{path}: declares {shape}, {size} bytes; expected 1 to {MAX_BYTES}"
-                )
+                raise bad(f"declares {shape}, {size} bytes; expected 1 to {MAX_BYTES}")
             # What a header merely promises takes no memory: gzip packs 1032 to 1.
             most = path.stat().st_size * (1032 if packed else 1)
             body = file.read(min(size, most) + 1)
     except (OSError, EOFError, zlib.error) as error:
         # gzip's own errors: cut short, a wrong checksum, not gzip at all
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{path}: {reason}") from error
+        raise bad(getattr(error, "strerror", None) or error) from error
     if len(body) != size:
         amount = "more than" if len(body) > size else f"{len(body)} of"
-        raise DataError(f"{path}: holds {amount} the {size} bytes that {shape} takes")
+        raise bad(f"holds {amount} the {size} bytes that {shape} takes")
     digest = hashlib.sha256(head + body).hexdigest()
     return np.frombuffer(body, np.uint8).reshape(shape), digest
 
@@ -907,10 +892,8 @@ def load_mnist(folder: Path) -> Dataset:
         paths[name] = next(filter(Path.exists, both), None)
     for name in sorted(paths, key=lambda name: not paths[name]):  # missing ones last
         if foreign and not paths[name]:
-            raise DataError(
-                f"{folder}: {name} is missing, and {foreign[0]} is not MNIST's, so "
-                "MNIST's cannot take its place"
-            )
+            other = f"{name} is missing, and {foreign[0]} is not MNIST's"
+            raise DataError(f"{folder}: {other}, so MNIST's cannot take its place")
         found[name], digest = read_idx(paths[name] or download(folder, name))
         if digest != MNIST_FILES[name]:
             foreign.append(name)
@@ -919,8 +902,7 @@ def load_mnist(folder: Path) -> Dataset:
         raise DataError(f"{folder}: {wrong}")
     name, classes, parts = "MNIST", np.unique(arrays[1]), []
     for images, labels in (arrays[:2], arrays[2:]):
-        indices = np.searchsorted(classes, labels).astype(np.int32)
-        parts += [images[..., None], indices]
+        parts += [images[..., None], np.searchsorted(classes, labels).astype(np.int32)]
     if foreign:
         print(f"notice: {folder} holds other data than MNIST ({', '.join(foreign)})")
         name = f"data in MNIST's form from {folder}"
@@ -1024,25 +1006,21 @@ def load_data(source: str, folder: Path) -> Dataset:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a run's folder, which is made, for this process.  Raises Failure.
+    """Hold a run's folder, which is made, for this process.  Raises Failure, OSError.
 
     The lock is the system's, and ends with the process, however that ends.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
-        lock = os.open(folder / ".lock", flags, 0o644)
-    except OSError as error:
-        raise Failure(f"--workdir {folder}: {error.strerror or error}") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+    lock = os.open(folder / ".lock", flags, 0o644)
     with os.fdopen(lock, "r+", errors="replace") as file:
         try:
             if fcntl:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Failure(
-                f"--workdir {folder}: in use by process {file.read(100).strip()}; wait "
-                "for it, or choose another folder"
-            ) from None
+            used = f"in use by process {file.read(100).strip()}"
+            choice = "wait for it, or choose another folder"
+            raise Failure(f"--workdir {folder}: {used}; {choice}") from None
         file.truncate(0)
         print(os.getpid(), "on", platform.node(), file=file, flush=True)
         yield
@@ -1057,10 +1035,9 @@ def clear(folder: Path, resume: bool) -> None:
     found = [path for path in results if path.exists() and path.stat().st_size]
     found += [path for _, path in checkpoints(folder)]
     if found and not resume:
-        raise Failure(
-            f"--workdir {folder}: holds {found[0].name} of an earlier run; go on with "
-            "it (--resume), choose another folder, or remove it"
-        )
+        earlier = f"holds {found[0].name} of an earlier run"
+        choice = "go on with it (--resume), choose another folder, or remove it"
+        raise Failure(f"--workdir {folder}: {earlier}; {choice}")
 
 
 def write_json(path: Path, *values: dict, indent: int | None = None) -> None:
@@ -1074,8 +1051,7 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Return the steps and paths of what is named as a checkpoint, newest first."""
     name = re.compile(r"checkpoint_(\d{8,18})\.safetensors")
     matches = map(name.fullmatch, os.listdir(folder))
-    found = [(int(match[1]), folder / match[0]) for match in matches if match]
-    return sorted(found, reverse=True)
+    return sorted([(int(m[1]), folder / m[0]) for m in matches if m], reverse=True)
 
 
 def save_checkpoint(folder: Path, state: pe.TrainState, done: int, keep: int) -> None:
@@ -1166,10 +1142,9 @@ def load_run(workdir: str | os.PathLike, devices: int | None = None) -> Trained:
         trainer = make_trainer(recipe, config["members"], 1, num_steps, config)
         state = pe.load(path, trainer.gather(trainer.init(jax.random.key(0))))
     except (OSError, ValueError, TypeError, LookupError) as error:
-        raise ValueError(
-            f"{folder} holds no finished run: {error}; to go on with one: python "
-            f"train_mnist.py --resume --workdir {folder}"
-        ) from error
+        resume = f"python train_mnist.py --resume --workdir {folder}"
+        reason = f"{error}; to go on with one: {resume}"
+        raise ValueError(f"{folder} holds no finished run: {reason}") from error
     trainer = make_trainer(recipe, len(finite), devices, num_steps, config)
     state = trainer.scatter(jax.tree.map(lambda x: x[finite], state))
     return Trained(trainer, state, np.array(config["classes"]), config)
@@ -1216,70 +1191,58 @@ def connect(args: argparse.Namespace) -> None:
     where = f"--coordinator {args.coordinator}" if args.coordinator else "--distributed"
 
     def give_up():  # JAX would abort, with a trace of C++
-        os.write(
-            2,
-            f"train_mnist.py: error: {where}: the processes did not meet within "
-            f"{args.connect_timeout} seconds; is each one started, with an id of its "
-            "own and the same number of processes?\n".encode(),
-        )
+        late = f"the processes did not meet within {args.connect_timeout} seconds"
+        hint = "is each started, with its own id and the same number of processes?"
+        os.write(2, f"train_mnist.py: error: {where}: {late}; {hint}\n".encode())
         os._exit(1)
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    processes = args.coordinator, args.num_processes, args.process_id
     options = {"initialization_timeout": args.connect_timeout + 60}
     known = inspect.signature(jax.distributed.initialize).parameters
     if "heartbeat_timeout_seconds" in known:  # newer JAX: how long a process may hang
         options["heartbeat_timeout_seconds"] = 30
     timer = threading.Timer(args.connect_timeout, give_up)
-    timer.daemon = True
     timer.start()
     try:
         if args.process_id == 0:  # a busy port: JAX would end without a word
             port = int(args.coordinator.rpartition(":")[2])
             socket.create_server(("", port)).close()
-        jax.distributed.initialize(
-            args.coordinator, args.num_processes, args.process_id, **options
-        )
+        jax.distributed.initialize(*processes, **options)
     except (OSError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise Failure(f"{where}: {reason}", status=1) from error
     finally:
         timer.cancel()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX has taken it for itself
-    if args.num_processes not in (None, jax.process_count()):
-        raise Failure(
-            f"--num-processes {args.num_processes}: the process at {args.coordinator} "
-            f"counts {jax.process_count()}"
-        )
+    count, there = jax.process_count(), f"the process at {args.coordinator}"
+    if args.num_processes not in (None, count):
+        raise Failure(f"--num-processes {args.num_processes}: {there} counts {count}")
 
 
 def share(tree: Any) -> Any:
-    """Give every process the first one's tree of arrays, bit for bit."""
+    """Give every process the first one's tree of NumPy arrays, bit for bit."""
 
     def share_leaf(x):
-        if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
-            data = share_leaf(np.asarray(jax.random.key_data(x)))
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-        content = np.frombuffer(np.asarray(x).tobytes(), np.uint8)
-        content = pe.gather_processes(content)[0].tobytes()
-        return np.frombuffer(content, x.dtype).reshape(x.shape)
+        content = pe.gather_processes(np.frombuffer(x.tobytes(), np.uint8))[0]
+        return content.view(x.dtype).reshape(x.shape)
 
-    return jax.tree.map(share_leaf, tree) if jax.process_count() > 1 else tree
+    return jax.tree.map(share_leaf, tree)
 
 
-def first_difference(ours: dict, theirs: dict) -> str | None:
-    """Name the first of our settings that another run lacks, and both values."""
+def check_same(who: str, ours: dict, theirs: dict, where: Any) -> None:
+    """Raise Failure for the first of our settings that another run lacks."""
     for name, value in ours.items():
         if value != theirs.get(name):
-            return f"{name} is {value} here, {theirs.get(name)} there"
-    return None
+            both = f"{name} is {value} here, {theirs.get(name)} there"
+            raise Failure(f"{who}: {both}, in {where}")
 
 
 def check_same_run(settings: dict) -> None:
     """Raise Failure in a process that trains with other settings than the first."""
     text = json.dumps(settings).ljust(8192).encode()  # of one length everywhere
     first = json.loads(share(np.frombuffer(text, np.uint8)).tobytes())
-    if difference := first_difference(settings, first):
-        raise Failure(f"--process-id {jax.process_index()}: {difference}, in the first")
+    check_same(f"--process-id {jax.process_index()}", settings, first, "the first")
 
 
 # ---------------------------------------------------------------------------------
@@ -1352,8 +1315,8 @@ FLAGS = {
 }
 DEFAULTS = {name: default for name, (_, default) in FLAGS.items()}
 # What determines a run's numbers, and what else --resume takes from its config.json.
-NUMBERS = ("mode", "members", *Recipe._fields, "seed", "train_size", "data")
-KEPT = (*NUMBERS, "data_dir", "save_every")
+NUMBERS = ("mode", "members", *Recipe._fields, "seed", "train_size")
+KEPT = (*NUMBERS, "data", "data_dir", "save_every")
 
 
 def flag(name: str) -> str:
@@ -1385,8 +1348,7 @@ def resumed_flags(given: dict) -> dict:
     Raises Failure for a file that cannot be read, and for a given flag that would
     change the run's numbers.
     """
-    folder = given["workdir"]
-    path = folder / "config.json"
+    path = given["workdir"] / "config.json"
     if not path.exists() and (given.get("process_id") or "distributed" in given):
         return {}  # the first process has it, and compares the settings of all
     try:
@@ -1398,12 +1360,11 @@ def resumed_flags(given: dict) -> dict:
     except (OSError, ValueError, TypeError, Failure) as error:
         reason = getattr(error, "strerror", None) or error
         raise Failure(f"--resume: {path}: {reason}") from error
-    for name in NUMBERS:
+    for name in (*NUMBERS, "data"):
         if name in given and name in kept and given[name] != flags.get(name, False):
-            raise Failure(
-                f"{flag(name)} {given[name]}: the run in {folder} has {kept[name]}; "
-                "leave the flag out, or choose another --workdir"
-            )
+            run = f"the run in {path.parent} has {kept[name]}"
+            leave = "leave the flag out, or choose another --workdir"
+            raise Failure(f"{flag(name)} {given[name]}: {run}; {leave}")
     return flags
 
 
@@ -1432,26 +1393,22 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args.data_dir = args.data_dir or default_folder()
     if args.mode == "sync" and args.members not in (None, 1):
         raise Failure(f"--members {args.members}: --mode sync trains one model")
-    check_processes(args)
+    _, count, number = three = args.coordinator, args.num_processes, args.process_id
+    if args.distributed and three != (None, None, None):
+        raise Failure("--distributed: finds the processes itself; give no other flags")
+    if None in three and three != (None, None, None):
+        names = "--coordinator, --num-processes and --process-id"
+        raise Failure(f"{names} belong together: give all three, or --distributed")
+    if args.coordinator and number >= count:
+        raise Failure(f"--process-id {number}: expected 0 to {count - 1}")
     return args
 
 
-def check_processes(args: argparse.Namespace) -> None:
-    given = (args.coordinator, args.num_processes, args.process_id)
-    if args.distributed and given != (None, None, None):
-        raise Failure("--distributed: finds the processes itself; give no other flags")
-    if None in given and given != (None, None, None):
-        raise Failure(
-            "--coordinator, --num-processes and --process-id belong together: give all "
-            "three, or --distributed"
-        )
-    if args.coordinator and args.process_id >= args.num_processes:
-        last = args.num_processes - 1
-        raise Failure(f"--process-id {args.process_id}: expected 0 to {last}")
-
-
 def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
-    """Load the data, lay out the models.  Raises Failure where flags do not fit."""
+    """Load the data, lay out the models; put into `args` how many there are of both.
+
+    Raises Failure where flags do not fit.
+    """
 
     def check(name: str, ok: bool, message: str) -> None:
         if not ok:
@@ -1466,7 +1423,7 @@ def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
         raise Failure("--show-batch: draws the devices of one process; there are more")
     data = load_data(args.data, args.data_dir)
     images, labels = data.train_images, data.train_labels
-    size = args.train_size or len(images)
+    args.train_size = size = args.train_size or len(images)
     has = f"{data.name} has {len(images)} training images"
     check("train_size", size <= len(images), has)
     few = f"more than the {size} training images"
@@ -1477,8 +1434,8 @@ def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
     each = f"several processes use all of their {here} {kind} devices each"
     check("devices", processes == 1 or devices == here, each)
     devices = devices if processes == 1 else jax.device_count()
-    members = 1 if args.mode == "sync" else args.members or devices
-    layout = pe.layout(members, devices, processes)
+    args.members = 1 if args.mode == "sync" else args.members or devices
+    layout = pe.layout(args.members, devices, processes)
     n, rest = layout.replicas, args.batch_size % layout.replicas
     other = f"use a multiple of {n}, for example {args.batch_size - rest or n}"
     split = f"does not split over the {n} devices of a model; {other}"
