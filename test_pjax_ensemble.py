@@ -127,14 +127,24 @@ def refuses(*rows):
     return test
 
 
+def out_of_range(name, below, call, *values):
+    """Make rows for `refuses` of values that no number may have that a call takes."""
+    expected = f"0 <= {name} < {below}" if below else "an int >= 1"
+    said = [re.escape(f"{name} is {value!r}; expected {expected}") for value in values]
+    return [(functools.partial(call, v), each) for v, each in zip(values, said)]
+
+
+def cases(names, *rows):
+    """Run a test once for each row of what it takes besides fixtures."""
+    return pytest.mark.parametrize(names, rows)
+
+
 def member(tree, i):
     return jax.tree.map(lambda x: x[i], jax.device_get(tree))
 
 
 # A context in which JAX's default types are of 64 bits, or not.
-enable_x64 = (
-    jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
-)
+enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
 
 
 def randn(seed, *shape):
@@ -363,12 +373,9 @@ def test_links_of_every_page_lead_somewhere(page):
 def test_all_names_stand_in_the_order_of_the_file():
     source = inspect.getsource(pe)
     starts = "def {}(", "class {}(", "class {}:", "{} = "
-    places = [
-        max(source.find("\n" + start.format(name)) for start in starts)
-        for name in pe.__all__
-    ]
-    assert min(places) > 0
-    assert places == sorted(places)
+    found = [[source.find("\n" + s.format(n)) for s in starts] for n in pe.__all__]
+    places = list(map(max, found))
+    assert min(places) > 0 and places == sorted(places)
 
 
 @pytest.mark.parametrize("name", pe.__all__)
@@ -676,8 +683,7 @@ test_layer_names_what_does_not_fit = refuses(
     (lambda: pe.conv(CONV, ONES[..., :1]), "in the 2 features or channels that"),
     (lambda: pe.conv(CONV, ONES, padding="same"), "'same'; expected 'SAME' or"),
     (lambda: pe.conv(CONV, ONES[0]), r"\(5, 5, 2\); expected \[B, H, W, I\]"),
-    (lambda: pe.conv(CONV, ONES, stride=0), "stride is 0; expected an int >= 1"),
-    (lambda: pe.conv(CONV, ONES, stride=1.5), "stride is 1.5"),
+    *out_of_range("stride", None, lambda n: pe.conv(CONV, ONES, stride=n), 0, 1.5),
     (lambda: pe.conv(CONV, ONES[:, :2], padding="VALID"), "window of 3x3 does not"),
     (lambda: pe.avg_pool(ONES, 6), "window of 6x6 does not fit images of 5x5"),
     (lambda: pe.max_pool(ONES, (1, 2, 3)), r"window is \(1, 2, 3\)"),
@@ -685,8 +691,7 @@ test_layer_names_what_does_not_fit = refuses(
     (lambda: normalize(ONES), r"\(1, 5, 5, 2\) do not end in the 3 features or chann"),
     (lambda: normalize(ROWS[:0]), r"\(0, 4, 3\) have no row"),
     (lambda: normalize(ROWS[:, :0]), r"\(2, 0, 3\) have no row"),
-    (lambda: pe.dropout(None, ONES, 1), "rate is 1; expected 0 <="),
-    (lambda: pe.dropout(None, ONES, -0.1), "rate is -0.1"),
+    *out_of_range("rate", 1, lambda x: pe.dropout(None, ONES, x), 1, -0.1),
 )
 
 
@@ -1229,23 +1234,17 @@ def test_schedule_equals_numpy_at_every_step(make, warmup, num_steps, x64, toler
 
 
 test_optimizer_names_what_does_not_fit = refuses(
-    (lambda: pe.sgd(-0.1), "learning_rate is -0.1; expected 0 <= learning_rate <"),
-    (lambda: pe.sgd(np.nan), "learning_rate is nan"),
-    (lambda: pe.sgd(np.inf), "learning_rate is inf"),
-    (lambda: pe.sgd(0.1, -0.1), "momentum is -0.1; expected 0 <= momentum < 1"),
-    (lambda: pe.sgd(0.1, 1.0), "momentum is 1.0"),
-    (lambda: pe.sgd(0.1, np.nan), "momentum is nan"),
-    (lambda: pe.adam(-1), "learning_rate is -1; expected 0 <= learning_rate < inf"),
-    (lambda: pe.adam(np.nan), "learning_rate is nan"),
-    (lambda: pe.adam(0.1, b1=1), "b1 is 1; expected 0 <= b1 < 1"),
-    (lambda: pe.adam(0.1, b2=-1), "b2 is -1; expected 0 <= b2 < 1"),
-    (lambda: pe.adam(0.1, eps=-1), "eps is -1; expected 0 <= eps < inf"),
-    (lambda: pe.linear_schedule(0.1, -1), "num_steps is -1; expected 0 <= num_steps"),
-    (lambda: pe.linear_schedule(0.1, 2**31), "< 2147483648"),
-    (lambda: pe.cosine_schedule(0.1, 9, warmup=1.0), "warmup is 1.0; expected 0 <="),
-    (lambda: pe.linear_schedule(0.1, 9, warmup=-0.1), "warmup is -0.1"),
-    (lambda: pe.linear_schedule(-0.1, 9), "peak is -0.1; expected 0 <= peak < inf"),
-    (lambda: pe.cosine_schedule(np.inf, 9), "peak is inf"),
+    *out_of_range("learning_rate", np.inf, pe.sgd, -0.1, np.nan, np.inf),
+    *out_of_range("momentum", 1, lambda x: pe.sgd(1, x), -0.1, 1.0, np.nan),
+    *out_of_range("learning_rate", np.inf, pe.adam, -1, np.nan),
+    *out_of_range("b1", 1, lambda x: pe.adam(0.1, b1=x), 1),
+    *out_of_range("b2", 1, lambda x: pe.adam(0.1, b2=x), -1),
+    *out_of_range("eps", np.inf, lambda x: pe.adam(0.1, eps=x), -1),
+    *out_of_range("num_steps", 2**31, lambda x: pe.linear_schedule(0.1, x), -1, 2**31),
+    *out_of_range("warmup", 1, lambda x: pe.cosine_schedule(0.1, 9, warmup=x), 1.0),
+    *out_of_range("warmup", 1, lambda x: pe.linear_schedule(0.1, 9, warmup=x), -0.1),
+    *out_of_range("peak", np.inf, lambda x: pe.linear_schedule(x, 9), -0.1),
+    *out_of_range("peak", np.inf, lambda x: pe.cosine_schedule(x, 9), np.inf),
 )
 
 
@@ -1301,10 +1300,7 @@ def test_unreplicate_leaves_the_other_copies_alone():
 test_tree_or_number_of_devices_is_refused = refuses(
     (lambda: pe.split(np.zeros((130, 2))), "130 does not split over 8.*multiple of 8"),
     (lambda: pe.split(np.float32(1)), "without axes"),
-    (lambda: pe.split(np.zeros(8), 0), "num_devices is 0; expected an int >= 1"),
-    (lambda: pe.split(np.zeros(8), -1), "num_devices is -1"),
-    (lambda: pe.split(np.zeros(8), 2.0), "num_devices is 2.0"),
-    (lambda: pe.split(np.zeros(8), "2"), "num_devices is '2'"),
+    *out_of_range("num_devices", None, lambda n: pe.split(ROWS, n), 0, -1, 2.0, "2"),
     (lambda: pe.merge(np.zeros(8)), r"shape \(8,\) is not \[D, n, ...\]"),
     (lambda: pe.replicate(np.zeros(3), 9), "9 devices are asked for; there are 8"),
 )
@@ -1816,6 +1812,10 @@ def net_trainer(members, devices=None, loss_fn=net_loss, optimizer=SGD, **option
     return pe.make_trainer(net_init, loss_fn, optimizer, **options)
 
 
+def begin(trainer, seed=0):
+    return trainer, trainer.init(jax.random.key(seed))
+
+
 @functools.cache
 def noisy_trainer(members, devices):
     """Make a trainer of the net with a count of its steps as model state."""
@@ -2032,8 +2032,7 @@ ROWS_OF = [(1, 4, (4,)), (2, 4, (2, 2)), (5, 3, (4,)), (5, 3, (2, 2))]
 
 @pytest.mark.parametrize("members, devices, axes", ROWS_OF)
 def test_predictions_count_each_example_once(members, devices, axes):
-    trainer = net_trainer(members, devices, chunk=7, apply_fn=AXES[axes])
-    state = trainer.init(jax.random.key(0))
+    trainer, state = begin(net_trainer(members, devices, chunk=7, apply_fn=AXES[axes]))
     params = trainer.gather(state).params
     alone = jax.jit(lambda *args: jax.nn.softmax(AXES[axes](*args)))
     for count in (1, 7, 20, 50):
@@ -2065,8 +2064,7 @@ def test_predicting_compiles_few_programs_and_holds_one_chunk_at_a_time():
         shapes.append(images.shape)
         return net(params, images)
 
-    trainer = net_trainer(2, 4, apply_fn=apply_fn, chunk=5)
-    state = trainer.init(jax.random.key(0))
+    trainer, state = begin(net_trainer(2, 4, apply_fn=apply_fn, chunk=5))
     for count in (1, 23):  # on two replicas, a chunk of each and three of each
         assert trainer.predict(state, image_data()[0][:count]).shape == (count, 4)
     assert set(shapes) == {(5, 8, 8, 1)}
@@ -2077,24 +2075,20 @@ def test_predicting_compiles_few_programs_and_holds_one_chunk_at_a_time():
 
 
 @pytest.mark.parametrize("members, devices", [(1, 4), (2, 4), (3, 2)])
-def test_predictions_do_not_depend_on_the_rows_that_go_with_them(
-    monkeypatch, members, devices
-):
+def test_predictions_do_not_depend_on_the_rows_that_go_with_them(members, devices):
     images = image_data()[0]
-    trainer = net_trainer(members, devices, chunk=3)
-    state = trainer.init(jax.random.key(0))
+    trainer, state = begin(net_trainer(members, devices, chunk=3))
     whole = trainer.predict(state, images), trainer.predict_members(state, images)
     alone = trainer.predict_members(state, images[17:18])
-    monkeypatch.setattr(pe, "_BLOCK_CHUNKS", 2)  # several blocks, the last not full
-    blocks = trainer.predict(state, images), trainer.predict_members(state, images)
+    with mock.patch.object(pe, "_BLOCK_CHUNKS", 2):  # several, the last not full
+        blocks = trainer.predict(state, images), trainer.predict_members(state, images)
     assert leaves_equal(whole, blocks) and leaves_equal(alone, whole[1][:, 17:18])
 
 
 def test_a_block_of_predictions_is_bounded_by_what_goes_in_and_out(monkeypatch):
     calls, run = [], pe._run
     monkeypatch.setattr(pe, "_run", lambda *args: calls.append(1) or run(*args))
-    trainer = net_trainer(4, 2, chunk=2)
-    state = trainer.init(jax.random.key(0))
+    trainer, state = begin(net_trainer(4, 2, chunk=2))
     # In go 2 x 64 bytes a chunk, out come 2 x 4 floats of each of two members.
     for most, expected in ((191, 8), (192 + 191, 8), (2 * 192, 4), (4 * 192, 2)):
         monkeypatch.setattr(pe, "_BLOCK_BYTES", most)
@@ -2122,15 +2116,13 @@ def tree_apply(params, inputs):  # tokens [B, 5], position [B, 2], keys [B]: any
 @every_layout
 def test_predictions_are_any_tree_of_any_tree(members, devices):
     options = dict(members=members, devices=devices, apply_fn=tree_apply, output=None)
-    trainer = pe.make_trainer(tree_init, net_loss, SGD, chunk=3, **options)
-    state = trainer.init(jax.random.key(0))
+    trainer, state = begin(
+        pe.make_trainer(tree_init, net_loss, SGD, chunk=3, **options)
+    )
     params, rng = trainer.gather(state).params, np.random.default_rng(0)
     for count in (1, 13):
-        inputs = {
-            "tokens": rng.integers(9, size=(count, 5)),
-            "position": randn(1, count, 2),
-            "keys": keys_of(2, count),
-        }
+        inputs = {"position": randn(1, count, 2), "keys": keys_of(2, count)}
+        inputs["tokens"] = rng.integers(9, size=(count, 5))
         found = trainer.predict_members(state, inputs)
         alone = [jax.jit(tree_apply)(member(params, k), inputs) for k in range(members)]
         expected = jax.tree.map(lambda *x: np.stack(x), *alone)
@@ -2178,9 +2170,8 @@ def test_default_is_the_loss_of_the_whole_batch(name):
     def loss_fn(params, images, labels):
         return LOSSES[name](net(params, images), labels)
 
-    trainer, batch = net_trainer(2, 2, loss_fn=loss_fn), net_batches(1, 128)[0]
-    state = trainer.init(jax.random.key(0))
-    params = trainer.gather(state).params
+    trainer, state = begin(net_trainer(2, 2, loss_fn=loss_fn))
+    params, batch = trainer.gather(state).params, net_batches(1, 128)[0]
     _, losses = trainer.update(state, *batch)
     assert_close(losses, [loss_fn(member(params, k), *batch) for k in range(2)])
 
@@ -2193,8 +2184,7 @@ def test_few_leaves_are_not_taken_for_as_many_arguments():
         return jnp.mean((w * x - y) ** 2)
 
     options = dict(apply_fn=jnp.multiply, output=None, members=1, devices=2)
-    trainer = pe.make_trainer(init, loss_fn, optax.sgd(0.1), **options)
-    state = trainer.init(jax.random.key(0))
+    trainer, state = begin(pe.make_trainer(init, loss_fn, optax.sgd(0.1), **options))
     w = trainer.gather(state).params[0]
     assert_close(trainer.predict(state, x), w * x)
     assert_close(trainer.update(state, x, y)[1], [np.mean((w * x - y) ** 2)])
@@ -2207,9 +2197,8 @@ def own_batches(members, count=3, batch=24):
 
 @every_layout
 def test_member_with_its_own_batches_is_the_one_trained_alone(members, devices):
-    trainer, alone = net_trainer(members, devices), net_trainer(1, 1)
-    state, losses = trainer.init(jax.random.key(0)), []
-    gathered = trainer.gather(state)
+    trainer, state = begin(net_trainer(members, devices))
+    alone, losses, gathered = net_trainer(1, 1), [], trainer.gather(state)
     for batch in pe.prefetch(own_batches(members)):
         state, loss = trainer.update(state, *batch, per_member=True)
         losses.append(loss)
@@ -2320,8 +2309,7 @@ def test_members_start_from_given_weights_some_with_new_heads(devices):
     trained = net_init(jax.random.key(9))  # on a device
     options = dict(members=3, devices=devices, hyper=np.array([False, True, True]))
     functions = lambda p, x, y, h: net_loss(p, x, y), lambda h: SGD
-    trainer = pe.make_trainer(heads_init(trained), *functions, **options)
-    state = trainer.init(jax.random.key(0))
+    trainer, state = begin(pe.make_trainer(heads_init(trained), *functions, **options))
     found = trainer.gather(state).params
     assert all(leaves_equal(member(found.hidden, k), trained.hidden) for k in range(3))
     heads = [member(found.dense.weight, k) for k in range(3)]
@@ -2387,8 +2375,7 @@ def test_members_move_to_any_devices(make):
 
 
 def test_gather_names_the_leaf_and_device_of_a_replica_that_differs():
-    trainer = net_trainer(2, 4)
-    state = trainer.init(jax.random.key(0))
+    trainer, state = begin(net_trainer(2, 4))
     bias = state.params.dense.bias
     copies = [np.array(shard.data) for shard in bias.addressable_shards]
     copies[3].reshape(-1).view(np.uint8)[0] ^= 1
@@ -2408,8 +2395,7 @@ def test_epoch_returns_aux_of_each_member():
         return loss, {"pair": jnp.stack([loss, -loss])}
 
     for members, devices in ((1, 2), (3, 2)):
-        trainer = net_trainer(members, devices, loss_fn=loss_fn, has_aux=True)
-        state = trainer.init(jax.random.key(0))
+        trainer, state = begin(net_trainer(members, devices, loss_fn, has_aux=True))
         _, (loss, aux) = trainer.epoch(state, image_data(), orders(1)[0])
         assert loss.shape == (members, 10)
         assert_array_equal(aux["pair"], np.stack([loss, -loss], axis=2))
@@ -2447,15 +2433,11 @@ def making(**options):
 
 
 test_trainer_is_not_made_of = refuses(
-    (making(members=0), "members is 0; expected an int >= 1"),
-    (making(members=2.0), "members is 2.0; expected an int"),
-    (making(members=True), "members is True; expected an int"),
-    (making(devices=0), "devices is 0; expected an int >= 1"),
-    (making(devices="2"), "devices is '2'; expected an int"),
+    *out_of_range("members", None, lambda n: making(members=n)(), 0, 2.0, True),
+    *out_of_range("devices", None, lambda n: making(devices=n)(), 0, "2"),
+    *out_of_range("chunk", None, lambda n: making(chunk=n)(), 0),
+    *out_of_range("microbatch", None, lambda n: making(microbatch=n)(), 0, "all"),
     (making(devices=9), "9 devices are asked for; there are 8"),
-    (making(chunk=0), "chunk is 0; expected an int >= 1"),
-    (making(microbatch=0), "microbatch is 0; expected an int >= 1"),
-    (making(microbatch="all"), "microbatch is 'all'; expected an int"),
     (making(microbatch="auto", has_aux=True), 'microbatch="auto" with has_aux: aux'),
     (making(optimizer=lambda h: SGD), "optimizer is function; expected one with init"),
     (making(hyper=np.ones(2)), "is Optimizer; with hyper, expected a function"),
@@ -2466,26 +2448,24 @@ test_trainer_is_not_made_of = refuses(
 )
 
 
-REFUSED_KEYS = [
+def initialize(key):
+    return net_trainer(2).init(key)
+
+
+test_init_refuses_key = refuses(
     (
-        lambda: keys_of(0, 3),
-        r"key is key<fry> of shape \(3,\); expected one random key",
+        lambda: initialize(keys_of(0, 3)),
+        r"is key<fry> of shape \(3,\); expected one ran",
     ),
-    (lambda: keys_of(0, 3, "old"), r"key is uint32 of shape \(3, 2\); expected one"),
-    (lambda: 0, r"key is int of shape .*jax.random.key\(0"),
-    (lambda: np.zeros(3, np.uint32), r"key is uint32 of shape \(3,\); expected one"),
-]
-
-
-@pytest.mark.parametrize("key, message", REFUSED_KEYS)
-def test_init_refuses_key(key, message):
-    with pytest.raises(ValueError, match=message):
-        net_trainer(2).init(key())
+    (lambda: initialize(keys_of(0, 3, "old")), r"key is uint32 of shape \(3, 2\); exp"),
+    (lambda: initialize(0), r"key is int of shape .*jax.random.key\(0"),
+    (lambda: initialize(np.zeros(3, "u4")), r"key is uint32 of shape \(3,\); expected"),
+)
 
 
 def initializing(init_fn, **options):
     trainer = pe.make_trainer(init_fn, net_loss, SGD, members=2, **options)
-    return lambda: trainer.init(jax.random.key(0))
+    return lambda: begin(trainer)
 
 
 test_init_refuses_what_is_no_array_and_a_model_without_its_state = refuses(
@@ -2539,11 +2519,8 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
 
 
 PROCESS = """
-import sys
-import warnings
-import jax
-import numpy as np
-import jax.numpy as jnp
+import sys, warnings
+import jax, jax.numpy as jnp, numpy as np
 index, count, local, port, folder = *map(int, sys.argv[1:5]), sys.argv[5]
 jax.config.update("jax_num_cpu_devices", local)
 if count > 1:
@@ -2634,9 +2611,8 @@ def test_two_processes_end_as_one_with_as_many_devices(tmp_path):
     for run in runs:
         _, errors = run.communicate(timeout=300)
         assert run.returncode == 0, errors
-    first, second, one = (
-        dict(np.load(tmp_path / f"{name}.npz")) for name in ("2 0", "2 1", "1 0")
-    )
+    ends = [np.load(tmp_path / f"{name}.npz") for name in ("2 0", "2 1", "1 0")]
+    first, second, one = map(dict, ends)
     assert first.pop("equal keys") and not one.pop("equal keys")
     for name, value in first.items():
         assert_array_equal(value, second[name], err_msg=name)
@@ -2809,14 +2785,10 @@ REFUSED_BY_UCI = [
 
 
 @pytest.mark.parametrize("file, content, flags, message", REFUSED_BY_UCI)
-def test_uci_names_what_is_wrong(uci_folder, capsys, file, content, flags, message):
+def test_uci_names_what_is_wrong(uci_folder, wrong, file, content, flags, message):
     (uci_folder / "made-up" / file).write_text(content)
-    flags = f"--data DIR {flags}".replace("DIR", str(uci_folder)).split()
-    with pytest.raises(SystemExit, match="2"):
-        uci.main(flags)
-    out, err = capsys.readouterr()
-    assert not out and err.startswith("uci.py: error: ") and err.count("\n") == 1
-    assert message.replace("DIR", uci_folder.as_posix()) in err.replace(os.sep, "/")
+    said = wrong(uci.main, f"--data DIR {flags}".replace("DIR", str(uci_folder)))
+    assert message.replace("DIR", uci_folder.as_posix()) in said.replace(os.sep, "/")
 
 
 # ---------------------------------------------------------------------------------
@@ -2900,16 +2872,14 @@ def test_safetensors_reads_a_checkpoint(tmp_path):
 A, K = np.ones((2, 3), np.float32), jax.random.key(1)
 
 
-@pytest.mark.parametrize(
+@cases(
     "like, message",
-    [
-        ({"b": A, "k": K}, "leaf '['b']' is not there; expected float32 [2, 3]"),
-        ({"a": A.T, "k": K}, "leaf '['a']' is float32 [2, 3]; expected float32 [3, 2]"),
-        ({"a": A.astype(int), "k": K}, "'['a']' is float32 [2, 3]; expected int64 [2"),
-        ({"a": A, "k": jax.random.key(1, impl="rbg")}, "2> []; expected key<rbg> []"),
-        ({"a": A, "k": jax.random.key_data(K)}, "2> []; expected uint32 [2]"),
-        ((), "leaf '['a']' is float32 [2, 3]; expected not there"),
-    ],
+    ({"b": A, "k": K}, "leaf '['b']' is not there; expected float32 [2, 3]"),
+    ({"a": A.T, "k": K}, "leaf '['a']' is float32 [2, 3]; expected float32 [3, 2]"),
+    ({"a": A.astype(int), "k": K}, "'['a']' is float32 [2, 3]; expected int64 [2"),
+    ({"a": A, "k": jax.random.key(1, impl="rbg")}, "2> []; expected key<rbg> []"),
+    ({"a": A, "k": jax.random.key_data(K)}, "2> []; expected uint32 [2]"),
+    ((), "leaf '['a']' is float32 [2, 3]; expected not there"),
 )
 def test_load_names_the_leaf_that_is_another(tmp_path, like, message):
     path = tmp_path / "x"
@@ -2943,15 +2913,13 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-@pytest.mark.parametrize(
+@cases(
     "tree, message",
-    [
-        ("text", "leaf '' is <U4; expected numbers, booleans or random keys"),
-        ({"a": object()}, r"leaf '\['a'\]' is object; expected numbers"),
-        ({"a": np.zeros(2, "M8[s]")}, r"is datetime64\[s\]"),
-        ({"a": np.zeros(2, "f4,f4")}, "is .*; expected numbers"),
-        *((Paths(p), "share a path") for p in ("aa", ["__metadata__"], ["sha256"])),
-    ],
+    ("text", "leaf '' is <U4; expected numbers, booleans or random keys"),
+    ({"a": object()}, r"leaf '\['a'\]' is object; expected numbers"),
+    ({"a": np.zeros(2, "M8[s]")}, r"is datetime64\[s\]"),
+    ({"a": np.zeros(2, "f4,f4")}, "is .*; expected numbers"),
+    *((Paths(p), "share a path") for p in ("aa", ["__metadata__"], ["sha256"])),
 )
 def test_save_refuses_what_it_could_not_bring_back(tmp_path, tree, message):
     with pytest.raises(ValueError, match=message):
@@ -3006,14 +2974,12 @@ def test_demo_draws_the_line(tmp_path):
     assert (tmp_path / "line.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
+@cases(
     "args, message",
-    [
-        ("--devices 3", "--devices: invalid choice: 3 (choose from 1, 2, 4, 8"),
-        ("--devices 16", "--devices 16: there are 8"),
-        ("--plot line.png", "matplotlib (extra [plot]): pip install"),
-        ("--plto line.png", "unrecognized arguments: --plto"),
-    ],
+    ("--devices 3", "--devices: invalid choice: 3 (choose from 1, 2, 4, 8"),
+    ("--devices 16", "--devices 16: there are 8"),
+    ("--plot line.png", "matplotlib (extra [plot]): pip install"),
+    ("--plto line.png", "unrecognized arguments: --plto"),
 )
 def test_demo_refuses(args, message, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -3075,6 +3041,24 @@ def script(capsys, small_folder):
     return run
 
 
+@pytest.fixture
+def wrong(capsys):
+    """Return a function that runs a command that fails: the one line that it says."""
+
+    def run(main, *flags, status=2):
+        try:
+            ended = main(words(*flags))
+        except SystemExit as stop:
+            ended = stop.code
+        out, err = capsys.readouterr()
+        name, said = err.split(": error: ", 1)
+        assert name == Path(inspect.getfile(main)).name and err.count("\n") == 1
+        assert ended == status and "epoch:" not in out
+        return said
+
+    return run
+
+
 def metrics_of(folder):
     return list(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))
 
@@ -3128,12 +3112,10 @@ def test_run_learns_to_its_last_epoch_from_its_seed(whole_run, script, tmp_path)
     assert {call.kwargs["seed"] for call in draw.mock_calls} == {3}
     ends = []
     for seed in (3, 4):  # what init draws
-        assert (
-            script(RUN, f"--epochs 0 --seed {seed} --workdir", tmp_path / f"{seed}")[0]
-            == 0
-        )
-        (end,) = checkpoints(tmp_path / f"{seed}")
-        ends.append(pe.load(tmp_path / f"{seed}" / end))
+        folder = tmp_path / str(seed)
+        assert script(RUN, f"--epochs 0 --seed {seed} --workdir", folder)[0] == 0
+        (end,) = folder.glob("checkpoint_*")
+        ends.append(pe.load(end))
     assert not leaves_equal(*ends)
 
 
@@ -3162,10 +3144,8 @@ def contents(folder):
 
 def results(folder):
     """Return what a run ends with: checkpoint, metrics but for times, report."""
-    metrics = [
-        {name: value for name, value in line.items() if "second" not in name}
-        for line in metrics_of(folder)
-    ]
+    lines = metrics_of(folder)
+    metrics = [{k: v for k, v in m.items() if "second" not in k} for m in lines]
     return (folder / names_of(16)[0]).read_bytes(), metrics, report_of(folder)
 
 
@@ -3249,9 +3229,7 @@ def write_set(folder, size, labels, counts=(64, 30)):
     return write_files(folder, dict(zip(tm.MNIST_FILES, map(idx, arrays)))), arrays
 
 
-@pytest.mark.parametrize(
-    "size, labels", [((32, 32), [*range(1, 27)]), ((12, 40), [5, 9, 200])]
-)
+@cases("size, labels", ((32, 32), [*range(1, 27)]), ((12, 40), [5, 9, 200]))
 def test_any_set_of_images_is_trained_as_it_is(tmp_path, capsys, drawn, size, labels):
     folder, (_, _, images, true) = write_set(tmp_path / "data", size, labels)
     flags = "--network tiny --members 3 --devices 1 --epochs 1 --batch-size 16 --plot"
@@ -3273,9 +3251,7 @@ def test_any_set_of_images_is_trained_as_it_is(tmp_path, capsys, drawn, size, la
     assert set(votes) == set(run.classes[probs[:, unsure[0]].argmax(axis=-1)])
 
 
-@pytest.mark.parametrize(
-    "mode, members, network", [("ensemble", 3, "cnn"), ("sync", 1, "tiny")]
-)
+@cases("mode, members, network", ("ensemble", 3, "cnn"), ("sync", 1, "tiny"))
 def test_script_learns_and_reports(tmp_path, script, mode, members, network):
     folder = tmp_path / "a" / "b"
     flags = f"--mode {mode} --members {members} --network {network} --devices 2"
@@ -3391,14 +3367,12 @@ def stop_at(monkeypatch, step, how=signal.SIGTERM, looks=1):
     monkeypatch.setattr(tm, "SEGMENT_IMAGES", 1)
 
 
-@pytest.mark.parametrize(
+@cases(
     "steps, how, looks, devices",
-    [
-        ((3, 7, 9), signal.SIGTERM, 1, 2),
-        ((8,), signal.SIGINT, 1, 2),
-        ((8,), signal.SIGTERM, 3, 2),  # in the evaluation
-        ((6, 12), signal.SIGTERM, 1, 1),
-    ],
+    ((3, 7, 9), signal.SIGTERM, 1, 2),
+    ((8,), signal.SIGINT, 1, 2),
+    ((8,), signal.SIGTERM, 3, 2),  # in the evaluation
+    ((6, 12), signal.SIGTERM, 1, 1),
 )
 def test_resumed_run_ends_in_the_bits_of_one_that_was_never_stopped(
     tmp_path, script, whole_run, monkeypatch, steps, how, looks, devices
@@ -3652,13 +3626,11 @@ BOMB = gzip.compress(idx(np.zeros(2**26), (40, 28, 28)), 1)
 PROMISE = gzip.compress(idx([], (2**21, 28, 28)))
 
 
-@pytest.mark.parametrize(
+@cases(
     "content, message",
-    [
-        (BOMB, "more than the 31360 bytes"),
-        (PROMISE, "holds 0 of the 1644167168 bytes"),
-        (b"", "content is not MNIST's"),  # of what is downloaded
-    ],
+    (BOMB, "more than the 31360 bytes"),
+    (PROMISE, "holds 0 of the 1644167168 bytes"),
+    (b"", "content is not MNIST's"),  # of what is downloaded
 )
 def test_what_is_merely_promised_takes_no_memory(
     tmp_path, monkeypatch, content, message
@@ -4006,12 +3978,10 @@ sys.exit(tm.main(sys.argv[1:]))"""
 
 
 @posix
-@pytest.mark.parametrize(
+@cases(
     "signals",
-    [
-        {"training": signal.SIGTERM},  # while JAX compiles: nothing is to be saved
-        {"epoch:  1": signal.SIGTERM, "stopping": signal.SIGINT},
-    ],
+    {"training": signal.SIGTERM},  # while JAX compiles: nothing is to be saved
+    {"epoch:  1": signal.SIGTERM, "stopping": signal.SIGINT},
 )
 def test_signal_before_training_or_a_second_one_ends_at_once(start_run, signals):
     run = start_run("--epochs 20000", code=STUCK)
@@ -4149,14 +4119,13 @@ BAD_FLAGS += [
 
 
 @pytest.mark.parametrize("flags, message", BAD_FLAGS)
-def test_bad_flag_gives_one_line(tmp_path, script, monkeypatch, flags, message):
-    monkeypatch.setattr(tm.importlib.util, "find_spec", lambda name: None)
+def test_bad_flag_gives_one_line(tmp_path, small_folder, wrong, flags, message):
     file = tmp_path / "file"
     file.write_text("in the way")
     flags, message = (text.replace("FILE", str(file)) for text in (flags, message))
-    status, out, err = script("--epochs 1", flags)
-    assert status == 2 and "epoch" not in out and err.count("\n") == 1
-    assert err.startswith(f"train_mnist.py: error: {message}")
+    with mock.patch.object(tm.importlib.util, "find_spec", return_value=None):
+        said = wrong(tm.main, "--data-dir", small_folder, "--epochs 1", flags)
+    assert said.startswith(message)
 
 
 def test_flags_that_are_not_given_follow_the_network_and_the_optimizer():
@@ -4250,11 +4219,10 @@ FULL = MemoryError("no"), RuntimeError("RESOURCE_EXHAUSTED: no\n  at a line")
 
 
 @pytest.mark.parametrize("error", FULL)
-def test_out_of_memory_is_one_line(script, monkeypatch, error):
-    monkeypatch.setattr(tm, "load_data", mock.Mock(side_effect=error))
-    status, _, err = script()
-    assert status == 1 and err.count("\n") == 1
-    assert err.startswith("train_mnist.py: error: out of memory; try fewer --members")
+def test_out_of_memory_is_one_line(wrong, error):
+    with mock.patch.object(tm, "load_data", side_effect=error):
+        said = wrong(tm.main, status=1)
+    assert said.startswith("out of memory; try fewer --members")
 
 
 ANNOUNCED = {  # what is said of the models, and how many images a step has
@@ -4286,13 +4254,11 @@ def test_run_without_epochs_reports_its_models(tmp_path, script, small_folder, m
 
 
 @pytest.mark.parametrize("network, size", [("cnn", (3, 30)), ("batchnorm", (30, 5))])
-def test_images_too_small_for_the_network_are_refused(tmp_path, capsys, network, size):
+def test_images_too_small_for_the_network_are_refused(tmp_path, wrong, network, size):
     folder, _ = write_set(tmp_path, size, [0, 1])
-    assert tm.main(words(f"--network {network} --data-dir", folder)) == 2
-    err = capsys.readouterr().err
+    said = wrong(tm.main, f"--network {network} --data-dir", folder)
     sizes = "image_shape is [3, 30, 1]; expected", "a window of 6x6 does not fit images"
-    said = f"error: --network {network}: {sizes[network == 'batchnorm']}"
-    assert said in err and err.count("\n") == 1
+    assert said.startswith(f"--network {network}: {sizes[network == 'batchnorm']}")
 
 
 def test_path_that_the_output_cannot_show_ends_no_run(tmp_path):
@@ -4338,22 +4304,7 @@ def test_sweep_trains_each_rate_on_each_order_as_the_script_does(linear):
     assert_close(probs[2:], trainer.predict_members(state, data.test_images)[2:])
 
 
-@pytest.fixture
-def sweep_script(monkeypatch, capsys, small_folder):
-    """Return a function that runs it, 200 images to score: status, output, errors."""
-    monkeypatch.setenv("MNIST_DIR", str(small_folder))
-    monkeypatch.setattr(recipes, "VALIDATION", 200)
-
-    def run(flags):
-        status = recipes.main(words(flags))
-        return status, *capsys.readouterr()
-
-    return run
-
-
-def test_sweep_prints_a_rate_a_row_and_which_is_best(
-    sweep_script, small_folder, monkeypatch
-):
+def test_sweep_prints_a_rate_a_row_and_the_best(small_folder, monkeypatch, capsys):
     probs, calls = random_probs(0, 6, 200, 10), []
     probs[1, 7] = np.nan
 
@@ -4361,10 +4312,14 @@ def test_sweep_prints_a_rate_a_row_and_which_is_best(
         calls.append(what)
         return (probs, 1.25) if at_once else (probs[[0, 1, 4, 5, 2, 3]], 3.5)
 
-    monkeypatch.setattr(recipes, "sweep", sweep)
+    monkeypatch.setenv("MNIST_DIR", str(small_folder))
+    for name, value in ("sweep", sweep), ("VALIDATION", 200):
+        monkeypatch.setattr(recipes, name, value)
     flags = "batch_size=32,bootstrap --train-size 256 --orders 2 --one-by-one"
-    status, out, err = sweep_script(f"{flags} --epochs 3 --learning-rates .1 .2 .3")
-    assert (status, err) == (0, "")
+    flags += " --epochs 3 --learning-rates .1 .2 .3"
+    assert recipes.main(words(flags)) == 0
+    out, err = capsys.readouterr()
+    assert not err
     images, labels = tm.load_mnist(small_folder)[1:3]
     default = tm.RECIPES["cnn"]._replace(epochs=3)
     others = default._replace(batch_size=32, bootstrap=True)
@@ -4388,32 +4343,42 @@ def test_sweep_prints_a_rate_a_row_and_which_is_best(
     assert out.count("\n".join(rows) + end) == 2
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("max_shift=3,size=9", "max_shift=3,size=9: expected one of network, .*'size'"),
-        ("learning_rate=1", r"expected .* \(rates: --learning-rates\), not"),
-        ("max_shift", "max_shift: argument --max-shift: expected one argument"),
-        ("epochs=x", "epochs=x: argument --epochs: expected a whole number, .*'x'"),
-        ("batch_size=300", "batch_size=300: .* more than the 256 training images"),
-        ("--learning-rates .1 0", "--learning-rates: expected .* above 0, not '0'"),
-        ("--learning-rates nan", "--learning-rates: expected .* above 0, not 'nan'"),
-        ("--orders 0", "--orders: expected a whole number, 1 or more, not '0'"),
-        ("--devices 9", f"--devices 9: there are {D} CPU devices"),
-        ("--train-size 569", "569: .* has 568 training images, besides 200 to score"),
-        ("--one-by-one --devices 7", "batch-size 64: does not split over the 7 dev"),
-        ("--orders 1", "damaged/train-images-idx3-ubyte: header 0x64"),
-    ],
+def says_in_a_line(main, always, *rows):
+    """Make a test of flags with which a command ends: rows of (flags, what it says)."""
+
+    @cases("flags, message", *rows)
+    def test(whole_run, small_folder, monkeypatch, linear, wrong, flags, message):
+        monkeypatch.setenv("MNIST_DIR", str(small_folder))
+        monkeypatch.setattr(recipes, "VALIDATION", 200)
+        flags, message = (x.replace("DIR", str(whole_run)) for x in (flags, message))
+        assert re.match(message, wrong(main, always, flags))
+
+    return test
+
+
+test_sweep_says_in_a_line_what_is_wrong = says_in_a_line(
+    recipes.main,
+    "--train-size 256",
+    ("max_shift=3,size=9", "max_shift=3,size=9: expected one of network, .*'size'"),
+    ("learning_rate=1", r"learning_rate=1: .* \(rates: --learning-rates\), not"),
+    ("max_shift", "max_shift: argument --max-shift: expected one argument"),
+    ("epochs=x", "epochs=x: argument --epochs: expected a whole number, .*'x'"),
+    ("batch_size=300", "batch_size=300: .* more than the 256 training images"),
+    ("--learning-rates .1 0", ".*--learning-rates: expected .* above 0, not '0'"),
+    ("--learning-rates nan", ".*--learning-rates: expected .* above 0, not 'nan'"),
+    ("--orders 0", ".*--orders: expected a whole number, 1 or more, not '0'"),
+    ("--devices 9", f"--devices 9: there are {D} CPU devices"),
+    ("--train-size 569", ".*569: .* has 568 training images, besides 200 to score"),
+    ("--one-by-one --devices 7", ".*batch-size 64: does not split over the 7 dev"),
 )
-def test_sweep_says_in_a_line_what_is_wrong(
-    tmp_path, sweep_script, monkeypatch, flags, message
-):
-    if message.startswith("damaged"):
-        write_files(tmp_path / "damaged", {**small_files(), IMAGES: b"damaged"})
-        monkeypatch.setenv("MNIST_DIR", str(tmp_path / "damaged"))
-    size = "" if "--train-size" in flags else "--train-size 256"
-    status, _, err = sweep_script(f"{flags} {size}")
-    assert status == 2 and re.fullmatch(f"recipe.py: error: .*{message}.*\n", err)
+
+
+def test_sweep_names_a_file_that_is_damaged(tmp_path, monkeypatch, wrong):
+    write_files(tmp_path, {**small_files(), IMAGES: b"damaged"})
+    monkeypatch.setenv("MNIST_DIR", str(tmp_path))
+    assert f"{tmp_path.name}/train-images-idx3-ubyte: header 0x64" in wrong(
+        recipes.main
+    )
 
 
 # ---------------------------------------------------------------------------------
@@ -4566,32 +4531,20 @@ def test_labels_needed_are_the_first_that_reach_the_target():
     assert uncertainty.needed(labels, errors.T[0] + 1) == "more than 60"
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("", "the following arguments are required: command"),
-        ("turn", "argument command: invalid choice: 'turn'"),
-        ("shift DIR/none", "DIR/none holds no finished run"),
-        ("shift DIR --long DIR", "--long DIR: holds 2 models; expected one"),
-        ("shift DIR --plot DIR/no/x", "--plot DIR/no/x: there is no folder DIR/no"),
-        ("label --seeds 0", "argument --seeds: expected a whole number, 1 or more"),
-        ("label --members 1", "argument --members: expected a whole number, 2 or more"),
-        ("label --rounds 40", "--rounds 40: take 800 labels; the pool has 768"),
-        ("label --validate", "--validate: 768 training images; pool and validation ta"),
-        (
-            "label --quick --learning-rate 1e38",
-            "a member is not finite after round 1; ",
-        ),
-    ],
+test_uncertainty_says_in_one_line_what_is_wrong = says_in_a_line(
+    uncertainty.main,
+    "",
+    ("", "the following arguments are required: command"),
+    ("turn", "argument command: invalid choice: 'turn'"),
+    ("shift DIR/none", "DIR/none holds no finished run"),
+    ("shift DIR --long DIR", "--long DIR: holds 2 models; expected one"),
+    ("shift DIR --plot DIR/no/x", "--plot DIR/no/x: there is no folder DIR/no"),
+    ("label --seeds 0", "argument --seeds: expected a whole number, 1 or more"),
+    ("label --members 1", "argument --members: expected a whole number, 2 or more"),
+    ("label --rounds 40", "--rounds 40: take 800 labels; the pool has 768"),
+    ("label --validate", "--validate: 768 training images; pool and validation ta"),
+    ("label --quick --learning-rate 1e38", "a member is not finite after round 1; "),
 )
-def test_uncertainty_says_in_one_line_what_is_wrong(
-    whole_run, small_folder, monkeypatch, capsys, linear, flags, message
-):
-    monkeypatch.setenv("MNIST_DIR", str(small_folder))
-    assert uncertainty.main(words(flags.replace("DIR", str(whole_run)))) == 2
-    err = capsys.readouterr().err
-    message = message.replace("DIR", str(whole_run))
-    assert err.startswith(f"uncertainty.py: error: {message}") and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("k, sizes", [(1, []), (2, [2]), (7, [2, 4, 7])])
@@ -4614,11 +4567,10 @@ def test_shift_scores_members_and_ensembles_as_the_report_does(capsys, k, sizes)
     assert capsys.readouterr().out.count(ahead) == 2 * (k > 1)
 
 
-def test_shift_refuses_a_run_of_other_data(whole_run, monkeypatch, capsys):
-    digits = tm.generate_digits(0, 10, 10)
-    monkeypatch.setattr(tm, "load_data", lambda *_: digits)
-    assert uncertainty.main(words("shift", whole_run)) == 2
-    assert "; of the test images, generated digits\n" in capsys.readouterr().err
+def test_shift_refuses_a_run_of_other_data(whole_run, wrong):
+    with mock.patch.object(tm, "load_data", return_value=tm.generate_digits(0, 9, 9)):
+        said = wrong(uncertainty.main, "shift", whole_run)
+    assert said.endswith("; of the test images, generated digits\n")
 
 
 # ---------------------------------------------------------------------------------
