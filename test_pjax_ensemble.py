@@ -46,10 +46,8 @@ COMPILED = os.environ.get("COMPILED") or jax.config.jax_compilation_cache_dir
 FAST = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") != "0"
 COMPILING = {"jax_disable_most_optimizations": FAST}
 if jax.__version_info__ >= (0, 8):
-    COMPILING |= {
-        "jax_compilation_cache_dir": COMPILED or TEMPORARY.name,
-        "jax_persistent_cache_min_compile_time_secs": 0,
-    }
+    COMPILING["jax_compilation_cache_dir"] = COMPILED or TEMPORARY.name
+    COMPILING["jax_persistent_cache_min_compile_time_secs"] = 0
 for option in COMPILING.items():
     jax.config.update(*option)
 
@@ -132,6 +130,13 @@ def out_of_range(name, below, call, *values):
     expected = f"0 <= {name} < {below}" if below else "an int >= 1"
     said = [re.escape(f"{name} is {value!r}; expected {expected}") for value in values]
     return [(functools.partial(call, v), each) for v, each in zip(values, said)]
+
+
+def said_by(kind, call, *args):
+    """Return the words of the error that a call raises."""
+    with pytest.raises(kind) as error:
+        call(*args)
+    return str(error.value)
 
 
 def cases(names, *rows):
@@ -750,16 +755,16 @@ def test_networks_of_mnist_are_drawn_as_before(init):
     assert_close(drawn, np.array(BEFORE[init]))
 
 
-def drawing(init, **form):
-    return lambda: init(jax.random.key(0), **form)
+def drawing(**form):
+    return lambda: pe.cnn_init(jax.random.key(0), **form)
 
+
+UNFIT = (3, 9, 1), (9, 3, 1), (9, 9, 0), (9, 9.0, 1), (28, 28), 28
+SAID_OF_UNFIT = "image_shape is .*; expected .* >= 4"
 
 test_network_refuses = refuses(
-    *(
-        (drawing(pe.cnn_init, image_shape=shape), "image_shape is .*; expected .* >= 4")
-        for shape in ((3, 9, 1), (9, 3, 1), (9, 9, 0), (9, 9.0, 1), (28, 28), 28)
-    ),
-    (drawing(pe.cnn_init, num_classes=0), "num_classes is 0; expected an int >= 1"),
+    *((drawing(image_shape=shape), SAID_OF_UNFIT) for shape in UNFIT),
+    (drawing(num_classes=0), "num_classes is 0; expected an int >= 1"),
 )
 
 
@@ -1210,10 +1215,8 @@ def test_adam_stands_still_without_gradients():
     assert_array_equal(updates, np.zeros(3))
 
 
-SHAPES = {
-    pe.linear_schedule: lambda t: t,
-    pe.cosine_schedule: lambda t: np.sin(np.pi * t / 2) ** 2,
-}
+SHAPES = {pe.linear_schedule: lambda t: t}
+SHAPES[pe.cosine_schedule] = lambda t: np.sin(np.pi * t / 2) ** 2
 
 
 @pytest.mark.parametrize("x64, tolerance", [(False, 2e-6), (True, 1e-14)])
@@ -1577,11 +1580,10 @@ def test_microbatches_make_the_step_of_the_whole_batch(way):
 
 @pytest.mark.parametrize("kind, members", [("sync", 1), ("trainer", 2)])
 def test_parts_draw_alike_wherever_they_stand(kind, members):
-    ends = []
+    ends, options = [], dict(stateful=True, microbatch=4)
     for replicas in (1, 2, 4):  # 4, 2 and 1 parts of 4 on a device
         way = Way(kind, members, members * replicas)
-        first, options = members_state(keys_of(0, members)), dict(stateful=True)
-        options["microbatch"] = 4
+        first = members_state(keys_of(0, members))
         ends.append(train(way, noisy_loss, first, net_batches(3), **options))
     assert_close(ends[1], ends[0])
     assert_close(ends[2], ends[0])
@@ -2336,18 +2338,13 @@ def test_members_that_cannot_differ_are_warned_of_once():
         assert leaves_equal(metrics[0], metrics[1]) == bool(found)
         return len(found)
 
-    def update(trainer, state, *batch, **how):
-        return trainer.update(state, *batch, **how)
-
-    def epoch(trainer, state, order):
-        return trainer.epoch(state, image_data(), order)
-
+    update, epoch, data = pe.Trainer.update, pe.Trainer.epoch, image_data()
     own = functools.partial(update, per_member=True)
     assert warned(update, *batch) == 1
     assert warned(own, *own_batches(2)[0]) == 0
-    assert warned(epoch, order[0]) == warned(epoch, twice) == 1
-    assert warned(epoch, twice, devices=4) == 1
-    assert warned(epoch, order) == warned(epoch, order, devices=4) == 0
+    assert warned(epoch, data, order[0]) == warned(epoch, data, twice) == 1
+    assert warned(epoch, data, twice, devices=4) == 1
+    assert warned(epoch, data, order) == warned(epoch, data, order, devices=4) == 0
     stateful = dict(loss_fn=noisy_loss, stateful=True)
     stateful["init"] = lambda key: (net_init(jax.random.key(0)), jnp.zeros(()))
     assert warned(update, *batch, **stateful) == 0
@@ -2540,7 +2537,7 @@ def stateful_loss(params, model_state, key, xs, ys, rate):
     return pe.softmax_cross_entropy(net(params, xs), ys).mean(), model_state
 
 def scaled(params, _, inputs, rate):
-    return {"logits": net(params, inputs["xs"]), "rate": inputs["xs"][:, 0] * rate}
+    return net(params, inputs["xs"]), inputs["xs"][:, 0] * rate
 
 rng = np.random.default_rng(0)
 xs, ys = rng.normal(size=(48, 6)).astype(np.float32), rng.integers(4, size=48)
@@ -2559,11 +2556,10 @@ for members in (1, 5):
         trainer.gather(trainer.scatter(gathered))._replace(key=0)))
     found[f"{members} params"] = np.concatenate(
         [x.reshape(members, -1) for x in jax.tree.leaves(gathered.params)], axis=1)
-    found[f"{members} losses"] = np.concatenate([losses, loss[:, None]], axis=1)
+    found[f"{members} losses"] = np.c_[losses, loss]
     for name in "predict", "predict_members":
-        outputs = getattr(trainer, name)(state, {"xs": xs})
-        found[f"{members} {name}"] = np.concatenate(
-            [outputs["logits"], outputs["rate"][..., None]], axis=-1)
+        logits, rates = getattr(trainer, name)(state, {"xs": xs})
+        found[f"{members} {name}"] = np.append(logits, rates[..., None], axis=-1)
 
 def plain_loss(params, xs, ys):
     return pe.softmax_cross_entropy(net(params, xs), ys).mean()
@@ -2630,17 +2626,17 @@ def test_prefetch_keeps_order_and_values(size):
     assert list(pe.prefetch([], size)) == []
 
 
+def ten(made, do):
+    """Yield ten numbers; note the thread in which each is made, and do what is asked."""
+    for i in range(10):
+        made.append(threading.current_thread())
+        do(i)
+        yield i
+
+
 def test_prefetch_works_ahead_by_its_size_and_no_more():
     made, third = [], threading.Event()
-
-    def batches():
-        for i in range(10):
-            made.append(threading.current_thread())
-            if i == 2:
-                third.set()
-            yield i
-
-    ahead = pe.prefetch(batches(), 2)
+    ahead = pe.prefetch(ten(made, lambda i: i == 2 and third.set()), 2)
     assert not made  # before the loop begins
     assert next(ahead) == 0
     assert third.wait(10)  # 1 and 2 are made before they are asked for
@@ -2650,14 +2646,7 @@ def test_prefetch_works_ahead_by_its_size_and_no_more():
 
 def test_prefetch_ends_its_thread_when_the_loop_is_left():
     made, go_on = [], threading.Event()
-
-    def batches():
-        for i in range(10):
-            made.append(threading.current_thread())
-            yield i
-            go_on.wait(10)
-
-    ahead = pe.prefetch(batches(), 5)
+    ahead = pe.prefetch(ten(made, lambda i: i and go_on.wait(10)), 5)
     assert next(ahead) == 0
     ahead.close()  # while the second is being made
     go_on.set()
@@ -2694,21 +2683,18 @@ def uci_folder(tmp_path):
     return tmp_path
 
 
-def test_uci_scores_are_those_of_networks_trained_one_by_one(uci_folder, monkeypatch):
+@mock.patch.object(uci, "BATCH", 20)
+def test_uci_scores_are_those_of_networks_trained_one_by_one(uci_folder):
     """benchmarks/uci.py in its short form."""
-    monkeypatch.setattr(uci, "BATCH", 20)
-    monkeypatch.setattr(uci, "choose", lambda *_: [(2, 300), (0.5, 0)])
-    file = uci_folder / "uci.json"
-    flags = f"--data {uci_folder} --members 2 --epochs 3 --json {file}"
-    uci.main(flags.split())
+    file, own = uci_folder / "uci.json", [(2, 300), (0.5, 0)]
+    with mock.patch.object(uci, "choose", return_value=own):
+        uci.main(words("--members 2 --epochs 3 --data", uci_folder, "--json", file))
     found = json.loads(file.read_text())["results"]["made-up"]
     x, y, splits = uci.read_set(uci_folder / "made-up")
     trains = [split.train for split in splits for _ in range(2)]
-    own, num_steps = [(2, 300), (0.5, 0)], 3 * 2  # 52 rows: two batches of 20
+    num_steps = 3 * 2  # 52 rows: two batches of 20
     assert found["recipes"] == [list(recipe) for recipe in own]
-    hyper = [
-        uci.member_hyper(x, y, rows, *own[i // 2]) for i, rows in enumerate(trains)
-    ]
+    hyper = [uci.member_hyper(x, y, trains[i], *own[i // 2]) for i in range(4)]
     together = uci.make_trainer(hyper, num_steps)
     start, ends = together.gather(together.init(jax.random.key(0))), []
     drawn = [uci.member_orders(trains, epoch, 0)[i] for epoch in (0, 1) for i in (0, 1)]
@@ -2734,7 +2720,7 @@ def test_uci_scores_are_those_of_networks_trained_one_by_one(uci_folder, monkeyp
         assert found["variance_of_means"][i] == report["variance_of_means"] > 0
 
 
-def test_uci_recipe_is_chosen_without_the_test_rows(uci_folder, monkeypatch):
+def test_uci_recipe_is_chosen_without_the_test_rows(uci_folder):
     data = uci.read_set(uci_folder / "made-up")
     for before, (train, held) in zip(data.splits, uci.hold_out(data, 0).splits):
         assert len(held) == len(before.train) // 10
@@ -2747,10 +2733,9 @@ def test_uci_recipe_is_chosen_without_the_test_rows(uci_folder, monkeypatch):
         means[1, 2] = np.nan  # in the second split the third diverges
         return means, variances
 
-    monkeypatch.setattr(uci, "train", record)
-    monkeypatch.setattr(uci, "RATES", (1e-9, 1, 2))  # the first learns nothing
-    monkeypatch.setattr(uci, "DECAYS", (0,))
-    chosen = uci.choose(data, 40, 0)
+    rates = 1e-9, 1, 2  # the first learns nothing
+    with mock.patch.multiple(uci, train=record, RATES=rates, DECAYS=(0,)):
+        chosen = uci.choose(data, 40, 0)
     [(held, recipes)] = seen
     assert recipes == [[(1e-9, 0), (1, 0), (2, 0)]] * 2
     for (rows, test), expected in zip(held.splits, uci.hold_out(data, 0).splits):
@@ -2834,13 +2819,12 @@ def test_load_returns_the_bits_that_were_saved(tmp_path, name):
     assert_same_leaves(pe.load(path), dict(zip(paths, (one, leaf, leaf))))
 
 
+def deeper(tree):
+    return st.lists(tree, max_size=3) | st.dictionaries(st.text(), tree)
+
+
 @settings(max_examples=30, deadline=None)
-@given(
-    st.recursive(
-        st.sampled_from([*LEAVES.values()]),
-        lambda tree: st.lists(tree, max_size=3) | st.dictionaries(st.text(), tree),
-    )
-)
+@given(st.recursive(st.sampled_from([*LEAVES.values()]), deeper))
 def test_any_tree_of_arrays_comes_back_and_gives_the_same_file(tmp_path_factory, tree):
     path, again = (tmp_path_factory.mktemp("tree") / name for name in "xy")
     pe.save(path, tree)
@@ -2884,21 +2868,17 @@ A, K = np.ones((2, 3), np.float32), jax.random.key(1)
 def test_load_names_the_leaf_that_is_another(tmp_path, like, message):
     path = tmp_path / "x"
     pe.save(path, {"a": A, "k": K})
-    with pytest.raises(ValueError) as error:
-        pe.load(path, like)
-    assert str(error.value).startswith(f"{path}: ") and message in str(error.value)
-    assert "\n" not in str(error.value)
+    said = said_by(ValueError, pe.load, path, like)
+    assert said.startswith(f"{path}: ") and message in said and "\n" not in said
 
 
 @pytest.mark.parametrize("like", [None, {"a": A}])
 def test_load_says_what_is_wrong_with_a_file(tmp_path, like):
     path = tmp_path / "x"
     pe.save(path, {"a": A})
+    cut, foreign = path.read_bytes()[:-1], safetensors.numpy.save({"['a']": A})
     others = "has no digest .* whose files safetensors.numpy.load_file reads"
-    for content, message in (
-        (path.read_bytes()[:-1], "damaged or cut short"),
-        (safetensors.numpy.save({"['a']": A}), others),
-    ):
+    for content, message in (cut, "damaged or cut short"), (foreign, others):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=f"{re.escape(str(path))}: {message}"):
             pe.load(path, like)
@@ -3331,9 +3311,7 @@ def test_diverged_run_keeps_what_is_good(tmp_path, script, flags, step):
     assert not (tmp_path / "report.json").exists()
 
 
-def test_segments_are_bounded_and_end_at_saves(
-    tmp_path, run_in, whole_run, monkeypatch
-):
+def test_segments_are_short_and_end_at_saves(tmp_path, run_in, whole_run, monkeypatch):
     advance, lengths = tm.Run.advance, []
 
     def advancing(run, order):
@@ -3494,9 +3472,7 @@ PLOTTED_LOSSES = "train_loss", "ensemble_test_loss", "member_test_loss"
 PLOTTED_ACCURACIES = "train_accuracy", "test_accuracy", "member_test_accuracy"
 
 
-def test_picture_shows_the_numbers_of_the_report(
-    tmp_path, whole_run, small_folder, drawn
-):
+def test_picture_shows_what_is_in_the_report(tmp_path, whole_run, small_folder, drawn):
     report, metrics = report_of(whole_run), metrics_of(whole_run)
     data = tm.load_mnist(small_folder)
     probs = tm.load_run(whole_run, 2).predict_members(data.test_images)
@@ -3507,9 +3483,8 @@ def test_picture_shows_the_numbers_of_the_report(
         (panels[0], "negative_log_likelihood", 1, *PLOTTED_LOSSES),
         (panels[1], "accuracy", 100, *PLOTTED_ACCURACIES),
     ]:
-        train, test, members = (
-            factor * np.array([m[name] for m in metrics]) for name in names
-        )
+        numbers = [factor * np.array([m[name] for m in metrics]) for name in names]
+        train, test, members = numbers
         lines = lines_of(epochs)
         assert len(lines) == 4  # two members, the ensemble, training
         assert_allclose(lines["ensemble"], np.transpose([[1, 2], test]))
@@ -3632,9 +3607,7 @@ PROMISE = gzip.compress(idx([], (2**21, 28, 28)))
     (PROMISE, "holds 0 of the 1644167168 bytes"),
     (b"", "content is not MNIST's"),  # of what is downloaded
 )
-def test_what_is_merely_promised_takes_no_memory(
-    tmp_path, monkeypatch, content, message
-):
+def test_what_is_promised_takes_no_memory(tmp_path, monkeypatch, content, message):
     path = tmp_path / f"{IMAGES}.gz"
     path.write_bytes(content)
     monkeypatch.setattr(tm, "fetch", lambda url: BOMB)
@@ -3698,18 +3671,14 @@ def test_failed_mirror_is_followed_by_the_next(tmp_path, mirrors, answer):
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_auto_falls_back_and_mnist_says_what_was_tried(
-    tmp_path, mirrors, capsys, monkeypatch
-):
+def test_auto_falls_back_and_mnist_says_why(tmp_path, mirrors, capsys, monkeypatch):
     answers, _ = mirrors
     answers.update(dict.fromkeys(answers, urllib.error.URLError("no route to host")))
     first, second = (f"{mirror}{IMAGES}.gz" for mirror in tm.MIRRORS)
     answers[second] = gzip.compress(b"something else entirely")
     monkeypatch.setattr(tm, "generate_digits", lambda seed: f"digits {seed}")
     assert tm.load_data("auto", tmp_path) == "digits 0"
-    with pytest.raises(tm.DataError) as error:
-        tm.load_data("mnist", tmp_path)
-    message = str(error.value)
+    message = said_by(tm.DataError, tm.load_data, "mnist", tmp_path)
     assert f"notice: training on generated digits: {message}" in capsys.readouterr().out
     assert message.startswith(f"{tmp_path / IMAGES} is missing, and no mirror gives it")
     assert f"{first}: <urlopen error no route to host>" in message
@@ -3807,9 +3776,7 @@ UNFINISHED = [  # what is not there of a run, or what it holds instead; what is 
 
 
 @pytest.mark.parametrize("name, content, message", UNFINISHED)
-def test_run_that_is_not_finished_is_not_loaded(
-    tmp_path, whole_run, name, content, message
-):
+def test_unfinished_run_is_not_loaded(tmp_path, whole_run, name, content, message):
     folder = tmp_path / "run"
     if name:
         shutil.copytree(whole_run, folder)
@@ -3818,9 +3785,7 @@ def test_run_that_is_not_finished_is_not_loaded(
             path.unlink()
     if content:
         (folder / name).write_text(content.replace("OLD", old))
-    with pytest.raises(ValueError) as error:
-        tm.load_run(folder)
-    said, where = str(error.value), f"--workdir {folder}"
+    said, where = said_by(ValueError, tm.load_run, folder), f"--workdir {folder}"
     assert said.startswith(f"{folder} holds no finished run: ")
     assert message in said and "\n" not in said
     assert said.endswith(f"; to go on with one: python train_mnist.py --resume {where}")
@@ -4112,10 +4077,8 @@ BAD_FLAGS += [
 
 
 BAD_FLAGS = [pytest.param(*row, id=row[0]) for row in BAD_FLAGS]
-BAD_FLAGS += [
-    pytest.param("--workdir FILE/runs", "--workdir FILE/runs: Not a dir", marks=posix),
-    pytest.param("--workdir FILE", "--workdir FILE: File exists", marks=posix),
-]
+BLOCKED = ("--workdir FILE/runs", "Not a dir"), ("--workdir FILE", "File exists")
+BAD_FLAGS += [pytest.param(f, f"{f}: {said}", marks=posix) for f, said in BLOCKED]
 
 
 @pytest.mark.parametrize("flags, message", BAD_FLAGS)
@@ -4288,10 +4251,8 @@ def linear(monkeypatch):
 def test_sweep_trains_each_rate_on_each_order_as_the_script_does(linear):
     data, rates = tm.generate_digits(0, 160, 40), (0.1, 0.02)
     recipe = tm.RECIPES["cnn"]._replace(batch_size=32, epochs=2)
-    probs, alone = (
-        recipes.sweep(recipe, rates, 2, data, data.test_images, 1, at_once)[0]
-        for at_once in (True, False)
-    )
+    what = recipe, rates, 2, data, data.test_images, 1
+    probs, alone = (recipes.sweep(*what, at_once)[0] for at_once in (True, False))
     assert leaves_equal(probs, alone)
     # Members 2 and 3 start from the weights, and train on the orders, of 0 and 1.
     recipe = recipe._replace(learning_rate=rates[1])
@@ -4313,11 +4274,10 @@ def test_sweep_prints_a_rate_a_row_and_the_best(small_folder, monkeypatch, capsy
         return (probs, 1.25) if at_once else (probs[[0, 1, 4, 5, 2, 3]], 3.5)
 
     monkeypatch.setenv("MNIST_DIR", str(small_folder))
-    for name, value in ("sweep", sweep), ("VALIDATION", 200):
-        monkeypatch.setattr(recipes, name, value)
     flags = "batch_size=32,bootstrap --train-size 256 --orders 2 --one-by-one"
     flags += " --epochs 3 --learning-rates .1 .2 .3"
-    assert recipes.main(words(flags)) == 0
+    with mock.patch.multiple(recipes, sweep=sweep, VALIDATION=200):
+        assert recipes.main(words(flags)) == 0
     out, err = capsys.readouterr()
     assert not err
     images, labels = tm.load_mnist(small_folder)[1:3]
@@ -4417,9 +4377,8 @@ def test_shift_prints_and_draws_the_scores_of_runs(
     files = words("--json", tmp_path / "json", "--plot", tmp_path / "shift.png")
     assert uncertainty.main(runs + files) == 0
     rows = json.loads((tmp_path / "json").read_text())["shifts"]
-    assert [row[:2] for row in rows][11:14] == [
-        *(["turned, degrees", 165], ["turned, degrees", 180], ["moved, pixels", 0])
-    ]
+    assert [row[1] for row in rows] == [*range(0, 181, 15), *range(0, 15, 2)]
+    assert [rows[i][0] for i in (12, 13)] == ["turned, degrees", "moved, pixels"]
     data, found = tm.load_mnist(small_folder), rows[12][2]
     for folder, names in (whole_run, [*found][:2]), (untrained, [uncertainty.LONG]):
         probs = tm.load_run(folder).predict_members(data.test_images[:, ::-1, ::-1])
@@ -4427,25 +4386,22 @@ def test_shift_prints_and_draws_the_scores_of_runs(
         assert_close([found[name] for name in names], [*scores.values()], 1e-9)
     assert [*found] == ["a member", "ensemble of 2", uncertainty.LONG]
     out = capsys.readouterr().out
-    members, whole, alone = (
-        [100 * scores["accuracy"] for scores in own] for own in found.values()
-    )
+    shown = [[100 * scores["accuracy"] for scores in own] for own in found.values()]
+    members, (whole,), (alone,) = shown
     cells = f"{np.mean(members):.2f} ({min(members):.2f} to {max(members):.2f})"
-    row = f"| turned, degrees 180 | {cells} | {whole[0]:.2f} | {alone[0]:.2f} |\n"
-    assert row in out
-    brier = [
-        (min(m["brier_score"] for m in f["a member"]), f["ensemble of 2"][0])
-        for _, amount, f in rows
-        if amount
-    ]
-    ahead = sum(whole["brier_score"] < best for best, whole in brier)
+    assert f"| turned, degrees 180 | {cells} | {whole:.2f} | {alone:.2f} |\n" in out
+
+    def brier(found, name):
+        return min(scores["brier_score"] for scores in found[name])
+
+    shifted = [found for _, amount, found in rows if amount]
+    ahead = sum(brier(f, "ensemble of 2") < brier(f, "a member") for f in shifted)
     said = f"is ahead of its best member at {ahead} of 19 shifts; one, trained longer"
     assert f"Brier score: ensemble of 2 {said}" in out
     assert (tmp_path / "shift.png").read_bytes().startswith(b"\x89PNG")
-    accuracy = drawn().axes[0].lines
-    turned = [line for line in accuracy if line.get_label() == "ensemble of 2"]
+    turned = lines_of(drawn().axes[0])["ensemble of 2"]
     expected = [100 * f["ensemble of 2"][0]["accuracy"] for _, _, f in rows[:13]]
-    assert_close(turned[0].get_ydata(), expected)
+    assert_close(turned[:, 1], expected)
 
 
 def test_labels_are_those_that_the_ensemble_is_least_sure_of(linear):
@@ -4483,9 +4439,7 @@ def test_labels_are_those_that_the_ensemble_is_least_sure_of(linear):
             assert_array_equal(rows[len(known) :][:20], best[: 60 - len(known)])
 
 
-def test_label_prints_and_draws_the_errors_of_each_strategy(
-    tmp_path, capsys, drawn, linear
-):
+def test_label_prints_and_draws_errors_by_strategy(tmp_path, capsys, drawn, linear):
     """benchmarks/uncertainty.py label in its short form."""
     flags = words("label --quick --json", tmp_path / "json")
     assert uncertainty.main([*flags, "--plot", str(tmp_path / "label.png")]) == 0
@@ -4509,12 +4463,11 @@ def test_labels_are_scored_on_what_is_asked_for(small_folder, monkeypatch, capsy
         return np.zeros((sizes["rounds"], sizes["seeds"])), None
 
     monkeypatch.setenv("MNIST_DIR", str(small_folder))
-    for name, value in ("learn", learn), ("POOL", 300), ("VALIDATION", 200):
-        monkeypatch.setattr(uncertainty, name, value)
     whole, flags = tm.load_mnist(small_folder), "--rounds 2 --seeds 4 --members 3"
     scored = {"--validate": whole.train_images[-200:], "": whole.test_images}
     for validate, last in scored.items():
-        assert uncertainty.main(words("label", flags, validate)) == 0
+        with mock.patch.multiple(uncertainty, learn=learn, POOL=300, VALIDATION=200):
+            assert uncertainty.main(words("label", flags, validate)) == 0
         members, data, sizes = seen.pop()
         assert (members, sizes) == (12, {"seeds": 4, "rounds": 2, "steps": 240})
         assert_array_equal(data.test_images, last)
@@ -4551,17 +4504,15 @@ test_uncertainty_says_in_one_line_what_is_wrong = says_in_a_line(
 def test_shift_scores_members_and_ensembles_as_the_report_does(capsys, k, sizes):
     probs, labels = random_probs(0, k, 50, 10), np.arange(50) % 10
     found, report = uncertainty.score(probs, labels), pe.ensemble_report(probs, labels)
-    expected = {"a member": list(zip(report["member"], probs[:, None]))}
+
+    def with_entropy(scores, own):
+        return scores | {"predictive_entropy": pe.predictive_entropy(own).mean()}
+
+    expected = {"a member": list(map(with_entropy, report["member"], probs[:, None]))}
     for size in sizes:
-        own = report["by_size"][size - 1], probs[:size]
-        expected[f"ensemble of {size}"] = [own]
-    assert found == {
-        name: [
-            {**scores, "predictive_entropy": pe.predictive_entropy(own).mean()}
-            for scores, own in row
-        ]
-        for name, row in expected.items()
-    }
+        scores = with_entropy(report["by_size"][size - 1], probs[:size])
+        expected[f"ensemble of {size}"] = [scores]
+    assert found == expected
     uncertainty.print_shifts([("turned", i, found) for i in (0, 15)])
     ahead = f"ensemble of {k} is ahead of its best member at "
     assert capsys.readouterr().out.count(ahead) == 2 * (k > 1)
@@ -4580,10 +4531,7 @@ def test_shift_refuses_a_run_of_other_data(whole_run, wrong):
 
 @posix
 def test_speed_says_in_a_line_why_it_stops(tmp_path, monkeypatch):
-    def said(call, *args):
-        with pytest.raises(SystemExit) as stop:
-            call(*args)
-        return stop.value.code
+    said = functools.partial(said_by, SystemExit)
 
     def refused(group):
         monkeypatch.setattr(sys, "argv", ["speed.py", "--group", group])
@@ -4610,12 +4558,9 @@ def test_speed_says_in_a_line_why_it_stops(tmp_path, monkeypatch):
 def test_seconds_count_for_the_innermost_part():
     spans = [(2, 6, "part"), (0, 9, "rest"), (0, 1, "imports"), (3, 5, "tracing")]
     spans += [(4, 5, "XLA"), (5, 5.5, "tracing"), (5.25, 5.5, "inner"), (8, 9, "XLA")]
-    assert seconds.add_up(spans) == {
-        "imports": {"running": 1},
-        "rest": {"running": 3, "XLA": 1},
-        "part": {"running": 1.5, "tracing": 1.25, "XLA": 1},
-        "inner": {"running": 0.25},
-    }
+    parts = {"imports": {"running": 1}, "rest": {"running": 3, "XLA": 1}}
+    parts |= {"part": {"running": 1.5, "tracing": 1.25, "XLA": 1}}
+    assert seconds.add_up(spans) == parts | {"inner": {"running": 0.25}}
     names = seconds.FUNCTIONS.values()
     assert all(functools.reduce(getattr, name.split("."), tm) for name in names)
     assert all(hasattr(pe.Trainer, name) for name in seconds.METHODS.values())
