@@ -1227,8 +1227,7 @@ def test_schedule_equals_numpy_at_every_step(make, warmup, num_steps, x64, toler
         schedule = make(0.4, num_steps, warmup=warmup)
         found = map(schedule, (steps, num_steps, 5 * num_steps))
         rates, end, later = map(np.asarray, found)
-    shape = SHAPES[make](np.minimum(rise, fall))
-    assert_allclose(rates, 0.4 * shape, rtol=tolerance)
+    assert_allclose(rates, 0.4 * SHAPES[make](np.minimum(rise, fall)), rtol=tolerance)
     assert rates.min() > 0 == end == later
 
 
@@ -4287,10 +4286,9 @@ def says_in_a_line(main, always, *rows):
     def test(whole_run, small_folder, monkeypatch, linear, wrong, flags, message):
         monkeypatch.setenv("MNIST_DIR", str(small_folder))
         monkeypatch.setattr(recipes, "VALIDATION", 200)
-        message = message.replace("DIR", re.escape(str(whole_run)))
-        assert re.match(
-            message, wrong(main, always, flags.replace("DIR", str(whole_run)))
-        )
+        where = str(whole_run)
+        said = wrong(main, always, flags.replace("DIR", where))
+        assert re.match(message.replace("DIR", re.escape(where)), said)
 
     return test
 
