@@ -1704,7 +1704,7 @@ def _check_made(made: PyTree, stateful: bool) -> None:
 
 # What a device predicts in one call of a program, at most: chunks; about as many bytes
 # that go in and come out.
-_BLOCK_CHUNKS, _BLOCK_BYTES = 128, 2**20
+_BLOCK_CHUNKS, _BLOCK_BYTES = 128, 2**22
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
