@@ -2270,8 +2270,12 @@ def _unpack(file: Any) -> dict[str, Any]:
             "files safetensors.numpy.load_file reads"
         )
     file.seek(0)
-    content = np.fromfile(file, np.uint8)
-    digest = hashlib.sha256(content[_DIGEST.stop :].data).hexdigest()
+    content = np.empty(os.fstat(file.fileno()).st_size, np.uint8)
+    sha256 = hashlib.sha256()
+    for start in range(0, len(content), 2**20):  # pieces that stay in a core's cache
+        file.readinto(content[start : start + 2**20].data)
+        sha256.update(content[max(start, _DIGEST.stop) : start + 2**20].data)
+    digest = sha256.hexdigest()
     if content[_DIGEST].tobytes() != digest.encode():
         raise ValueError("damaged or cut short: its digest is not that of its content")
     end = 8 + int.from_bytes(content[:8].tobytes(), "little")
