@@ -1702,8 +1702,8 @@ def _check_made(made: PyTree, stateful: bool) -> None:
             )
 
 
-# What a device predicts in one call of a program, at most: chunks; about as many bytes
-# that go in and come out.
+# What a device predicts in one call of a program, at most: so many chunks, and about so
+# many bytes that go in and come out.
 _BLOCK_CHUNKS, _BLOCK_BYTES = 128, 2**22
 
 
