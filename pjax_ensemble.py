@@ -1943,7 +1943,10 @@ class Trainer:
         return _scan_first(train_on, state, order, num_steps)
 
     def place(self, data: PyTree) -> PyTree:
-        """Copy data to the devices once, and not again in every call of `epoch`."""
+        """Copy data, a tree of arrays [N, ...], to every device in use, all of it.
+
+        Once, and not again in every call of `epoch`: what is there already stays.
+        """
         mesh = _layout_sharding(self.layout).mesh
         everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         return jax.device_put(data, everywhere)
@@ -2057,10 +2060,9 @@ class Trainer:
         chunk = jax.tree.map(lambda x: shape(x, 1, self.chunk), inputs)
         one = jax.tree.map(lambda x: shape(x, 2), (model, self._hyper))
         outputs = [self._chunk_shapes(*one, chunk)] * self.layout.members_per_device
-        num_bytes = sum(
-            x.size * x.dtype.itemsize for x in jax.tree.leaves([*outputs, chunk])
-        )
-        return max(1, min(_BLOCK_CHUNKS, _BLOCK_BYTES // max(1, num_bytes)))
+        leaves = jax.tree.leaves([chunk, *outputs])
+        num_bytes = max(1, sum(x.size * x.dtype.itemsize for x in leaves))
+        return max(1, min(_BLOCK_CHUNKS, _BLOCK_BYTES // num_bytes))
 
     @functools.cached_property
     def _chunk_shapes(self):
