@@ -66,6 +66,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 from numpy.typing import ArrayLike
 
 __version__ = "0.1.0"
@@ -1520,19 +1521,65 @@ def _layout_sharding(layout: Layout) -> Any:
     return _device_sharding(layout.devices // jax.process_count(), _axis(layout))
 
 
-def _check_state(state: PyTree, layout: Layout) -> PyTree:
-    """Return the state, once it is one of this layout that was not consumed."""
+def _check_draws(key: Any, at_once: int) -> None:
+    """Raise ValueError for keys whose draws are others where members are together."""
+    if at_once > 1 and key is not None and "rbg" in str(jax.random.key_impl(key)):
+        raise ValueError(
+            f"at_once={at_once} with keys of {jax.random.key_impl(key)}, whose draws "
+            "are others under vmap; use threefry2x32, JAX's default, or at_once=1"
+        )
+
+
+def _check_state(state: PyTree, layout: Layout, at_once: int = 1) -> PyTree:
+    """Return the state, once it is one of this trainer that was not consumed."""
     _check_usable(state)
     axes = layout.devices // jax.process_count(), layout.members_per_device
     expected = f"this trainer's {axes}: make it with init, or with gather and scatter"
     _check_axes("state", state, *axes, expected=expected)
+    _check_draws(getattr(state, "key", None), at_once)
     return state
 
 
 _NO: dict[str, Any] = {}  # arguments
 
 
-def _over_members(f: Callable, layout: Layout, consume: bool) -> Callable:
+if hasattr(jax, "shard_map"):
+    _shard_map = functools.partial(jax.shard_map, check_vma=False)
+else:  # JAX 0.5
+    from jax.experimental.shard_map import shard_map
+
+    _shard_map = functools.partial(shard_map, check_rep=False)
+
+
+def _over_devices(f: Callable, layout: Layout, consume: bool) -> Callable:
+    """Map f(state, mapped, of_all) over devices; state, mapped, result are [D, ...].
+
+    As `jax.pmap` does, but the program goes when it is let go: what `pmap` compiled,
+    JAX (0.10, 0.12) keeps for good, with all that f holds.
+    """
+    axis, spec = _axis(layout), jax.sharding.PartitionSpec
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[: layout.devices]), axis)
+    given, made = (spec(axis), spec(axis), spec()), spec(axis)
+
+    def on_device(state, mapped, of_all):
+        state, mapped = jax.tree.map(lambda x: x[0], (state, mapped))
+        return jax.tree.map(lambda x: x[None], f(state, mapped, of_all))
+
+    program = jax.jit(
+        _shard_map(on_device, mesh=mesh, in_specs=given, out_specs=made),
+        in_shardings=tuple(jax.sharding.NamedSharding(mesh, each) for each in given),
+        donate_argnums=(0,) if consume else (),
+    )
+
+    def run(*args):  # of several processes, each has its own part of the arrays
+        args = multihost_utils.host_local_array_to_global_array(args, mesh, given)
+        results = program(*args)
+        return multihost_utils.global_array_to_host_local_array(results, mesh, made)
+
+    return program if jax.process_count() == 1 else run
+
+
+def _over_members(f: Callable, layout: Layout, consume: bool, at_once: int) -> Callable:
     """Map f(state, hyper, **arguments), of one member on one device, over all.
 
     The result is a function of the state, of (hyper, of_member, of_device) and of
@@ -1543,6 +1590,9 @@ def _over_members(f: Callable, layout: Layout, consume: bool) -> Callable:
     reused, and replicas wait for each other.
     """
 
+    # None, not 1: under vmap, even of one, a member's bits are others.
+    batch_size = None if at_once == 1 else min(at_once, layout.members_per_device)
+
     def on_device(state, mapped, of_all):
         hyper, of_member, of_device = mapped
 
@@ -1550,18 +1600,11 @@ def _over_members(f: Callable, layout: Layout, consume: bool) -> Callable:
             state, hyper, of_member = slot
             return f(state, hyper, **of_member, **of_device, **of_all)
 
-        return lax.map(of_one, (state, hyper, of_member))
+        return lax.map(of_one, (state, hyper, of_member), batch_size=batch_size)
 
-    pmapped = jax.pmap(
-        on_device,
-        axis_name=_axis(layout),
-        # Nested: of a flat tuple, JAX (0.10, 0.12) gives entry i to leaf i where there
-        # are as many leaves as entries, also if arguments have none or several.
-        in_axes=(0, (0, 0, 0), None),
-        donate_argnums=(0,) if consume else (),
-    )
-    run = functools.partial(_run, pmapped, consume and layout.replicas > 1)
-    admit = functools.partial(_check_state, layout=layout)
+    mapped = _over_devices(on_device, layout, consume)
+    run = functools.partial(_run, mapped, consume and layout.replicas > 1)
+    admit = functools.partial(_check_state, layout=layout, at_once=at_once)
     return _consuming(run, admit) if consume else run
 
 
@@ -1625,15 +1668,15 @@ _STEPS = 256  # orders are padded to a multiple, so that most share one program
 
 
 def _lay_order(order: np.ndarray, num_rows: int, layout: Layout) -> np.ndarray:
-    """Give each device its replica's part of [steps, B], or of [K, steps, B].
+    """Give each device its replica's part of an order, with steps of zeros to `_STEPS`.
 
-    Returns int32 [D, M, steps, B / R], with steps of zeros up to the next `_STEPS`.
+    Of [steps, B], int32 [D, steps, B / R]; of [K, steps, B], [D, M, steps, B / R].
     """
     if not np.issubdtype(order.dtype, np.integer):
         raise ValueError(f"order is {order.dtype}; expected integers, rows of the data")
-    if order.ndim == 2:
-        order = np.broadcast_to(order, (layout.members, *order.shape))
-    if order.ndim != 3 or len(order) != layout.members or not order.size:
+    per_member = order.ndim == 3
+    fits = len(order) == layout.members if per_member else order.ndim == 2
+    if not fits or not order.size:
         raise ValueError(
             f"order has shape {order.shape}; expected [steps, B], or [K, steps, B] "
             f"with K = {layout.members}, and not empty"
@@ -1644,14 +1687,13 @@ def _lay_order(order: np.ndarray, num_rows: int, layout: Layout) -> np.ndarray:
             f"order holds rows {order.min()} to {order.max()}; the data have rows 0 to "
             f"{num_rows - 1}"
         )
-    member, replica = _slots(layout)
-    rows = _split_axis(order, 2, layout.replicas)  # [K, steps, R, B / R]
-    num_steps, size = order.shape[1], rows.shape[3]
-    padded = num_steps + -num_steps % _STEPS
-    laid = np.zeros((*member.shape, padded, size), np.int32)
-    for (device, slot), i in np.ndenumerate(member):
-        laid[device, slot, :num_steps] = rows[i, :, replica[device]]
-    return laid
+    *_, num_steps, size = order.shape
+    order = order.reshape(-1, num_steps, size).astype(np.int32)
+    order = np.pad(order, [(0, 0), (0, -num_steps % _STEPS), (0, 0)])
+    (member, replica), rows = _slots(layout), _split_axis(order, 2, layout.replicas)
+    if per_member:
+        return rows[member, :, replica[:, None]]
+    return rows[0, :, replica]
 
 
 def _scan_first(f: Callable, carry: PyTree, xs: PyTree, count: Array) -> tuple:
@@ -1732,12 +1774,17 @@ class Trainer:
         the functions take the member's own, leaves [...], as their last argument:
         `init_fn(key, h)`, `loss_fn(params, *batch, h)`, `apply_fn(params, inputs, h)`;
         and `optimizer(h)` returns the member's optimizer.
+    at_once
+        How many of the members that share a device are computed together, by `vmap`;
+        more than there are means all.  A device that one member does not fill, a GPU
+        often, is faster so; batches, activations and gradients then take memory for so
+        many members, not one.  Results are those of one after another, to rounding.
 
     Where JAX runs in several processes (`jax.distributed`), every process calls the
     same methods with the same arguments, of which its devices take their part, and has
     the same results; only states are each process's own.
 
-    Raises ValueError for members, devices or a chunk below 1 or not whole, for more
+    Raises ValueError for members, devices, chunk or at_once below 1 or not whole, more
     devices than there are, and for a `hyper` or an optimizer that does not fit.  So do
     the methods, before anything is consumed, for states of another form and those that
     were consumed or have one buffer in two leaves, and for what each of them names.
@@ -1757,6 +1804,7 @@ class Trainer:
     microbatch: int | str | None = None  # examples that a device works on at a time
     skip_nonfinite: bool = False  # a step that is not finite changes nothing
     chunk: int = 32  # examples that a device predicts at a time
+    at_once: int = 1  # members of a device that are computed together
     _hyper: tuple = dataclasses.field(init=False, repr=False)  # laid, if there is one
     _programs: dict = dataclasses.field(init=False, repr=False, default_factory=dict)
 
@@ -1764,6 +1812,7 @@ class Trainer:
         members = self.layout.members
         hyper = () if self.hyper is None else (self.hyper,)
         _count("chunk", self.chunk)
+        _count("at_once", self.at_once)
         if hyper:
             expected = f"arrays [K, ...], an entry for each of the {members} members"
             _check_axes("hyper", hyper, members, expected=expected)
@@ -1794,7 +1843,8 @@ class Trainer:
     def _map(self, f, state, consume=False, of_member=_NO, of_device=_NO, of_all=_NO):
         """Call a function of one member for all: see `_over_members`."""
         if f.__name__ not in self._programs:
-            self._programs[f.__name__] = _over_members(f, self.layout, consume)
+            how = self.layout, consume, self.at_once
+            self._programs[f.__name__] = _over_members(f, *how)
         program = self._programs[f.__name__]
         return program(state, (self._hyper, of_member, of_device), of_all)
 
@@ -1822,10 +1872,11 @@ class Trainer:
         every number of members and devices with K >= D, and agrees to rounding where it
         has replicas.  Leaves of the state are [D, M, ...]; `gather` has them by member.
 
-        Raises ValueError for what is not one random key, and for an init_fn that
-        returns other leaves than arrays.
+        Raises ValueError for what is not one random key, for keys of "rbg" with at_once
+        above 1, and for an init_fn that returns other leaves than arrays.
         """
         _check_seed(key)
+        _check_draws(key, self.at_once)
         member, _ = _slots(self.layout)
         numbers = {"number": member}
         return self._map(self._init_one, None, of_member=numbers, of_all={"key": key})
@@ -1926,10 +1977,12 @@ class Trainer:
             )
         _check_axes("data", data)
         order, num_rows = np.asarray(order), np.shape(jax.tree.leaves(data)[0])[0]
-        laid, num_steps = _lay_order(order, num_rows, self.layout), order.shape[-2]
+        laid = {"order": _lay_order(order, num_rows, self.layout)}
         self._warn_if_equal(state, order)
+        num_steps = order.shape[-2]
         of_all = {"data": self.place(tuple(data)), "num_steps": np.int32(num_steps)}
-        given = {"of_member": {"order": laid}, "of_all": of_all}
+        given = {"of_member" if order.ndim == 3 else "of_device": laid}
+        given["of_all"] = of_all
         state, metrics = self._map(self._train_one, state, consume=True, **given)
         metrics = _take(metrics, self.layout)
         return state, jax.tree.map(lambda x: x[:, :num_steps], metrics)

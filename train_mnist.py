@@ -12,6 +12,8 @@ models and devices:
                           one, as it takes (default: one a device)
   --devices D             devices to use, of each process; on CPU, that many virtual
                           devices (default: all; on CPU, one a core)
+  --at-once N             compute N of the members that share a device together: on a GPU
+                          perhaps faster, on a CPU slower (default: 1)
   --show-batch            draw how the batch of a step lies on the devices, with rich
                           (default: off)
 
@@ -139,6 +141,7 @@ class Recipe(NamedTuple):
     max_shift: int  # pixels by which training images move at random
     bootstrap: bool = False  # each member trains on a resample of its own
     skip_nonfinite: bool = False  # a step whose gradient is not finite changes nothing
+    at_once: int = 1  # members of a device that are computed together
 
 
 # Of the cnn, chosen on held-out training images, as benchmarks/recipe.py measures; of
@@ -296,6 +299,7 @@ def make_trainer(
         stateful=True,
         microbatch="auto",
         skip_nonfinite=recipe.skip_nonfinite,
+        at_once=recipe.at_once,
         chunk=CHUNK_ROWS,
     )
 
@@ -1287,6 +1291,7 @@ FLAGS = {
     "mode": (("ensemble", "sync"), "ensemble"),
     "members": (at_least(1), None),
     "devices": (between(1, 1024), None),
+    "at_once": (at_least(1), None),
     "show_batch": (bool, False),
     "network": (NETWORKS, "cnn"),
     "optimizer": (LEARNING_RATES, None),
