@@ -58,6 +58,7 @@ import pytest
 import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import export
 from numpy.testing import assert_allclose, assert_array_equal
 
 import pjax_ensemble as pe
@@ -1814,13 +1815,13 @@ def begin(trainer, seed=0):
 
 
 @functools.cache
-def noisy_trainer(members, devices):
+def noisy_trainer(members, devices, **more):
     """Make a trainer of the net with a count of its steps as model state."""
 
     def init(key):
         return net_init(key), jnp.zeros((), jnp.int32)
 
-    options = dict(members=members, devices=devices, stateful=True)
+    options = dict(members=members, devices=devices, stateful=True) | more
     return pe.make_trainer(init, noisy_loss, pe.adam(0.01), **options)
 
 
@@ -1908,6 +1909,22 @@ def test_members_of_any_kind_of_key_are_the_same_on_every_layout(impl):
             assert leaves_equal(one, ends.setdefault(i, one))
 
 
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_keys_that_draw_otherwise_together_are_refused(impl):
+    one, key = noisy_trainer(3, 1), jax.random.key(7, impl=impl)
+    state, batch = one.init(key), net_batches(1)[0]
+    two = noisy_trainer.__wrapped__(3, 1, at_once=2)
+    with mock.patch.object(pe, "_run") as run:
+        for call, *args in (
+            (two.init, key),
+            (two.update, state, *batch),
+            (two.epoch, state, image_data(), orders(1)[0]),
+        ):
+            assert f"at_once=2 with keys of {impl}" in said_by(ValueError, call, *args)
+    assert not run.called
+    one.update(state, *batch)  # nothing was lost
+
+
 def test_init_makes_member_i_of_the_key_and_i_alone():
     for members, devices in LAYOUTS:
         trainer = net_trainer(members, devices)
@@ -1959,6 +1976,53 @@ def test_members_of_the_cnn_are_the_same_on_every_layout():
         for i in range(members):
             params = member(gathered.params, i)
             assert_same(trainer, params, ends.setdefault(i, params))
+
+
+def test_both_forms_of_conv_train_the_cnn_alike_also_together():
+    def choose(form, *args, **forms):
+        return forms[form](*args)
+
+    init = functools.partial(pe.cnn_init, image_shape=(8, 8, 1), num_classes=4)
+    options, ends, first = dict(members=2, devices=1), [], None
+    for at_once, form in ((1, "cpu"), (2, "cpu"), (2, "default")):
+        made = pe.make_trainer(init, cnn_loss, SGD, at_once=at_once, **options)
+        first = first or made.gather(made.init(jax.random.key(0)))
+        with mock.patch.object(jax.lax, "platform_dependent") as chosen:
+            chosen.side_effect = functools.partial(choose, form)
+            state, losses = made.update(made.scatter(first), *net_batches(1, 4)[0])
+        assert chosen.called
+        ends.append((losses, made.gather(state).opt_state))  # the gradients
+        assert_close(ends[-1], ends[0])
+
+
+# How many convolutions a network's step and its predictions have: two and their three
+# gradients, three and their five.
+CONVOLUTIONS = [("cnn", 5, 2), ("batchnorm", 8, 3)]
+
+
+@pytest.mark.parametrize("network, step, predicted", CONVOLUTIONS)
+def test_programs_lowered_for_other_platforms_convolve(network, step, predicted):
+    def lower(program, _, *args):
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+        for name in expected:
+            text = export.export(program, platforms=[name])(*shapes).mlir_module()
+            found[name] = text.count("stablehlo.convolution")
+            assert name == "cpu" or "_group_count = 2" in text  # of two members at once
+        raise InterruptedError  # it need not run
+
+    form = {"image_shape": (8, 8, 1), "classes": range(4)}
+    made = tm.make_trainer(tm.RECIPES[network], 4, 2, 10, form)
+    made = dataclasses.replace(made, at_once=2)
+    state, (images, labels) = made.init(jax.random.key(0)), net_batches(1, 4)[0]
+    calls = [(made.update, step, images, labels), (made.predict, predicted, images)]
+    calls += [(made.epoch, step, (images, labels), np.arange(4)[None])]
+    for call, count, *args in calls:
+        found, expected = {}, {"cuda": count, "tpu": count}
+        if count == predicted and jax.__version_info__ >= (0, 10):  # 0.5 writes both
+            expected["cpu"] = 0
+        with mock.patch.object(pe, "_run", lower), pytest.raises(InterruptedError):
+            call(state, *args)
+        assert found == expected
 
 
 @every_layout
@@ -2262,6 +2326,59 @@ def test_member_with_its_hyper_is_the_one_trained_alone_with_it(members, devices
         assert_same(trainer, member(together, k), member(trained_with(alone, order), k))
 
 
+def test_members_computed_together_are_those_one_by_one():
+    def init(key, h):
+        return jax.tree.map(lambda x: h.spread * x, net_init(key)), jnp.zeros(())
+
+    def loss_fn(params, count, key, images, labels, h):
+        loss, count = noisy_loss(params, count, key, images, labels)
+        spoiled = (h.rate == HYPER.rate[1]) & (labels[0] == 3)  # one member, sometimes
+        return loss * jnp.where(spoiled, jnp.nan, 1), (count, {"pair": (loss, -loss)})
+
+    def apply_fn(params, count, inputs, h):
+        return net(params, inputs["images"]) * inputs["scale"][:, None] / h.temperature
+
+    ends, inputs = [], {"images": image_data()[0][:9], "scale": randn(0, 9)}
+    options = dict(members=7, devices=2, hyper=jax.tree.map(lambda x: x[:7], HYPER))
+    options |= dict(stateful=True, has_aux=True, skip_nonfinite=True, apply_fn=apply_fn)
+    options |= dict(loss_fn=loss_fn, optimizer=lambda h: pe.sgd(h.rate, momentum=0.9))
+    for at_once in (1, 3):  # of four that share a device
+        made = pe.make_trainer(init, **options, at_once=at_once)
+        state = made.init(jax.random.key(3))
+        state, (losses, aux) = made.epoch(state, image_data(), orders(1)[0])
+        one = made.predict_members(state, member(inputs, slice(1)))
+        found, end = [aux, one, made.predict(state, inputs)], made.gather(state)
+        found += [np.nan_to_num(losses, nan=-1)]
+        ends.append((*found, end._replace(key=jax.random.key_data(end.key))))
+    assert_close(*ends)
+    spoiled = np.isnan(losses)
+    assert 0 < spoiled[1].sum() == spoiled.sum() < spoiled.shape[1]
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 0.03)])
+def test_more_at_once_than_there_are_is_all(dtype, tolerance):
+    ends, together = [], dict(at_once=9, microbatch=4)
+    for make, options in ((jax.random.key, {}), (jax.random.PRNGKey, together)):
+        made = net_trainer(5, 3, **options)
+        first = made.gather(made.init(make(3)))
+        cast = jax.tree.map(lambda x: x.astype(dtype), first._replace(key=None))
+        state = made.scatter(cast._replace(key=first.key))
+        state, loss = made.update(state, *own_batches(5)[0], per_member=True)
+        state, losses = made.epoch(state, image_data(), orders(5)[:, :3])
+        ends.append((loss, losses, made.gather(state).params))
+    assert_close(*ends, tolerance)
+
+
+@pytest.mark.parametrize("members, devices", [(3, 3), (2, 4)])
+def test_at_once_changes_no_bit_of_members_that_share_no_device(members, devices):
+    ends = []
+    for made in (noisy_trainer(members, devices, at_once=n) for n in (1, 2)):
+        state = made.init(jax.random.key(1))
+        state, losses = made.epoch(state, image_data(), orders(1)[0])
+        ends.append((made.gather(state), losses))
+    assert leaves_equal(*ends)
+
+
 def test_a_sweep_trains_as_plain_numbers_do():
     def optimizer(h):
         return pe.sgd(h["rate"], momentum=h["momentum"], nesterov=True)
@@ -2410,6 +2527,9 @@ def test_microbatches_are_chosen_by_platform_and_batch(monkeypatch):
     assert sizes(128, **auto) == [128]
 
 
+NO_COUNTS = 0, -1, 1.5, True, "all"
+
+
 def making(**options):
     # Of what no cache holds.
     return lambda: net_trainer.__wrapped__(**(dict(members=2) | options))
@@ -2419,6 +2539,7 @@ test_trainer_is_not_made_of = refuses(
     *out_of_range("members", None, lambda n: making(members=n)(), 0, 2.0, True),
     *out_of_range("devices", None, lambda n: making(devices=n)(), 0, "2"),
     *out_of_range("chunk", None, lambda n: making(chunk=n)(), 0),
+    *out_of_range("at_once", None, lambda n: making(at_once=n)(), *NO_COUNTS),
     *out_of_range("microbatch", None, lambda n: making(microbatch=n)(), 0, "all"),
     (making(devices=9), "9 devices are asked for; there are 8"),
     (making(microbatch="auto", has_aux=True), 'microbatch="auto" with has_aux: aux'),
