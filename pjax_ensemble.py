@@ -121,7 +121,7 @@ class Conv(NamedTuple):
 
 def _he_normal(key: Array, shape: Sequence[int]) -> Array:
     """Draw from N(0, 2 / fan_in), for layers before a relu (He et al. 2015, eq. 10)."""
-    # Drawn flat, the numbers are the same, and XLA compiles it in half the time or less.
+    # Drawn flat, the numbers are the same, and XLA compiles them in half the time.
     numbers = jax.random.normal(key, (math.prod(shape),), jnp.float32).reshape(shape)
     return numbers * math.sqrt(2 / math.prod(shape[:-1]))
 
@@ -1590,9 +1590,9 @@ def _over_members(f: Callable, layout: Layout, consume: bool, at_once: int) -> C
     training: f returns a state first, for which the buffers of the given one are
     reused, and replicas wait for each other.
     """
-
-    # None, not 1: under vmap, even of one, a member's bits are others.
-    batch_size = None if at_once == 1 else min(at_once, layout.members_per_device)
+    together = min(at_once, layout.members_per_device)
+    # Alone, not by a vmap of one, whose bits are others.
+    batch_size = None if together == 1 else together
 
     def on_device(state, mapped, of_all):
         hyper, of_member, of_device = mapped

@@ -12,8 +12,8 @@ models and devices:
                           one, as it takes (default: one a device)
   --devices D             devices to use, of each process; on CPU, that many virtual
                           devices (default: all; on CPU, one a core)
-  --at-once N             compute N of the members that share a device together: on a GPU
-                          perhaps faster, on a CPU slower (default: 1)
+  --at-once N             compute together N of the members that share a device: for a
+                          GPU; slower on a CPU (default: 1)
   --show-batch            draw how the batch of a step lies on the devices, with rich
                           (default: off)
 
