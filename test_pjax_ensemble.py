@@ -4646,9 +4646,9 @@ def test_speed_says_in_a_line_why_it_stops(tmp_path, monkeypatch):
     monkeypatch.setenv("MNIST_DIR", str(tmp_path / "none"))
     with monkeypatch.context() as patch:  # before anything starts
         patch.setattr(speed.subprocess, "Popen", None)
-        assert refused("7") == "--group 7: there are groups 1 to 6"
+        assert refused("9") == "--group 9: there are groups 1 to 8"
         assert refused("5").startswith(f"{data}: cannot reshape array of size 3 into")
-        assert refused("6").startswith(f"MNIST_DIR is {tmp_path / 'none'}, no folder;")
+        assert refused("7").startswith(f"MNIST_DIR is {tmp_path / 'none'}, no folder;")
         monkeypatch.delenv("UCI_DIR")
         assert refused("5").startswith("UCI_DIR is not set; set it to the folder")
     peer = "a peer", "../speed.py --nope"  # of whose words the last line tells

@@ -6,8 +6,12 @@
 Every system is a process of its own (benchmarks/peers) that warms up and then waits.
 Rounds of a fixed number of steps go around the systems of a group; a figure is the
 median over the rounds, in member-images trained per second, or member-rows where the
-data are rows.  In the last group a round is a whole job, from the start of its process
-to its end, in seconds.
+data are rows.  In one group a round is a whole job, from the start of its process to
+its end, in seconds.  The last group is for an accelerator, and runs when it is named:
+
+    MNIST_DIR=... python benchmarks/speed.py --group 8 --platform cuda
+
+On CPUs it takes a small `--steps` to end soon.
 """
 
 import argparse
@@ -27,6 +31,15 @@ PEERS = Path(__file__).resolve().parent / "peers"
 MATMUL = "rate of a float32 matrix product, GFLOP/s"
 TRAINING_GFLOP = 0.0274  # of the CNN, an image
 
+JOBS_TITLE = "whole job, two epochs with their tests, K = 2, batch 128"
+JOBS = {
+    "pjax_ensemble, train_mnist.py": (
+        "../../train_mnist.py --data mnist --members 2 --devices 2 --epochs 2 "
+        "--batch-size 128 --learning-rate 0.1 --schedule constant --max-shift 0"
+    ),
+    "Flax ensembling guide": "flax_guide.py --whole-job",
+}
+
 # A group's first system is ours; the others are what it is compared with.
 GROUPS = {
     "CNN, K = 2, batch 128": {
@@ -41,6 +54,10 @@ GROUPS = {
     "CNN, K = 8, batch 128": {
         "pjax_ensemble, epoch": "ours.py --members 8 --steps 30",
         "pjax_ensemble, K = 2": "ours.py --members 2 --steps 120",
+        "pjax_ensemble, 2 at once": "ours.py --members 8 --at-once 2 --steps 8",
+        "pjax_ensemble, 4 at once": "ours.py --members 8 --at-once 4 --steps 8",
+        "JAX, jit(vmap(scan)), D = 1": "cnn_jax.py --steps 4",
+        "JAX, pmap(vmap(scan)), D = 2": "cnn_jax.py --devices 2 --steps 4",
         "torch.func.vmap": "torch_vmap.py --members 8 --steps 4",
     },
     "batch-norm network, Adam, D = 2, batch 64": {
@@ -54,21 +71,35 @@ GROUPS = {
         "Keras guide": "keras_guide.py --batch 256 --steps 50",
     },
     "a hundred small networks, 8-50-2, Adam, init and 360 steps of batch 100; rows": {
-        "pjax_ensemble, epoch, D = 2": "small_ours.py",
+        "pjax_ensemble, D = 2, 10 at once": "small_ours.py --at-once 10",
+        "pjax_ensemble, 1 at once": "small_ours.py",
+        "pjax_ensemble, 2 at once": "small_ours.py --at-once 2",
+        "pjax_ensemble, 5 at once": "small_ours.py --at-once 5",
+        "pjax_ensemble, 25 at once": "small_ours.py --at-once 25",
+        "pjax_ensemble, 50 at once": "small_ours.py --at-once 50",
         "JAX, jit(vmap(scan)), D = 1": "small_jax.py",
         "JAX, pmap(vmap(scan)), D = 2": "small_jax.py --devices 2",
-        "JAX, pmap(map(scan)), D = 2": "small_jax.py --devices 2 --map",
+        "JAX, pmap(map(scan)), D = 2": "small_jax.py --devices 2 --at-once 1",
+        "JAX, the same, 10 at once": "small_jax.py --devices 2 --at-once 10",
         "torch.func.vmap": "small_torch.py",
         "PyTorch, a loop, init and 72 steps": "small_torch.py --loop --steps 72",
     },
-}
-JOBS_TITLE = "whole job, two epochs with their tests, K = 2, batch 128"
-JOBS = {
-    "pjax_ensemble, train_mnist.py": (
-        "../../train_mnist.py --data mnist --members 2 --devices 2 --epochs 2 "
-        "--batch-size 128 --learning-rate 0.1 --schedule constant --max-shift 0"
-    ),
-    "Flax ensembling guide": "flax_guide.py --whole-job",
+    "small transformers, K = 8, batch 32 of 32 tokens; rows": {
+        "pjax_ensemble, D = 2, 1 at once": "transformer_ours.py",
+        "pjax_ensemble, 2 at once": "transformer_ours.py --at-once 2",
+        "pjax_ensemble, 4 at once": "transformer_ours.py --at-once 4",
+        "JAX, jit(vmap(scan)), D = 1": "transformer_jax.py",
+        "JAX, pmap(vmap(scan)), D = 2": "transformer_jax.py --devices 2",
+        "torch.func.vmap": "transformer_torch.py",
+    },
+    JOBS_TITLE: JOBS,
+    "CNN on one device, batch 128": {
+        f"pjax_ensemble, K = {members}, {n} at once": (
+            f"ours.py --devices 1 --members {members} --at-once {n} --steps 256"
+        )
+        for members in (8, 32)
+        for n in (1, 2, 4, 8)
+    },
 }
 
 
@@ -128,10 +159,8 @@ def measure(systems: dict, rounds: int) -> dict:
     results = {}
     for name, (peer, hello) in peers.items():
         peer.stdin.close()
-        results[name] = {"rates": rates[name], "peak_memory_gb": finish(peer)}
-        results[name]["versions"] = hello["versions"]
-        if "compile_seconds" in hello:
-            results[name]["compile_seconds"] = hello["compile_seconds"]
+        memory = finish(peer)
+        results[name] = {"rates": rates[name], "peak_memory_gb": memory, **hello}
     return results
 
 
@@ -175,6 +204,8 @@ def print_group(title: str, results: dict) -> None:
     if MATMUL in results:
         share = ours * TRAINING_GFLOP / statistics.median(results[MATMUL]["rates"])
         print(f"ours at {share:.0%} of the matrix product's rate")
+    devices = {result["device"] for result in results.values() if "device" in result}
+    print("JAX on: " + ", ".join(devices))
     compiling = (
         f"{name} {result['compile_seconds']:.1f} s"
         for name, result in results.items()
@@ -199,15 +230,17 @@ def print_jobs(title: str, results: dict) -> None:
 
 
 def check_data(commands: list[str]) -> None:
-    """Exit with a line if what the commands read is missing or damaged."""
+    """Exit with a line if what the commands read is missing or damaged.
+
+    Transformers read nothing, small networks the concrete set, and others MNIST.
+    """
     sys.path.insert(0, str(PEERS))
     import common
     import small
 
-    of_rows = [command.startswith("small_") for command in commands]
-    if any(of_rows):
+    if any(command.startswith("small_") for command in commands):
         small.load_concrete()
-    if not all(of_rows):
+    if not all(command.startswith(("small_", "transformer_")) for command in commands):
         common.load_mnist()
 
 
@@ -226,34 +259,46 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="two rounds, one of whole jobs, for a look"
     )
-    last = len(GROUPS) + 1
+    last = len(GROUPS)
     parser.add_argument(
         "--group",
         type=int,
         nargs="+",
-        default=range(1, last + 1),
-        help=f"some of the groups 1 to {last}, of which the last are whole jobs",
+        default=range(1, last),
+        help=f"some of the groups 1 to {last}, of which {last - 1} are whole jobs and "
+        f"{last} is for an accelerator (default: all but {last})",
+    )
+    parser.add_argument(
+        "--steps", type=int, help="a round, but for whole jobs (default: each its own)"
+    )
+    parser.add_argument(
+        "--platform", help="of JAX: cpu, cuda, ... (default: what it finds)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     for number in args.group:
         if not 1 <= number <= last:
             raise SystemExit(f"--group {number}: there are groups 1 to {last}")
-    groups = dict(enumerate([*GROUPS.values(), JOBS], 1))
-    check_data([each for number in args.group for each in groups[number].values()])
+    groups = [list(GROUPS.items())[number - 1] for number in sorted(set(args.group))]
+    check_data([each for _, systems in groups for each in systems.values()])
+    if args.platform:
+        os.environ["JAX_PLATFORMS"] = args.platform
+    # The systems of a group share an accelerator, each with the memory that it needs.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     machine = describe_machine()
     print(f"{machine}, Python {platform.python_version()}")
     results = {}
-    for number, (title, systems) in enumerate(GROUPS.items(), 1):
-        if number not in args.group:
-            continue
-        results[title] = measure(systems, 2 if args.quick else args.rounds)
-        print_group(title, results[title])
+    for title, systems in groups:
+        if systems is JOBS:
+            rounds = 1 if args.quick else args.job_rounds
+            results[title] = measure_jobs(systems, rounds)
+            print_jobs(title, results[title])
+        else:
+            if args.steps:
+                systems = {k: f"{v} --steps {args.steps}" for k, v in systems.items()}
+            results[title] = measure(systems, 2 if args.quick else args.rounds)
+            print_group(title, results[title])
         sys.stdout.flush()
-    if last in args.group:
-        rounds = 1 if args.quick else args.job_rounds
-        results[JOBS_TITLE] = measure_jobs(JOBS, rounds)
-        print_jobs(JOBS_TITLE, results[JOBS_TITLE])
     if args.json:
         write_json(args.json, machine=machine, groups=results)
 

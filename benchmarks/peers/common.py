@@ -5,12 +5,16 @@ line that it reads, so that rounds of several systems can be timed in turn.
 """
 
 import argparse
+import itertools
 import json
 import os
 import sys
 import time
 from importlib.metadata import version
 from pathlib import Path
+
+import jax
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_mnist
@@ -20,7 +24,8 @@ def arguments(doc, flags=(), **numbers):
     """Read `--steps`, `--batch` and the other given numbers, and flags."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     for name, default in {"steps": 50, "batch": 128, **numbers}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+        option = "--" + name.replace("_", "-")
+        parser.add_argument(option, type=int, default=default)
     for name in flags:
         parser.add_argument(f"--{name}", action="store_true")
     return parser.parse_args()
@@ -42,6 +47,21 @@ def load_mnist():
         raise SystemExit(str(error)) from error
 
 
+def endless_order(num_rows, batch, members):
+    """Yield the rows of a step, [members, batch], each member in its random order."""
+    rng = np.random.default_rng(0)
+    steps = num_rows // batch
+    while True:
+        orders = np.stack([rng.permutation(num_rows) for _ in range(members)])
+        orders = orders[:, : steps * batch].reshape(members, steps, batch)
+        yield from orders.swapaxes(0, 1)
+
+
+def next_steps(order, steps):
+    """Return the rows of the next steps, [members, steps, batch]."""
+    return np.stack(list(itertools.islice(order, steps)), axis=1)
+
+
 def timed(run, steps):
     start = time.perf_counter()
     loss = run(steps)
@@ -61,6 +81,8 @@ def serve(run, steps, images_per_step, packages, time_compile=False):
         "images_per_step": images_per_step,
         "versions": {name: version(name) for name in packages},
     }
+    if "jax" in packages:
+        hello["device"] = jax.devices()[0].device_kind
     if time_compile:
         hello["compile_seconds"] = first["seconds"] - timed(run, steps)["seconds"]
     print(json.dumps(hello), flush=True)

@@ -56,14 +56,6 @@ def make_step(optimizer):
     return step
 
 
-def endless_order(rng, num_images, batch, members):
-    steps = num_images // batch
-    while True:
-        orders = np.stack([rng.permutation(num_images) for _ in range(members)])
-        orders = orders[:, : steps * batch].reshape(members, steps, batch)
-        yield from orders.swapaxes(0, 1)
-
-
 def main():
     args = common.arguments(__doc__, members=2)
     mnist = common.load_mnist()
@@ -73,8 +65,7 @@ def main():
     params = eqx.filter(models, eqx.is_inexact_array)
     opt_state = eqx.filter_vmap(optimizer.init)(params)
     step = make_step(optimizer)
-    rng = np.random.default_rng(0)
-    order = endless_order(rng, len(images), args.batch, args.members)
+    order = common.endless_order(len(images), args.batch, args.members)
 
     def run(steps):
         nonlocal models, opt_state

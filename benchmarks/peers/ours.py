@@ -4,9 +4,10 @@ The ensembling guide's CNN with SGD, a batch and an order for each member; with
 `--sync`, the Keras guide's network with Adam, one model on all devices, and with
 `--apart` a member of that on each.  `--host` calls `update` for each step, on batches
 from the host that `prefetch` makes ahead; `--predict` calls `predict_members` on as
-many images.
+many images.  `--at-once N` computes so many members of a device together.
 """
 
+import dataclasses
 import itertools
 
 import common
@@ -32,7 +33,7 @@ def host_batches(arrays, order):
 
 def main():
     flags = ["sync", "apart", "host", "predict"]
-    args = common.arguments(__doc__, flags, members=2, devices=2)
+    args = common.arguments(__doc__, flags, members=2, devices=2, at_once=1)
     jax.config.update("jax_num_cpu_devices", args.devices)
     keras = args.sync or args.apart
     network = "batchnorm" if keras else "cnn"
@@ -44,6 +45,7 @@ def main():
     members = 1 if args.sync else args.members
     mnist = common.load_mnist()
     trainer = train_mnist.make_trainer(recipe, members, args.devices, 1, mnist.form())
+    trainer = dataclasses.replace(trainer, at_once=args.at_once)
     host = mnist.train_images, mnist.train_labels
     data = trainer.place(host)
     order = endless_order(len(host[0]), recipe, members)
@@ -61,7 +63,7 @@ def main():
                 state, loss = trainer.update(state, *batch)
                 losses.append(loss)
         else:
-            rows = np.stack(list(itertools.islice(order, steps)), axis=1)
+            rows = common.next_steps(order, steps)
             state, losses = trainer.epoch(state, data, rows)
         jax.block_until_ready(state)
         return float(np.mean(jax.device_get(losses)))

@@ -19,10 +19,11 @@ def loss_fn(params, x, y):
 
 
 def main():
-    args = small.arguments(__doc__, devices=2)
+    args = small.arguments(__doc__, devices=2, at_once=1)
     jax.config.update("jax_num_cpu_devices", args.devices)
     adam = pe.adam(small.LEARNING_RATE)
-    trainer = pe.make_trainer(init, loss_fn, adam, members=args.members)
+    form = {"members": args.members, "at_once": args.at_once}
+    trainer = pe.make_trainer(init, loss_fn, adam, **form)
     x, y = small.load_concrete()
     data = trainer.place((x, y))
     order = small.make_orders(len(x), args.members, args.steps)

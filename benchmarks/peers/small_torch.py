@@ -1,22 +1,18 @@
 """Peer: a hundred small networks (small.py) in PyTorch, mapped or in a Python loop.
 
-As the tutorial "Model ensembling" has it: the states of K modules are stacked, and
-``torch.func.vmap`` maps one ``grad_and_value`` over them, a batch for each; one
-``torch.optim.Adam(fused=True)`` updates the stacked tensors, which is each member's own
-Adam, as it is elementwise. With ``--loop``, as most users write it: every step takes
-each module in turn through its batch, with a ``torch.optim.Adam`` of its own. One
+Mapped as mapped_torch.py has it. With ``--loop``, as most users write it: every step
+takes each module in turn through its batch, with a ``torch.optim.Adam`` of its own. One
 intra-op thread: more are no faster on products so small, and many times slower where
 other processes compute.
 """
 
-import copy
 import math
 
 import small
 import torch
 import torch.nn.functional as F
+from mapped_torch import make_step
 from torch import nn
-from torch.func import functional_call, grad_and_value, stack_module_state, vmap
 
 
 def make_model():
@@ -37,22 +33,8 @@ def loss_of(outputs, y):
 
 
 def train_mapped(models, x, y, order):
-    params, _ = stack_module_state(models)
-    optimizer = torch.optim.Adam(params.values(), small.LEARNING_RATE, fused=True)
-    skeleton = copy.deepcopy(models[0]).to("meta")
-
-    def loss_fn(params, x, y):
-        return loss_of(functional_call(skeleton, params, (x,)), y)
-
-    grads_and_losses = vmap(grad_and_value(loss_fn))
-    losses = []
-    for rows in order.unbind(1):  # [members, batch]
-        detached = {name: param.detach() for name, param in params.items()}
-        grads, loss = grads_and_losses(detached, x[rows], y[rows])
-        for name, param in params.items():
-            param.grad = grads[name]
-        optimizer.step()
-        losses.append(loss)
+    step = make_step(models, loss_of, small.LEARNING_RATE)
+    losses = [step(x[rows], y[rows]) for rows in order.unbind(1)]  # [members, batch]
     return torch.stack(losses, 1)
 
 

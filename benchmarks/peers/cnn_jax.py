@@ -1,0 +1,32 @@
+"""Peer: members of our CNN in plain JAX, one member's training mapped (mapped_jax.py).
+
+Network, loss and settings are those of ours.py, ``optax.sgd`` (learning rate 0.1,
+momentum 0.9) among them, but for the micro-batches: a step takes its batch whole.
+"""
+
+import common
+import jax
+import mapped_jax
+import optax
+
+import pjax_ensemble as pe
+import train_mnist
+
+
+def loss_fn(params, images, labels):
+    logits = pe.cnn(params, train_mnist.scale(images))
+    return pe.softmax_cross_entropy(logits, labels).mean()
+
+
+def main():
+    args = common.arguments(__doc__, members=8, **mapped_jax.OPTIONS)
+    jax.config.update("jax_num_cpu_devices", args.devices)
+    mnist = common.load_mnist()
+    data = mnist.train_images, mnist.train_labels
+    optimizer = optax.sgd(0.1, 0.9)
+    packages = ["jax", "jaxlib", "optax"]
+    mapped_jax.serve(pe.cnn_init, loss_fn, optimizer, data, args, packages)
+
+
+if __name__ == "__main__":
+    main()

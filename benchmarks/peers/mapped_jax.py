@@ -1,0 +1,83 @@
+"""What the peers in plain JAX do alike: a member's training, mapped over the members.
+
+As JAX's documents have it: a member's steps are one function, a ``lax.scan`` of an
+Optax optimizer over its order. It is mapped over the members by ``jit(vmap(...))`` on
+one device, or with ``--devices D`` by ``pmap(vmap(...))``, an equal part of the members
+on each. With ``--at-once 1`` it is mapped by ``lax.map`` in place of ``vmap``, and with
+``--at-once N`` by ``lax.map`` with that ``batch_size``.
+"""
+
+import common
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+OPTIONS = {"devices": 1, "at_once": 0}  # 0 is all
+
+
+def make_train_member(loss_fn, optimizer):
+    """Return the function of a member's (params, opt_state), its order and the data."""
+
+    def train_member(carry, order, x, y):
+        def step(carry, rows):
+            params, opt_state = carry
+            loss, grads = jax.value_and_grad(loss_fn)(params, x[rows], y[rows])
+            updates, opt_state = optimizer.update(grads, opt_state)
+            return (optax.apply_updates(params, updates), opt_state), loss
+
+        return jax.lax.scan(step, carry, order)
+
+    return train_member
+
+
+def leading(args):
+    """Return the axes that stand for the members: [K], or [D, K / D]."""
+    if args.devices == 1:
+        return (args.members,)
+    return args.devices, args.members // args.devices
+
+
+def over_members(function, args):
+    """Map a function of one member; the result is one of (own, shared).
+
+    `own` are arguments with the leading axes, `shared` those that members have alike.
+    """
+    batch_size = args.at_once if args.at_once > 1 else None
+
+    def on_device(own, shared):  # own [M, ...]
+        def of_member(own):
+            return function(*own, *shared)
+
+        if args.at_once == 0:
+            return jax.vmap(of_member)(own)
+        return jax.lax.map(of_member, own, batch_size=batch_size)
+
+    if args.devices == 1:
+        return jax.jit(on_device)
+    return jax.pmap(on_device, in_axes=(0, None))
+
+
+def serve(init, loss_fn, optimizer, data, args, packages):
+    """Serve rounds of steps, each from the states in which the last one ended."""
+
+    def init_member(key):
+        params = init(key)
+        return params, optimizer.init(params)
+
+    keys = jax.random.split(jax.random.key(0), leading(args))
+    state = over_members(init_member, args)((keys,), ())
+    train = over_members(make_train_member(loss_fn, optimizer), args)
+    data = jax.tree.map(jnp.asarray, data)
+    order = common.endless_order(len(data[0]), args.batch, args.members)
+
+    def run(steps):
+        nonlocal state
+        rows = common.next_steps(order, steps)
+        rows = rows.reshape(*leading(args), *rows.shape[1:])
+        state, losses = train((state, rows), data)
+        jax.block_until_ready(state)
+        return float(np.mean(losses))
+
+    rows_per_step = args.members * args.batch
+    common.serve(run, args.steps, rows_per_step, packages, time_compile=True)
