@@ -66,6 +66,7 @@ import train_mnist as tm
 
 sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
 import faults
+import programs
 import recipe as recipes
 import seconds
 import speed
@@ -259,7 +260,7 @@ sys.modules |= {"fcntl": None, "resource": None}
 vars(os).pop("sched_getaffinity", None)
 os.cpu_count = lambda: 3
 sys.path.append("benchmarks")
-import train_mnist, faults, recipe, seconds, speed, uci, uncertainty
+import train_mnist, faults, programs, recipe, seconds, speed, uci, uncertainty
 train_mnist.pe.use_cpu_devices()
 print(jax.device_count())
 """
@@ -4655,6 +4656,15 @@ def test_speed_says_in_a_line_why_it_stops(tmp_path, monkeypatch):
     for stopped in said(speed.measure, dict([peer]), 1), said(speed.run_job, *peer):
         words = "speed.py: error: unrecognized arguments: --nope"
         assert stopped == f"a peer ended with status 2: {words}"
+
+
+def test_trainers_that_are_dropped_leave_nothing_alive():
+    *_, last = programs.run(trainers=3, every=3)
+    assert (last.trainers, last.states, last.functions) == (3, 0, 0)
+    first = last._replace(maps=500, memory=300)
+    assert programs.complaint(first, first._replace(maps=550, memory=450)) is None
+    for left in {"maps": 551}, {"memory": 451}, {"states": 1}, {"functions": 1}:
+        assert programs.complaint(first, first._replace(**left)), left
 
 
 def test_seconds_count_for_the_innermost_part():

@@ -1,0 +1,131 @@
+"""Try whether trainers that are gone leave anything behind in their process.
+
+    JAX_PLATFORMS=cpu python benchmarks/programs.py
+
+One after another in one process, trainers of five members on four virtual devices are
+made, used by every method that compiles a program, and dropped.  Every so many of them
+a row says what is left: the maps of memory that the process has, of which Linux gives
+it 65,530, and its resident memory (both on Linux alone), and how many of the trainers'
+states, and of the objects that their losses hold, are still alive.  The status is 1,
+after a line that says why, where one is alive, or where from the first row to the last
+there are more maps than `MORE_MAPS` or more memory than `MORE_MEMORY` of the first.
+"""
+
+import argparse
+import gc
+import math
+import os
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import pjax_ensemble as pe
+
+MEMBERS, DEVICES = 5, 4
+MORE_MAPS, MORE_MEMORY = 50, 0.5  # a share
+PROC = Path("/proc/self/maps")  # on Linux
+
+
+class Row(NamedTuple):
+    """What there is after so many trainers; nan is what only Linux tells."""
+
+    trainers: int
+    maps: float
+    memory: float  # resident, MB
+    states: int  # of dropped trainers, alive
+    functions: int
+
+
+class Held:
+    """What a loss function holds, in place of a user's data or model."""
+
+    weight = 0.5
+
+
+def use_trainer(seed: int) -> tuple[weakref.ref, weakref.ref]:
+    """Make a trainer and use it; refer to its state and to what its loss holds."""
+    held = Held()
+    x = np.random.default_rng(seed).normal(size=(64, 3)).astype(np.float32)
+    y = x.sum(axis=1)
+
+    def loss_fn(params, x, y):
+        return held.weight * jnp.mean((pe.dense(params, x)[:, 0] - y) ** 2)
+
+    trainer = pe.make_trainer(
+        lambda key: pe.dense_init(key, 3, 1),
+        loss_fn,
+        pe.sgd(0.1),
+        members=MEMBERS,
+        devices=DEVICES,
+        apply_fn=pe.dense,
+        output=None,
+    )
+    state = trainer.init(jax.random.key(seed))
+    state, _ = trainer.update(state, x, y)
+    state, _ = trainer.epoch(state, (x, y), np.arange(64).reshape(4, 16))
+    trainer.predict(state, x)
+    trainer.predict_members(state, x)
+    return weakref.ref(jax.tree.leaves(state)[0]), weakref.ref(held)
+
+
+def run(trainers: int, every: int) -> Iterator[Row]:
+    """Use so many trainers, and yield a row after `every` of them."""
+    references = []
+    for number in range(1, trainers + 1):
+        references.append(use_trainer(number))
+        if number % every == 0:
+            gc.collect()
+            alive = [[each() is not None for each in kind] for kind in zip(*references)]
+            yield Row(number, *measure_process(), *map(sum, alive))
+
+
+def measure_process() -> tuple[float, float]:
+    """Return this process's maps of memory, and its resident memory in MB."""
+    if not PROC.exists():
+        return math.nan, math.nan
+    pages = int(PROC.with_name("statm").read_text().split()[1])
+    return len(PROC.read_text().splitlines()), pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def complaint(first: Row, last: Row) -> str | None:
+    """Say what trainers left behind between two rows, if they did."""
+    if last.states or last.functions:
+        return f"{last.states} states and {last.functions} functions are still alive"
+    if last.maps - first.maps > MORE_MAPS:
+        return f"{last.maps - first.maps} maps of memory more than at first"
+    if last.memory > (1 + MORE_MEMORY) * first.memory:
+        return f"{last.memory - first.memory:.0f} MB more than at first"
+    return None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trainers", type=int, default=400)
+    parser.add_argument("--every", type=int, default=50)
+    args = parser.parse_args()
+    if not 1 <= args.every <= args.trainers:
+        parser.error("expected 1 <= --every <= --trainers")
+    pe.use_cpu_devices(DEVICES)
+    print("| trainers | maps | resident, MB | states alive | functions alive |")
+    print(f"|{'---|' * 5}", flush=True)
+    rows = []
+    for row in run(args.trainers, args.every):
+        rows.append(row)
+        cells = ["-" if math.isnan(x) else f"{x:.0f}" for x in row]
+        print(f"| {' | '.join(cells)} |", flush=True)
+    first, last = rows[0], rows[-1]
+    grown = last.memory / first.memory - 1
+    print(f"\nresident memory: {grown:+.1%} from the first row to the last")
+    if said := complaint(first, last):
+        raise SystemExit(said)
+
+
+if __name__ == "__main__":
+    main()
