@@ -4,7 +4,8 @@
     MNIST_DIR=... UCI_DIR=... python benchmarks/speed.py --json speed.json
 
 Every system is a process of its own (benchmarks/peers) that warms up and then waits.
-Rounds of a fixed number of steps go around the systems of a group; a figure is the
+Rounds of a fixed number of steps go around the systems of a group, in an order drawn
+anew for each, as a system may leave the machine slower for the next; a figure is the
 median over the rounds, in member-images trained per second, or member-rows where the
 data are rows.  In one group a round is a whole job, from the start of its process to
 its end, in seconds.  The last group is for an accelerator, and runs when it is named:
@@ -19,6 +20,7 @@ import contextlib
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -148,8 +150,9 @@ def measure(systems: dict, rounds: int) -> dict:
     """Run rounds in turn; return rates, peak memory and versions by system."""
     peers = {name: start(name, command) for name, command in systems.items()}
     rates = {name: [] for name in peers}
-    for _ in range(rounds):
-        for name, (peer, hello) in peers.items():
+    for number in range(rounds):
+        turns = random.Random(number).sample(list(peers.items()), len(peers))
+        for name, (peer, hello) in turns:
             with contextlib.suppress(BrokenPipeError):  # it has ended: `answer` says so
                 peer.stdin.write("round\n")
                 peer.stdin.flush()
