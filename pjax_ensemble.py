@@ -1658,9 +1658,11 @@ def _lay_batch(batch: PyTree, layout: Layout, *, per_member: bool = False) -> Py
     """
     member, replica = _slots(layout)
     at = (member, replica[:, None]) if per_member else replica
+    sharding = _layout_sharding(layout)
 
     def lay(x):
-        return _split_axis(x, int(per_member), layout.replicas)[at]
+        rows = _split_axis(x, int(per_member), layout.replicas)[at]
+        return jax.device_put(rows, sharding)
 
     return jax.tree.map(lay, batch)
 
@@ -1689,7 +1691,7 @@ def _lay_order(order: np.ndarray, num_rows: int, layout: Layout) -> np.ndarray:
             f"{num_rows - 1}"
         )
     *_, num_steps, size = order.shape
-    order = order.reshape(-1, num_steps, size).astype(np.int32)
+    order = order.reshape(-1, num_steps, size).astype(np.int32, copy=False)
     order = np.pad(order, [(0, 0), (0, -num_steps % _STEPS), (0, 0)])
     (member, replica), rows = _slots(layout), _split_axis(order, 2, layout.replicas)
     if per_member:

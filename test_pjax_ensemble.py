@@ -2267,6 +2267,17 @@ def test_member_with_its_own_batches_is_the_one_trained_alone(members, devices):
         assert_same(trainer, member(ends.params, k), member(one, 0))
 
 
+@pytest.mark.parametrize("per_member", [False, True])
+def test_batch_may_come_from_any_devices(per_member):
+    trainer, placed = net_trainer(5, 3), net_trainer(3, 3).place
+    batch = own_batches(5)[0] if per_member else net_batches(1)[0]
+    ends = []
+    for put in (list, lambda x: jax.device_put(x, jax.devices()[7]), placed):
+        _, state = begin(trainer)
+        ends.append(trainer.update(state, *put(batch), per_member=per_member))
+    assert leaves_equal(ends[0], ends[1]) and leaves_equal(ends[0], ends[2])
+
+
 class Own(NamedTuple):
     """What members differ in, in the tests: each function of the user's uses some."""
 
