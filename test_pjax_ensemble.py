@@ -2012,8 +2012,8 @@ def test_programs_lowered_for_other_platforms_convolve(network, step, predicted)
         raise InterruptedError  # it need not run
 
     form = {"image_shape": (8, 8, 1), "classes": range(4)}
-    made = tm.make_trainer(tm.RECIPES[network], 4, 2, 10, form)
-    made = dataclasses.replace(made, at_once=2)
+    recipe = tm.RECIPES[network]._replace(at_once=2)
+    made = tm.make_trainer(recipe, 4, 2, 10, form)
     state, (images, labels) = made.init(jax.random.key(0)), net_batches(1, 4)[0]
     calls = [(made.update, step, images, labels), (made.predict, predicted, images)]
     calls += [(made.epoch, step, (images, labels), np.arange(4)[None])]
