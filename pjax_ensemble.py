@@ -1873,7 +1873,8 @@ class Trainer:
 
         It depends on that and its `hyper` alone: on CPU it ends in the same bits for
         every number of members and devices with K >= D, and agrees to rounding where it
-        has replicas or `at_once` is above 1.  Leaves of the state are [D, M, ...]; `gather` has them by member.
+        has replicas or `at_once` is above 1.  Leaves of the state are [D, M, ...], and
+        by member in `gather`.
 
         Raises ValueError for what is not one random key, for keys of "rbg" with at_once
         above 1, and for an init_fn that returns other leaves than arrays.
