@@ -1572,10 +1572,15 @@ def _over_devices(f: Callable, layout: Layout, consume: bool) -> Callable:
         donate_argnums=(0,) if consume else (),
     )
 
+    def convert(to, spec, tree):  # by their data: JAX 0.5 does not take typed keys
+        each = functools.partial(_on_data, lambda x: to(x, mesh, spec))
+        return jax.tree.map(each, tree)
+
     def run(*args):  # of several processes, each has its own part of the arrays
-        args = multihost_utils.host_local_array_to_global_array(args, mesh, given)
-        results = program(*args)
-        return multihost_utils.global_array_to_host_local_array(results, mesh, made)
+        to_all = multihost_utils.host_local_array_to_global_array
+        to_own = multihost_utils.global_array_to_host_local_array
+        args = map(functools.partial(convert, to_all), given, args)
+        return convert(to_own, made, program(*args))
 
     return program if jax.process_count() == 1 else run
 
