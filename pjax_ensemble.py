@@ -459,6 +459,7 @@ def dropout(key: Array | None, inputs: Array, rate: Real = 0.5) -> Array:
     if key is None:
         return inputs
     keep = 1 - jnp.asarray(rate, float)
+    # Flat, as in `_he_normal`.
     kept = jax.random.bernoulli(key, keep, (inputs.size,)).reshape(inputs.shape)
     return jnp.where(kept, _times(1 / keep, _floats(inputs)), 0)
 

@@ -2046,6 +2046,10 @@ def test_epoch_is_an_update_for_each_row_of_the_order(members, devices):
     state, again = trainer.epoch(trainer.init(key), image_data(), each)
     assert leaves_equal(trainer.gather(state).params, a.params)
     assert leaves_equal(again, losses)
+    each[1:] = order[::-1]  # the first member's is as it was, the others' are not
+    _, again = trainer.epoch(trainer.init(key), image_data(), each)
+    same = [leaves_equal(*both) for both in zip(again, losses)]
+    assert same == [i == 0 for i in range(members)]
 
 
 @every_layout

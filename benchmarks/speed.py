@@ -11,8 +11,6 @@ data are rows.  In one group a round is a whole job, from the start of its proce
 its end, in seconds.  The last group is for an accelerator, and runs when it is named:
 
     MNIST_DIR=... python benchmarks/speed.py --group 8 --platform cuda
-
-On CPUs it takes a small `--steps` to end soon.
 """
 
 import argparse
@@ -272,9 +270,6 @@ def main() -> None:
         f"{last} is for an accelerator (default: all but {last})",
     )
     parser.add_argument(
-        "--steps", type=int, help="a round, but for whole jobs (default: each its own)"
-    )
-    parser.add_argument(
         "--platform", help="of JAX: cpu, cuda, ... (default: what it finds)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -297,8 +292,6 @@ def main() -> None:
             results[title] = measure_jobs(systems, rounds)
             print_jobs(title, results[title])
         else:
-            if args.steps:
-                systems = {k: f"{v} --steps {args.steps}" for k, v in systems.items()}
             results[title] = measure(systems, 2 if args.quick else args.rounds)
             print_group(title, results[title])
         sys.stdout.flush()

@@ -7,7 +7,6 @@ from the host that `prefetch` makes ahead; `--predict` calls `predict_members` o
 many images.  `--at-once N` computes so many members of a device together.
 """
 
-import dataclasses
 import itertools
 
 import common
@@ -38,14 +37,13 @@ def main():
     keras = args.sync or args.apart
     network = "batchnorm" if keras else "cnn"
     recipe = train_mnist.RECIPES[network]._replace(
-        batch_size=args.batch, max_shift=0, schedule="constant"
+        batch_size=args.batch, max_shift=0, schedule="constant", at_once=args.at_once
     )
     if not keras:
         recipe = recipe._replace(learning_rate=0.1)
     members = 1 if args.sync else args.members
     mnist = common.load_mnist()
     trainer = train_mnist.make_trainer(recipe, members, args.devices, 1, mnist.form())
-    trainer = dataclasses.replace(trainer, at_once=args.at_once)
     host = mnist.train_images, mnist.train_labels
     data = trainer.place(host)
     order = endless_order(len(host[0]), recipe, members)
