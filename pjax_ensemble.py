@@ -55,8 +55,10 @@ import json
 import math
 import operator
 import os
+import signal
 import stat
 import statistics
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -1077,19 +1079,32 @@ def train_state(
     return TrainState(params, optimizer.init(params), model_state, key)
 
 
-def _full_loss(loss_fn: Callable, has_aux: bool, stateful: bool) -> Callable:
+def _full_loss(loss_fn: Callable, hyper: tuple, has_aux: bool, stateful: bool):
     """Give every loss one form.
 
-    (params, model_state, key, *batch) -> (loss, (model_state, aux))
+    (params, model_state, key, *batch) -> (loss, (model_state, aux)), with floats in aux
     """
 
     def loss(params, model_state, key, *batch):
+        model = (params, model_state, key) if stateful else (params,)
+        try:
+            inspect.signature(loss_fn).bind(*model, *batch, *hyper)
+        except TypeError as error:
+            raise ValueError(
+                f"loss_fn: {error}; it is given {len(model)} of params, model_state "
+                f"and key, {len(batch)} of the batch or data, {len(hyper)} of hyper"
+            ) from error
+        result = loss_fn(*model, *batch, *hyper)
+        value, rest = result if has_aux or stateful else (result, ())
         if not stateful:
-            result = loss_fn(params, *batch)
-            value, aux = result if has_aux else (result, ())
-            return value, (model_state, aux)
-        value, rest = loss_fn(params, model_state, key, *batch)
-        return value, (rest if has_aux else (rest, ()))
+            rest = model_state, rest
+        elif not has_aux:
+            rest = rest, ()
+        model_state, aux = rest
+        return value, (
+            model_state,
+            jax.tree.map(_floats, jax.tree.map(jnp.asarray, aux)),
+        )
 
     return loss
 
@@ -1119,15 +1134,21 @@ def _num_parts(batch: PyTree, model_state: PyTree, microbatch: int | str | None)
 
 
 def _make_step(
-    loss_fn, optimizer, axis, groups, *, has_aux, stateful, microbatch, skip_nonfinite
+    loss_fn,
+    optimizer,
+    *hyper,
+    average,
+    has_aux,
+    stateful,
+    microbatch,
+    skip_nonfinite,
 ):
-    """Make the training step: (state, *batch) -> (state, metrics).
+    """Make the training step: (state, part, *batch) -> (state, metrics).
 
-    `axis` names the mapped axis over which the model's replicas stand, each with its
-    part of the batch: all of it, or with `groups`, lists of devices, each of these.
-    None is a model that stands alone.  The options are those of `make_sync_update`.
+    `average` takes a tree's mean over the model's replicas, each of which sees a part
+    of the batch, `part`, a number from 0.  The options are those of `make_sync_update`.
     """
-    loss_fn = _full_loss(loss_fn, has_aux, stateful)
+    loss_fn = _full_loss(loss_fn, hyper, has_aux, stateful)
     loss_and_grads = jax.value_and_grad(loss_fn, has_aux=True)
     if microbatch == "auto" and has_aux:
         raise ValueError(
@@ -1143,12 +1164,7 @@ def _make_step(
     parameters = inspect.signature(optimizer.update).parameters.values()
     takes_value = any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in parameters)
 
-    def average(tree):
-        if axis is None:
-            return tree
-        return lax.pmean(tree, axis, axis_index_groups=groups)
-
-    def step(state, *batch):
+    def step(state, part, *batch):
         params, opt_state, model_state, key = state
         num_parts = _num_parts(batch, model_state, microbatch)
         if stateful:
@@ -1158,17 +1174,14 @@ def _make_step(
                     "train_state(..., key=key)"
                 )
             key, loss_key = jax.random.split(key)
-            replica = 0 if axis is None else lax.axis_index(axis)
-            if groups:
-                replica %= len(groups[0])
 
-        def add(total, numbered_part):
+        def add(total, numbered_rows):
             # Each part of the batch, here or on another replica, draws its own numbers.
-            i, part = numbered_part
-            part_key = None
+            i, rows = numbered_rows
+            rows_key = None
             if stateful:
-                part_key = jax.random.fold_in(loss_key, replica * num_parts + i)
-            result, grads = loss_and_grads(params, model_state, part_key, *part)
+                rows_key = jax.random.fold_in(loss_key, part * num_parts + i)
+            result, grads = loss_and_grads(params, model_state, rows_key, *rows)
             return jax.tree.map(jnp.add, total, grads), result
 
         def mean(x):  # of one part, whatever its type
@@ -1185,6 +1198,15 @@ def _make_step(
         loss, (new_model_state, aux) = jax.tree.map(mean, results)
         grads = jax.tree.map(lambda g: g / num_parts, total)
         grads, loss, aux = average((grads, loss, aux))
+        forms = [
+            jax.tree.map(lambda x: f"{x.dtype}{[*x.shape]}", tree)
+            for tree in (model_state, new_model_state)
+        ]
+        if forms[0] != forms[1]:
+            raise ValueError(
+                f"loss_fn returns a model state of {forms[1]}; expected the form of "
+                f"the one that it is given, {forms[0]}"
+            )
         new_model_state = jax.tree.map(
             # Counts and keys have no mean; replicas advance them alike.
             lambda x: average(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x,
@@ -1228,29 +1250,70 @@ def _check_axes(what, tree, *lengths, expected=_ANY):
     They are as many as `lengths`, by default one, and as long, where that is not None.
     """
     leaves, lengths = jax.tree.leaves(tree), lengths or (None,)
-    for x in leaves:
-        if isinstance(x, np.ndarray) and x.dtype.kind in "OSUMm":
-            raise ValueError(f"the {what} hold {x.dtype}; expected numbers")
-    axes = {np.shape(x)[: len(lengths)] for x in leaves}
+    axes = {tuple(np.shape(x)[: len(lengths)]) for x in leaves}
     first = min(axes, default=())
     fits = all(n in (None, m) for n, m in zip(lengths, first))
     if len(axes) != 1 or len(first) != len(lengths) or not fits:
+        numbers = "; a list holds numbers: numpy.array(...) of it is one leaf"
         raise ValueError(
             f"the first axes of the {what} have lengths {sorted(axes)}; expected "
-            f"{expected}"
+            f"{expected}{numbers if any(map(np.isscalar, leaves)) else ''}"
         )
 
 
-def _check_keys(key_data: Array, alike: bool) -> None:
-    """Raise ValueError unless keys [D] are all of one model, or all different."""
+def _numbers(what: str, x: Any) -> Any:
+    """Return a leaf that is given as NumPy's of a type that JAX has, or as JAX's own.
+
+    Raises ValueError for what is no array of numbers, and for numbers that this type
+    does not hold.
+    """
+    if isinstance(x, Array):
+        return x
+    try:
+        given = np.asarray(x)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ValueError(f"the {what} hold no array of numbers: {error}") from error
+    if given.dtype.kind in "OSUMm" or isinstance(x, np.ma.MaskedArray):
+        kind = "a mask" if isinstance(x, np.ma.MaskedArray) else given.dtype
+        raise ValueError(f"the {what} hold {kind}; expected arrays of numbers")
+    if given.dtype.itemsize < 8:
+        return given
+    with np.errstate(over="ignore"):
+        held = given.astype(jnp.result_type(given), copy=False)
+    lost = (
+        held != given
+        if held.dtype.kind in "iu"
+        else np.isfinite(given) & np.isinf(held)
+    )
+    if held.dtype != given.dtype and lost.any():
+        raise ValueError(
+            f"the {what} hold {given[lost][0]}, beyond {held.dtype}, JAX's type for "
+            f"{given.dtype}; scale or number them anew, or set jax_enable_x64"
+        )
+    return held
+
+
+def _private(what: str, tree: PyTree) -> PyTree:
+    """Copy what is not JAX's: `jax.device_put` may share an array's memory on a CPU."""
+    return jax.tree.map(
+        lambda x: x if isinstance(x, Array) else np.array(_numbers(what, x)), tree
+    )
+
+
+def _check_keys(key_data: Any, members: Sequence[int] | np.ndarray) -> None:
+    """Raise ValueError unless keys [n] are equal where members [n] are, and only so."""
     rows = [row.tobytes() for row in np.asarray(key_data)]
-    for i, first in enumerate(map(rows.index, rows)):
-        if alike and first > 0:
+    first_of_member: dict = {}
+    first_of_key: dict = {}
+    for i, (member, row) in enumerate(zip(members, rows)):
+        first = first_of_member.setdefault(member, i)
+        if rows[first] != row:
             raise ValueError(
-                f"replicas 0 and {i} have different keys, so they would drift apart; "
-                "make them with replicate(train_state(...))"
+                f"replicas {first} and {i} have different keys, so they would drift "
+                "apart; make them with replicate(train_state(...))"
             )
-        if not alike and first < i:
+        first = first_of_key.setdefault(row, i)
+        if members[first] != member:
             raise ValueError(
                 f"members {first} and {i} have equal keys, so they would draw alike; "
                 f"use jax.random.split(key, {len(rows)})"
@@ -1304,17 +1367,25 @@ def gather_processes(x: Any) -> np.ndarray:
 
 
 def _is_key(leaf: Any) -> bool:
-    """Whether a leaf is a typed random key, of `jax.random.key`."""
-    dtype = getattr(leaf, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    """Whether a leaf, or what stands for it, is a typed random key."""
+    ours = isinstance(leaf, (Array, jax.ShapeDtypeStruct))
+    return ours and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _check_usable(state: PyTree) -> None:
-    """Raise ValueError for a state that was consumed."""
-    if any(isinstance(x, Array) and x.is_deleted() for x in jax.tree.leaves(state)):
+def _is_consumed(state: PyTree) -> bool:
+    leaves = jax.tree.leaves(state)
+    return any(isinstance(x, Array) and x.is_deleted() for x in leaves)
+
+
+def _check_form(state: Any) -> None:
+    """Raise ValueError for what is no state, and for one that was consumed."""
+    if getattr(state, "_fields", ()) != TrainState._fields:  # a reloaded module's too
+        raise ValueError(f"the state is {type(state).__name__}; expected a TrainState")
+    if _is_consumed(state):
         raise ValueError(
             "the state was consumed by an earlier update or epoch; go on with the one "
-            "that it returned: state, metrics = update(state, ...)"
+            "that it returned, state, metrics = update(state, ...), which a trainer "
+            "keeps as trainer.latest"
         )
 
 
@@ -1333,50 +1404,71 @@ def _check_apart(state: PyTree) -> None:
         names[buffer] = name
 
 
-def _consuming(program: Callable, admit: Callable) -> Callable:
-    """Guard program(state, *rest) -> (state, metrics), which reuses state's buffers.
+def _is_latest(owner: Any, state: PyTree) -> bool:
+    """Whether a state is what the owner's last step returned."""
+    leaves, kept = jax.tree.leaves(state), jax.tree.leaves(owner.latest)
+    return len(leaves) == len(kept) and all(map(operator.is_, leaves, kept))
 
-    What it would end the process with is a ValueError.  `admit` checks and places a
-    state that is not what the call before returned.
+
+def _consume(owner: Any, program: Callable, state: PyTree, *rest) -> tuple:
+    """Call program(state, *rest) -> (state, metrics), which reuses state's buffers.
+
+    What it would end the process with is a ValueError.  Its state is `owner.latest`
+    before an interrupt can lose it: one that comes while the state changes hands waits
+    until it has done so.  Until then nothing is lost, and compiling may take long.
     """
-    returned: list = []  # weak references to leaves, so that no state is kept
+    if not _is_latest(owner, state):
+        _check_apart(state)
+    handler: Any = signal.getsignal(signal.SIGINT)
+    late: list = []
 
-    def run(state, *rest):
-        _check_usable(state)
-        leaves = jax.tree.leaves(state)
-        known = len(leaves) == len(returned)
-        if not (known and all(ref() is x for ref, x in zip(returned, leaves))):
-            state = admit(state)
-            _check_apart(state)
-        state, metrics = program(state, *rest)
-        returned[:] = map(weakref.ref, jax.tree.leaves(state))
-        return state, metrics
+    def wait(*interrupt):
+        if _is_consumed(state):
+            late.append(interrupt)
+        else:
+            signal.signal(signal.SIGINT, handler)
+            handler(*interrupt)
 
-    return run
+    # Only the main thread is interrupted, and only there can handlers be set.
+    main = threading.current_thread() is threading.main_thread()
+    can_wait = main and callable(handler)
+    try:
+        if can_wait:
+            signal.signal(signal.SIGINT, wait)
+        result = program(state, *rest)
+        vars(owner)["latest"] = result[0]
+    finally:
+        if can_wait:
+            signal.signal(signal.SIGINT, handler)
+    for interrupt in late:
+        handler(*interrupt)
+    return result
 
 
 def _pmap_update(step, axis, replicas):
     """Map the step over the devices; check and place the states that come from afar."""
-    pmapped = jax.pmap(step, axis_name=axis, donate_argnums=0)
-
-    def admit(state):
-        if state.key is not None:
-            keys = _gather_devices(jax.random.key_data(state.key))
-            _check_keys(keys, alike=replicas)
-        num_devices = np.shape(jax.tree.leaves(state)[0])[0]
-        return jax.device_put(state, _device_sharding(num_devices, axis))
-
-    run = _consuming(functools.partial(_run, pmapped, replicas), admit)
+    program = functools.partial(
+        _run, jax.pmap(step, axis_name=axis, donate_argnums=0), replicas
+    )
 
     def update(state, *batch):
         """Take a step: (state, metrics).  `state` is consumed."""
+        _check_form(state)
         expected = (
             "the number of devices in all of them: replicate the state, split or "
             "replicate the batch"
         )
         _check_axes("state and the batch", (state, batch), expected=expected)
-        return run(state, *batch)
+        if not _is_latest(update, state):
+            num_devices = np.shape(jax.tree.leaves(state)[0])[0]
+            if state.key is not None:
+                keys = _gather_devices(jax.random.key_data(state.key))
+                _check_keys(keys, np.zeros(len(keys)) if replicas else range(len(keys)))
+            sharding = _device_sharding(num_devices, axis)
+            state = jax.device_put(_private("state", state), sharding)
+        return _consume(update, program, state, *_private("batch", batch))
 
+    vars(update)["latest"] = None
     return update
 
 
@@ -1428,8 +1520,13 @@ def make_sync_update(
     """
     options: dict = dict(has_aux=has_aux, stateful=stateful, microbatch=microbatch)
     options |= dict(skip_nonfinite=skip_nonfinite)
-    step = _make_step(loss_fn, optimizer, "devices", None, **options)
-    return _pmap_update(step, "devices", replicas=True)
+    average = functools.partial(lax.pmean, axis_name="devices")
+    step = _make_step(loss_fn, optimizer, average=average, **options)
+
+    def sync_step(state, *batch):
+        return step(state, lax.axis_index("devices"), *batch)
+
+    return _pmap_update(sync_step, "devices", replicas=True)
 
 
 def make_ensemble_update(
@@ -1456,8 +1553,12 @@ def make_ensemble_update(
     """
     options: dict = dict(has_aux=has_aux, stateful=stateful, microbatch=microbatch)
     options |= dict(skip_nonfinite=skip_nonfinite)
-    step = _make_step(loss_fn, optimizer, None, None, **options)
-    return _pmap_update(step, "members", replicas=False)
+    step = _make_step(loss_fn, optimizer, average=lambda tree: tree, **options)
+
+    def own_step(state, *batch):
+        return step(state, 0, *batch)
+
+    return _pmap_update(own_step, "members", replicas=False)
 
 
 # ---------------------------------------------------------------------------------
@@ -1532,16 +1633,6 @@ def _check_draws(key: Any, at_once: int) -> None:
         )
 
 
-def _check_state(state: PyTree, layout: Layout, at_once: int = 1) -> PyTree:
-    """Return the state, once it is one of this trainer that was not consumed."""
-    _check_usable(state)
-    axes = layout.devices // jax.process_count(), layout.members_per_device
-    expected = f"this trainer's {axes}: make it with init, or with gather and scatter"
-    _check_axes("state", state, *axes, expected=expected)
-    _check_draws(getattr(state, "key", None), at_once)
-    return state
-
-
 _NO: dict[str, Any] = {}  # arguments
 
 
@@ -1593,8 +1684,7 @@ def _over_members(f: Callable, layout: Layout, consume: bool, at_once: int) -> C
     of_all: the arguments by name, apart by what they belong to.  Leaves of the state,
     of hyper and of of_member are [D, M, ...], of of_device [D, ...]; of_all is the same
     everywhere.  What f returns comes back with leaves [D, M, ...].  `consume` is for
-    training: f returns a state first, for which the buffers of the given one are
-    reused, and replicas wait for each other.
+    training: the state's buffers are reused, and replicas wait for each other.
     """
     together = min(at_once, layout.members_per_device)
     # Alone, not by a vmap of one, whose bits are others.
@@ -1610,9 +1700,7 @@ def _over_members(f: Callable, layout: Layout, consume: bool, at_once: int) -> C
         return lax.map(of_one, (state, hyper, of_member), batch_size=batch_size)
 
     mapped = _over_devices(on_device, layout, consume)
-    run = functools.partial(_run, mapped, consume and layout.replicas > 1)
-    admit = functools.partial(_check_state, layout=layout, at_once=at_once)
-    return _consuming(run, admit) if consume else run
+    return functools.partial(_run, mapped, consume and layout.replicas > 1)
 
 
 def _on_data(function: Callable, leaf: Array) -> Array:
@@ -1623,12 +1711,12 @@ def _on_data(function: Callable, leaf: Array) -> Array:
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
 
 
-def _lay(tree: PyTree, layout: Layout) -> PyTree:
+def _lay(what: str, tree: PyTree, layout: Layout) -> PyTree:
     """Lay members [K, ...] into their slots, [D, M, ...]."""
     member, sharding = _slots(layout)[0], _layout_sharding(layout)
 
     def lay(x):
-        return jax.device_put(np.asarray(x)[member], sharding)
+        return jax.device_put(np.asarray(_numbers(what, x))[member], sharding)
 
     return jax.tree.map(functools.partial(_on_data, lay), tree)
 
@@ -1657,38 +1745,18 @@ def _take(tree: PyTree, layout: Layout) -> PyTree:
     return jax.tree.map(take, tree)
 
 
-def _lay_batch(batch: PyTree, layout: Layout, *, per_member: bool = False) -> PyTree:
-    """Give each device its replica's rows of a batch [B, ...]: [D, B / R, ...].
-
-    With `per_member`, of its members' own batches [K, B, ...]: [D, M, B / R, ...].
-    """
-    member, replica = _slots(layout)
-    at = (member, replica[:, None]) if per_member else replica
-    sharding = _layout_sharding(layout)
-
-    def lay(x):
-        rows = _split_axis(x, int(per_member), layout.replicas)[at]
-        return jax.device_put(rows, sharding)
-
-    return jax.tree.map(lay, batch)
-
-
 _STEPS = 256  # orders are padded to a multiple, so that most share one program
 
 
-def _lay_order(order: np.ndarray, num_rows: int, layout: Layout) -> np.ndarray:
-    """Give each device its replica's part of an order, with steps of zeros to `_STEPS`.
-
-    Of [steps, B], int32 [D, steps, B / R]; of [K, steps, B], [D, M, steps, B / R].
-    """
+def _padded_order(order: np.ndarray, members: int, num_rows: int) -> np.ndarray:
+    """Check an order [steps, B] or [K, steps, B]; add steps of zeros up to `_STEPS`."""
     if not np.issubdtype(order.dtype, np.integer):
         raise ValueError(f"order is {order.dtype}; expected integers, rows of the data")
-    per_member = order.ndim == 3
-    fits = len(order) == layout.members if per_member else order.ndim == 2
+    fits = order.ndim == 2 or (order.ndim == 3 and len(order) == members)
     if not fits or not order.size:
         raise ValueError(
             f"order has shape {order.shape}; expected [steps, B], or [K, steps, B] "
-            f"with K = {layout.members}, and not empty"
+            f"with K = {members}, and not empty"
         )
     # On a device, a row outside the data would be clamped without a word.
     if not 0 <= order.min() <= order.max() < num_rows:
@@ -1696,13 +1764,14 @@ def _lay_order(order: np.ndarray, num_rows: int, layout: Layout) -> np.ndarray:
             f"order holds rows {order.min()} to {order.max()}; the data have rows 0 to "
             f"{num_rows - 1}"
         )
-    *_, num_steps, size = order.shape
-    order = order.reshape(-1, num_steps, size).astype(np.int32, copy=False)
-    order = np.pad(order, [(0, 0), (0, -num_steps % _STEPS), (0, 0)])
-    (member, replica), rows = _slots(layout), _split_axis(order, 2, layout.replicas)
-    if per_member:
-        return rows[member, :, replica[:, None]]
-    return rows[0, :, replica]
+    missing = (0, -order.shape[-2] % _STEPS)
+    order = order.astype(np.int32, copy=False)
+    return np.pad(order, [(0, 0)] * (order.ndim - 2) + [missing, (0, 0)])
+
+
+def _wide(dtype: np.dtype) -> np.dtype:
+    """Return the type of means of numbers: float32, or a wider one that they have."""
+    return dtype if dtype.kind in "fc" and dtype.itemsize > 2 else np.dtype(np.float32)
 
 
 def _scan_first(f: Callable, carry: PyTree, xs: PyTree, count: Array) -> tuple:
@@ -1751,6 +1820,12 @@ def _check_made(made: PyTree, stateful: bool) -> None:
                 f"'{jax.tree_util.keystr(path)}'; expected a tree of arrays: keep "
                 "apart what is none (equinox.partition, flax.nnx.split)"
             )
+
+
+def _weakly(method: Callable) -> Callable:
+    """Return a method that does not hold its trainer, which then goes when let go."""
+    held: Callable = weakref.WeakMethod(method)
+    return lambda *args, **kwargs: held()(*args, **kwargs)
 
 
 # What a device predicts in one call of a program, at most: so many chunks, and about so
@@ -1816,6 +1891,9 @@ class Trainer:
     at_once: int = 1  # members of a device that are computed together
     _hyper: tuple = dataclasses.field(init=False, repr=False)  # laid, if there is one
     _programs: dict = dataclasses.field(init=False, repr=False, default_factory=dict)
+    _warned: set = dataclasses.field(init=False, repr=False, default_factory=set)
+    # The state that the last update or epoch returned, whoever it was lost to.
+    latest: TrainState | None = dataclasses.field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         members = self.layout.members
@@ -1832,7 +1910,7 @@ class Trainer:
                 )
         for i in range(members if hyper else 1):  # raises for what cannot be
             self._make_step(*jax.tree.map(operator.itemgetter(i), hyper))
-        vars(self)["_hyper"] = _lay(hyper, self.layout)
+        vars(self)["_hyper"] = _lay("hyper", hyper, self.layout)
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -1853,23 +1931,50 @@ class Trainer:
         """Call a function of one member for all: see `_over_members`."""
         if f.__name__ not in self._programs:
             how = self.layout, consume, self.at_once
-            self._programs[f.__name__] = _over_members(f, *how)
-        program = self._programs[f.__name__]
-        return program(state, (self._hyper, of_member, of_device), of_all)
+            self._programs[f.__name__] = _over_members(_weakly(f), *how)
+        program, args = self._programs[f.__name__], (self._hyper, of_member, of_device)
+        if consume:
+            return _consume(self, program, state, args, of_all)
+        return program(state, args, of_all)
+
+    def _admit(self, state: TrainState) -> TrainState:
+        """Return a state on the devices, once it is seen to be one of this trainer."""
+        _check_form(state)
+        if _is_latest(self, state):
+            return state
+        (member, _), sharding = _slots(self.layout), _layout_sharding(self.layout)
+        expected = (
+            f"this trainer's {member.shape}: make it with init, or with gather and "
+            "scatter"
+        )
+        _check_axes("state", state, *member.shape, expected=expected)
+        if state.key is not None:
+            _check_draws(state.key, self.at_once)
+            keys = np.asarray(jax.random.key_data(state.key))
+            try:
+                _check_keys(keys.reshape(member.size, -1), member.ravel())
+            except ValueError as error:
+                raise ValueError(
+                    f"a state of another trainer: {error}; {expected}"
+                ) from error
+        return jax.device_put(_private("state", state), sharding)
 
     def _make_optimizer(self, *hyper):
         return self.optimizer(*hyper) if hyper else self.optimizer
 
     def _make_step(self, *hyper):
-        def loss_fn(*args):
-            return self.loss_fn(*args, *hyper)
-
-        axis = _axis(self.layout) if self.layout.replicas > 1 else None
-        groups = np.arange(self.layout.devices).reshape(-1, self.layout.replicas)
+        optimizer = self._make_optimizer(*hyper)
         options = dict(has_aux=self.has_aux, stateful=self.stateful)
         options |= dict(microbatch=self.microbatch, skip_nonfinite=self.skip_nonfinite)
-        optimizer = self._make_optimizer(*hyper)
-        return _make_step(loss_fn, optimizer, axis, groups.tolist(), **options)
+        options["average"] = self._average
+        return _make_step(self.loss_fn, optimizer, *hyper, **options)
+
+    def _average(self, tree):
+        """Take the mean over a member's replicas."""
+        if self.layout.replicas == 1:
+            return tree
+        groups = np.arange(self.layout.devices).reshape(-1, self.layout.replicas)
+        return lax.pmean(tree, _axis(self.layout), axis_index_groups=groups.tolist())
 
     # Making and moving the members.  Beside each method stands its function of one
     # member, mapped over all.
@@ -1918,9 +2023,9 @@ class Trainer:
                     )
             return _take(copies, self.layout)
 
-        _check_state(state, self.layout)
         return jax.tree_util.tree_map_with_path(
-            lambda path, x: _on_data(functools.partial(gather, path), x), state
+            lambda path, x: _on_data(functools.partial(gather, path), x),
+            self._admit(state),
         )
 
     def scatter(self, gathered: TrainState) -> TrainState:
@@ -1929,11 +2034,12 @@ class Trainer:
         They may come from a trainer of as many members on other devices.  Raises
         ValueError for another number of them, or equal keys.
         """
+        _check_form(gathered)
         expected = f"the trainer's {self.members} members"
         _check_axes("members' state", gathered, self.members, expected=expected)
         if gathered.key is not None:
-            _check_keys(jax.random.key_data(gathered.key), alike=False)
-        return _lay(gathered, self.layout)
+            _check_keys(jax.random.key_data(gathered.key), range(self.members))
+        return _lay("members' state", gathered, self.layout)
 
     # Training
 
@@ -1951,19 +2057,48 @@ class Trainer:
         Raises ValueError for a batch that is empty or does not divide over the
         replicas, or into micro-batches.
         """
+        state = self._admit(state)
         if per_member:
             expected = f"arrays [K, B, ...], with K = {self.members} and one B"
             _check_axes("batch", batch, self.members, None, expected=expected)
         else:
             _check_axes("batch", batch)
             self._warn_if_equal(state)
-        laid = {"batch": _lay_batch(batch, self.layout, per_member=per_member)}
-        given = {"of_member" if per_member else "of_device": laid}
+        batch = jax.tree.map(functools.partial(_numbers, "batch"), batch)
+        given = self._deal({"batch": batch}, int(per_member))
         state, metrics = self._map(self._step_one, state, consume=True, **given)
         return state, _take(metrics, self.layout)
 
-    def _step_one(self, state, hyper, batch):
-        return self._make_step(*hyper)(state, *batch)
+    def _step_one(self, state, hyper, batch, part):
+        return self._make_step(*hyper)(state, part, *batch)
+
+    def _deal(self, batch: dict, axis: int) -> dict[str, dict]:
+        """Give each device its part of a batch, as arguments of `_map`.
+
+        Leaves [B, ...] come to [D, B / P, ...], or with axis 1, of each member's own,
+        [K, B, ...] to [D, M, B / P, ...].  There are P = gcd(B, R) parts: where that is
+        fewer than replicas, R / P of these have the same part, and the mean over them
+        is the batch's still.
+        """
+        (member, replica), replicas = _slots(self.layout), self.layout.replicas
+        size = jax.tree.leaves(batch)[0].shape[axis]
+        num_parts = math.gcd(size, replicas)
+        if num_parts < replicas and "parts" not in self._warned and size:
+            self._warned.add("parts")
+            fewer = max(size - size % replicas, replicas)
+            warnings.warn(
+                f"a batch of {size} is divided into {num_parts}, not {replicas} parts "
+                f"for a member's {replicas} replicas, so some do the same work; with "
+                f"multiples of {replicas}, such as {fewer}, none does",
+                stacklevel=3,
+            )
+        part = replica % num_parts
+        at = (member, part[:, None]) if axis else part
+        laid = jax.tree.map(lambda x: _split_axis(x, axis, num_parts)[at], batch)
+        laid = jax.device_put(laid, _layout_sharding(self.layout))
+        if axis:
+            return {"of_member": laid, "of_device": {"part": part}}
+        return {"of_device": {**laid, "part": part}}
 
     def epoch(
         self, state: TrainState, data: tuple | list, order: ArrayLike
@@ -1981,50 +2116,52 @@ class Trainer:
         Raises ValueError for an order that is empty, has rows outside the data or does
         not divide over the replicas, and for data of several lengths.
         """
+        state = self._admit(state)
         if not isinstance(data, (tuple, list)):
             raise ValueError(
                 f"data is {type(data).__name__}; expected a tuple of what loss_fn takes"
             )
         _check_axes("data", data)
-        order, num_rows = np.asarray(order), np.shape(jax.tree.leaves(data)[0])[0]
-        laid = {"order": _lay_order(order, num_rows, self.layout)}
+        num_rows = np.shape(jax.tree.leaves(data)[0])[0]
+        order = np.asarray(_numbers("order", order))
+        rows = _padded_order(order, self.members, num_rows).swapaxes(-1, -2)
         self._warn_if_equal(state, order)
-        num_steps = order.shape[-2]
+        given, num_steps = self._deal({"order": rows}, order.ndim - 2), order.shape[-2]
         of_all = {"data": self.place(tuple(data)), "num_steps": np.int32(num_steps)}
-        given = {"of_member" if order.ndim == 3 else "of_device": laid}
-        given["of_all"] = of_all
-        state, metrics = self._map(self._train_one, state, consume=True, **given)
+        state, metrics = self._map(
+            self._train_one, state, consume=True, of_all=of_all, **given
+        )
         metrics = _take(metrics, self.layout)
         return state, jax.tree.map(lambda x: x[:, :num_steps], metrics)
 
-    def _train_one(self, state, hyper, order, data, num_steps):  # order [steps, b]
+    def _train_one(self, state, hyper, order, part, data, num_steps):
         step = self._make_step(*hyper)
 
         def train_on(state, rows):
-            return step(state, *jax.tree.map(lambda x: x[rows], data))
+            return step(state, part, *jax.tree.map(lambda x: x[rows], data))
 
-        return _scan_first(train_on, state, order, num_steps)
+        return _scan_first(train_on, state, order.T, num_steps)  # order [b, steps]
 
     def place(self, data: PyTree) -> PyTree:
         """Copy data, a tree of arrays [N, ...], to every device in use, all of it.
 
-        Once, and not again in every call of `epoch`: what is there already stays.
+        Once, and not again in every call of `epoch`: what is there already stays.  Each
+        device has a copy of its own, virtual ones too: 100 MiB are 800 on eight.
         """
         mesh = _layout_sharding(self.layout).mesh
         everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        return jax.device_put(data, everywhere)
-
-    @functools.cached_property
-    def _may_stay_equal(self) -> bool:
-        """Whether members may be equal but for weights and orders, until it is said."""
-        return self.members > 1 and self.hyper is None and not self.stateful
+        return jax.device_put(_private("data", data), everywhere)
 
     def _warn_if_equal(self, state, order=()):
+        differ = self.members == 1 or self.hyper is not None or self.stateful
         orders = order if np.ndim(order) == 3 else ()  # each member's own
-        if not self._may_stay_equal or any((x != orders[0]).any() for x in orders):
+        if (
+            differ
+            or "equal" in self._warned
+            or any((x != orders[0]).any() for x in orders)
+        ):
             return
-        vars(self)["_may_stay_equal"] = False
-        _check_state(state, self.layout)
+        self._warned.add("equal")
 
         def equal(leaf):
             return len({x.tobytes() for x in np.asarray(_take(leaf, self.layout))}) == 1
@@ -2051,7 +2188,7 @@ class Trainer:
         """
 
         def mean(x):
-            return x.mean(axis=0, dtype=jnp.promote_types(x.dtype, jnp.float32))
+            return x.mean(axis=0, dtype=_wide(x.dtype))
 
         with np.errstate(invalid="ignore", over="ignore"):
             means = [jax.tree.map(mean, block) for block in self._blocks(state, inputs)]
@@ -2076,13 +2213,13 @@ class Trainer:
         num_rows = np.shape(jax.tree.leaves(inputs)[0])[0]
         if num_rows == 0:
             raise ValueError("the inputs hold no example")
-        _check_state(state, self.layout)
+        state = self._admit(state)
         model = (state.params, state.model_state)[: 1 + self.stateful]
         chunks, replicas = self._block_chunks(model, inputs), self.layout.replicas
         rows, (_, replica) = chunks * self.chunk * replicas, _slots(self.layout)
 
         def deal(start, x):  # zeros fill the last block -> [D, chunks, chunk, ...]
-            x = np.asarray(x[start : start + rows])
+            x = np.asarray(_numbers("inputs", x[start : start + rows]))
             x = np.pad(x, [(0, rows - len(x)), *[(0, 0)] * (x.ndim - 1)])
             x = x.reshape(chunks, replicas, -1, *x.shape[1:])
             return x.swapaxes(0, 1)[replica]
@@ -2118,7 +2255,8 @@ class Trainer:
         """
 
         def shape(x, axes, *first):
-            return jax.ShapeDtypeStruct((*first, *x.shape[axes:]), jnp.result_type(x))
+            x = _numbers("inputs", x if isinstance(x, Array) else x[:1])
+            return jax.ShapeDtypeStruct((*first, *x.shape[axes:]), x.dtype)
 
         chunk = jax.tree.map(lambda x: shape(x, 1, self.chunk), inputs)
         one = jax.tree.map(lambda x: shape(x, 2), (model, self._hyper))
@@ -2129,7 +2267,8 @@ class Trainer:
 
     @functools.cached_property
     def _chunk_shapes(self):
-        return jax.jit(self._predict_chunk).eval_shape  # which keeps what it has traced
+        # It keeps what it has traced.
+        return jax.jit(_weakly(self._predict_chunk)).eval_shape
 
     def _predict_one(self, model, hyper, chunks, count):
         def predict_chunk(_, inputs):
@@ -2138,7 +2277,13 @@ class Trainer:
         return _scan_first(predict_chunk, (), chunks, count)[1]
 
     def _predict_chunk(self, model, hyper, inputs):
-        outputs = self.apply_fn(*model, inputs, *hyper)
+        try:
+            outputs = self.apply_fn(*model, inputs, *hyper)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"apply_fn, of inputs of shapes {jax.tree.map(np.shape, inputs)}: "
+                f"{error}; inputs are [N, ...], one example x is x[None]"
+            ) from error
         logits = isinstance(outputs, Array) and outputs.ndim > 1
         if self.output is jax.nn.softmax and not (logits and outputs.shape[-1] > 1):
             raise ValueError(
@@ -2146,6 +2291,8 @@ class Trainer:
                 "softmax takes logits [B, ..., C]: make the trainer with output=None, "
                 "or with a function of what apply_fn returns"
             )
+        if self.output is jax.nn.softmax:  # so that probabilities sum to 1
+            outputs = outputs.astype(_wide(outputs.dtype))
         outputs = outputs if self.output is None else self.output(outputs)
         expected = f"{self.chunk}, one of each example, in all of them"
         _check_axes("outputs", outputs, self.chunk, expected=expected)
