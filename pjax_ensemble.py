@@ -1079,7 +1079,15 @@ def train_state(
     return TrainState(params, optimizer.init(params), model_state, key)
 
 
-def _full_loss(loss_fn: Callable, hyper: tuple, has_aux: bool, stateful: bool):
+def _call(what: str, given: str, function: Callable, *args) -> Any:
+    """Call what the user gave, or raise ValueError where it takes other arguments."""
+    try:
+        return function(*args)
+    except TypeError as error:
+        raise ValueError(f"{what}: {error}; {given}") from error
+
+
+def _full_loss(loss_fn, hyper, has_aux, stateful) -> Callable:
     """Give every loss one form.
 
     (params, model_state, key, *batch) -> (loss, (model_state, aux)), with floats in aux
@@ -1087,24 +1095,18 @@ def _full_loss(loss_fn: Callable, hyper: tuple, has_aux: bool, stateful: bool):
 
     def loss(params, model_state, key, *batch):
         model = (params, model_state, key) if stateful else (params,)
-        try:
-            inspect.signature(loss_fn).bind(*model, *batch, *hyper)
-        except TypeError as error:
-            raise ValueError(
-                f"loss_fn: {error}; it is given {len(model)} of params, model_state "
-                f"and key, {len(batch)} of the batch or data, {len(hyper)} of hyper"
-            ) from error
-        result = loss_fn(*model, *batch, *hyper)
+        given = (
+            f"it is given {len(batch)} of the batch, after {len(model)} of the model"
+        )
+        result = _call("loss_fn", given, loss_fn, *model, *batch, *hyper)
         value, rest = result if has_aux or stateful else (result, ())
         if not stateful:
             rest = model_state, rest
         elif not has_aux:
             rest = rest, ()
-        model_state, aux = rest
-        return value, (
-            model_state,
-            jax.tree.map(_floats, jax.tree.map(jnp.asarray, aux)),
-        )
+        new_model_state, aux = rest
+        aux = jax.tree.map(lambda x: _floats(jnp.asarray(x)), aux)
+        return value, (new_model_state, aux)
 
     return loss
 
@@ -1134,14 +1136,7 @@ def _num_parts(batch: PyTree, model_state: PyTree, microbatch: int | str | None)
 
 
 def _make_step(
-    loss_fn,
-    optimizer,
-    *hyper,
-    average,
-    has_aux,
-    stateful,
-    microbatch,
-    skip_nonfinite,
+    average, loss_fn, optimizer, hyper, has_aux, stateful, microbatch, skip_nonfinite
 ):
     """Make the training step: (state, part, *batch) -> (state, metrics).
 
@@ -1150,10 +1145,6 @@ def _make_step(
     """
     loss_fn = _full_loss(loss_fn, hyper, has_aux, stateful)
     loss_and_grads = jax.value_and_grad(loss_fn, has_aux=True)
-    if microbatch == "auto" and has_aux:
-        raise ValueError(
-            'microbatch="auto" with has_aux: aux may be no mean; give a number, or None'
-        )
     if microbatch not in (None, "auto"):
         _count("microbatch", microbatch)
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
@@ -1222,13 +1213,12 @@ def _make_step(
         # XLA does not see that it is a loop of one, and so compiles it by itself: else
         # bits would depend on what it is fused with, on how many members there are.
         once = lax.optimization_barrier(1)
-        try:
-            new_params, new_opt_state = lax.fori_loop(0, once, optimize, state[:2])
-        except TypeError as error:
-            raise ValueError(
-                f"the optimizer's update: {error}; it is given gradients, state, "
-                "parameters and, if it takes that, value=loss, and may need no more"
-            ) from error
+        given = (
+            "it is given gradients, state, parameters and, if it takes that, "
+            "value=loss, and may need no more"
+        )
+        loop = lax.fori_loop, 0, once, optimize, state[:2]
+        new_params, new_opt_state = _call("the optimizer's update", given, *loop)
         new = new_params, new_opt_state, new_model_state
         if skip_nonfinite:  # replicas see the same averages, so they skip together
             finite = [jnp.isfinite(x).all() for x in jax.tree.leaves((loss, grads))]
@@ -1261,34 +1251,37 @@ def _check_axes(what, tree, *lengths, expected=_ANY):
         )
 
 
-def _numbers(what: str, x: Any) -> Any:
-    """Return a leaf that is given as NumPy's of a type that JAX has, or as JAX's own.
+def _as_numpy(what: str, x: Any) -> np.ndarray:
+    """Return x as NumPy's, or raise ValueError for what is no array of numbers."""
+    try:
+        array = np.asarray(x)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ValueError(f"the {what} are no array of numbers: {error}") from error
+    if array.dtype.kind in "OSUMm" or isinstance(x, np.ma.MaskedArray):
+        kind = "a mask" if isinstance(x, np.ma.MaskedArray) else array.dtype
+        raise ValueError(f"the {what} hold {kind}; expected numbers")
+    return array
 
-    Raises ValueError for what is no array of numbers, and for numbers that this type
-    does not hold.
+
+def _numbers(what: str, x: Any) -> Any:
+    """Return a leaf as JAX's own, or as NumPy's of a type that JAX has.
+
+    Raises ValueError for numbers that this type does not hold.
     """
     if isinstance(x, Array):
         return x
-    try:
-        given = np.asarray(x)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise ValueError(f"the {what} hold no array of numbers: {error}") from error
-    if given.dtype.kind in "OSUMm" or isinstance(x, np.ma.MaskedArray):
-        kind = "a mask" if isinstance(x, np.ma.MaskedArray) else given.dtype
-        raise ValueError(f"the {what} hold {kind}; expected arrays of numbers")
+    given = _as_numpy(what, x)
     if given.dtype.itemsize < 8:
         return given
     with np.errstate(over="ignore"):
         held = given.astype(jnp.result_type(given), copy=False)
-    lost = (
-        held != given
-        if held.dtype.kind in "iu"
-        else np.isfinite(given) & np.isinf(held)
+    wrong = (
+        held != given if held.dtype.kind in "iu" else np.isinf(held) > np.isinf(given)
     )
-    if held.dtype != given.dtype and lost.any():
+    if wrong.any():
         raise ValueError(
-            f"the {what} hold {given[lost][0]}, beyond {held.dtype}, JAX's type for "
-            f"{given.dtype}; scale or number them anew, or set jax_enable_x64"
+            f"the {what} hold {given[wrong][0]}, beyond {held.dtype}, JAX's type for "
+            f"{given.dtype}; use smaller numbers, or set jax_enable_x64"
         )
     return held
 
@@ -1340,18 +1333,12 @@ def _run(program: Callable, meet: bool, *args) -> Any:
     return result
 
 
-@functools.cache
-def _all_gather() -> Callable:
-    return jax.pmap(lambda x: lax.all_gather(x, "devices"), axis_name="devices")
-
-
 def _gather_devices(x: Array | np.ndarray) -> np.ndarray:
     """Bring [D, ...] to the host from the devices of this and all other processes."""
+    x = np.asarray(x)
     if jax.process_count() == 1:
-        return np.asarray(x)
-    # Done on all devices here before another collective begins: Gloo mixes them up.
-    copies = jax.block_until_ready(_run(_all_gather(), True, x))
-    return np.asarray(unreplicate(copies))
+        return x
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def gather_processes(x: Any) -> np.ndarray:
@@ -1359,11 +1346,7 @@ def gather_processes(x: Any) -> np.ndarray:
 
     Every process has to call it, with the same shape and a dtype that JAX has.
     """
-    x = np.asarray(x)
-    if jax.process_count() == 1:
-        return x[None]
-    devices = jax.local_device_count()
-    return _gather_devices(np.broadcast_to(x, (devices, *x.shape)))[::devices]
+    return _gather_devices(np.asarray(x)[None])
 
 
 def _is_key(leaf: Any) -> bool:
@@ -1445,11 +1428,18 @@ def _consume(owner: Any, program: Callable, state: PyTree, *rest) -> tuple:
     return result
 
 
-def _pmap_update(step, axis, replicas):
+def _make_update(replicas: bool, loss_fn: Callable, *options) -> Callable:
     """Map the step over the devices; check and place the states that come from afar."""
-    program = functools.partial(
-        _run, jax.pmap(step, axis_name=axis, donate_argnums=0), replicas
-    )
+    axis = "devices" if replicas else "members"
+
+    def average(tree):
+        return lax.pmean(tree, axis) if replicas else tree
+
+    step = _make_step(average, loss_fn, *options)
+
+    @functools.partial(jax.pmap, axis_name=axis, donate_argnums=0)
+    def mapped(state, *batch):
+        return step(state, lax.axis_index(axis) if replicas else 0, *batch)
 
     def update(state, *batch):
         """Take a step: (state, metrics).  `state` is consumed."""
@@ -1466,6 +1456,7 @@ def _pmap_update(step, axis, replicas):
                 _check_keys(keys, np.zeros(len(keys)) if replicas else range(len(keys)))
             sharding = _device_sharding(num_devices, axis)
             state = jax.device_put(_private("state", state), sharding)
+        program = functools.partial(_run, mapped, replicas)
         return _consume(update, program, state, *_private("batch", batch))
 
     vars(update)["latest"] = None
@@ -1518,15 +1509,8 @@ def make_sync_update(
     one buffer in two leaves, replicas of unequal keys, micro-batches that do not divide
     the batch or meet a model state, and an optimizer that needs more than it is given.
     """
-    options: dict = dict(has_aux=has_aux, stateful=stateful, microbatch=microbatch)
-    options |= dict(skip_nonfinite=skip_nonfinite)
-    average = functools.partial(lax.pmean, axis_name="devices")
-    step = _make_step(loss_fn, optimizer, average=average, **options)
-
-    def sync_step(state, *batch):
-        return step(state, lax.axis_index("devices"), *batch)
-
-    return _pmap_update(sync_step, "devices", replicas=True)
+    options = loss_fn, optimizer, (), has_aux, stateful, microbatch, skip_nonfinite
+    return _make_update(True, *options)
 
 
 def make_ensemble_update(
@@ -1551,14 +1535,8 @@ def make_ensemble_update(
     Raises ValueError as `make_sync_update` does, and `update` for members of equal keys
     where that refuses replicas of unequal ones.
     """
-    options: dict = dict(has_aux=has_aux, stateful=stateful, microbatch=microbatch)
-    options |= dict(skip_nonfinite=skip_nonfinite)
-    step = _make_step(loss_fn, optimizer, average=lambda tree: tree, **options)
-
-    def own_step(state, *batch):
-        return step(state, 0, *batch)
-
-    return _pmap_update(own_step, "members", replicas=False)
+    options = loss_fn, optimizer, (), has_aux, stateful, microbatch, skip_nonfinite
+    return _make_update(False, *options)
 
 
 # ---------------------------------------------------------------------------------
@@ -1889,7 +1867,7 @@ class Trainer:
     skip_nonfinite: bool = False  # a step that is not finite changes nothing
     chunk: int = 32  # examples that a device predicts at a time
     at_once: int = 1  # members of a device that are computed together
-    _hyper: tuple = dataclasses.field(init=False, repr=False)  # laid, if there is one
+    _hyper: tuple = dataclasses.field(init=False, repr=False, default=())  # laid
     _programs: dict = dataclasses.field(init=False, repr=False, default_factory=dict)
     _warned: set = dataclasses.field(init=False, repr=False, default_factory=set)
     # The state that the last update or epoch returned, whoever it was lost to.
@@ -1903,6 +1881,7 @@ class Trainer:
         if hyper:
             expected = f"arrays [K, ...], an entry for each of the {members} members"
             _check_axes("hyper", hyper, members, expected=expected)
+            vars(self)["_hyper"] = _lay("hyper", hyper, self.layout)
             if not callable(self.optimizer):
                 raise ValueError(
                     f"optimizer is {type(self.optimizer).__name__}; with hyper, "
@@ -1910,7 +1889,6 @@ class Trainer:
                 )
         for i in range(members if hyper else 1):  # raises for what cannot be
             self._make_step(*jax.tree.map(operator.itemgetter(i), hyper))
-        vars(self)["_hyper"] = _lay("hyper", hyper, self.layout)
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -1963,11 +1941,9 @@ class Trainer:
         return self.optimizer(*hyper) if hyper else self.optimizer
 
     def _make_step(self, *hyper):
+        options = self.has_aux, self.stateful, self.microbatch, self.skip_nonfinite
         optimizer = self._make_optimizer(*hyper)
-        options = dict(has_aux=self.has_aux, stateful=self.stateful)
-        options |= dict(microbatch=self.microbatch, skip_nonfinite=self.skip_nonfinite)
-        options["average"] = self._average
-        return _make_step(self.loss_fn, optimizer, *hyper, **options)
+        return _make_step(self._average, self.loss_fn, optimizer, hyper, *options)
 
     def _average(self, tree):
         """Take the mean over a member's replicas."""
@@ -2123,7 +2099,7 @@ class Trainer:
             )
         _check_axes("data", data)
         num_rows = np.shape(jax.tree.leaves(data)[0])[0]
-        order = np.asarray(_numbers("order", order))
+        order = _as_numpy("order", order)
         rows = _padded_order(order, self.members, num_rows).swapaxes(-1, -2)
         self._warn_if_equal(state, order)
         given, num_steps = self._deal({"order": rows}, order.ndim - 2), order.shape[-2]
@@ -2277,13 +2253,9 @@ class Trainer:
         return _scan_first(predict_chunk, (), chunks, count)[1]
 
     def _predict_chunk(self, model, hyper, inputs):
-        try:
-            outputs = self.apply_fn(*model, inputs, *hyper)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"apply_fn, of inputs of shapes {jax.tree.map(np.shape, inputs)}: "
-                f"{error}; inputs are [N, ...], one example x is x[None]"
-            ) from error
+        shapes = jax.tree.map(np.shape, inputs)
+        given = f"of inputs of shapes {shapes}, where one example x is x[None]"
+        outputs = _call("apply_fn", given, self.apply_fn, *model, inputs, *hyper)
         logits = isinstance(outputs, Array) and outputs.ndim > 1
         if self.output is jax.nn.softmax and not (logits and outputs.shape[-1] > 1):
             raise ValueError(
