@@ -1083,7 +1083,7 @@ def _call(what: str, given: str, function: Callable, *args) -> Any:
     """Call what the user gave, or raise ValueError where it takes other arguments."""
     try:
         return function(*args)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{what}: {error}; {given}") from error
 
 
@@ -1256,7 +1256,7 @@ def _as_numpy(what: str, x: Any) -> np.ndarray:
     try:
         array = np.asarray(x)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise ValueError(f"the {what} are no array of numbers: {error}") from error
+        raise ValueError(f"{what} is no array of numbers: {error}") from error
     if array.dtype.kind in "OSUMm" or isinstance(x, np.ma.MaskedArray):
         kind = "a mask" if isinstance(x, np.ma.MaskedArray) else array.dtype
         raise ValueError(f"the {what} hold {kind}; expected numbers")
@@ -1361,9 +1361,14 @@ def _is_consumed(state: PyTree) -> bool:
 
 
 def _check_form(state: Any) -> None:
-    """Raise ValueError for what is no state, and for one that was consumed."""
+    """Raise ValueError for what is no state."""
     if getattr(state, "_fields", ()) != TrainState._fields:  # a reloaded module's too
         raise ValueError(f"the state is {type(state).__name__}; expected a TrainState")
+
+
+def _check_usable(state: Any) -> None:
+    """Raise ValueError for what is no state, and for one that was consumed."""
+    _check_form(state)
     if _is_consumed(state):
         raise ValueError(
             "the state was consumed by an earlier update or epoch; go on with the one "
@@ -1443,7 +1448,7 @@ def _make_update(replicas: bool, loss_fn: Callable, *options) -> Callable:
 
     def update(state, *batch):
         """Take a step: (state, metrics).  `state` is consumed."""
-        _check_form(state)
+        _check_usable(state)
         expected = (
             "the number of devices in all of them: replicate the state, split or "
             "replicate the batch"
@@ -1685,7 +1690,7 @@ def _on_data(function: Callable, leaf: Array) -> Array:
     """Apply a function of an array; to a typed random key, as to the numbers in it."""
     if not _is_key(leaf):
         return function(leaf)
-    data = function(jax.random.key_data(leaf))
+    data = jnp.asarray(function(jax.random.key_data(leaf)))
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
 
 
@@ -1917,7 +1922,7 @@ class Trainer:
 
     def _admit(self, state: TrainState) -> TrainState:
         """Return a state on the devices, once it is seen to be one of this trainer."""
-        _check_form(state)
+        _check_usable(state)
         if _is_latest(self, state):
             return state
         (member, _), sharding = _slots(self.layout), _layout_sharding(self.layout)

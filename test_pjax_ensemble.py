@@ -1510,7 +1510,7 @@ def test_members_equal_those_trained_alone_on_their_own_batches():
 def test_update_takes_every_form_of_loss(way, stateful, has_aux):
     def loss_fn(params, *rest):
         loss = jnp.sum(params * rest[-1].mean())
-        aux = {"loss": loss, "pair": jnp.ones(2)}
+        aux = {"loss": loss, "pair": jnp.ones(2), "right": rest[-1].sum() > 0, "n": 3}
         if stateful:
             return loss, (rest[0] + 1, aux) if has_aux else rest[0] + 1
         return (loss, aux) if has_aux else loss
@@ -1526,6 +1526,8 @@ def test_update_takes_every_form_of_loss(way, stateful, has_aux):
     if has_aux:
         assert_array_equal(aux["loss"], loss)
         assert aux["pair"].shape == (way.members, 2)
+        assert aux["right"].dtype == aux["n"].dtype == np.float32
+        assert (aux["right"] == 1).all() and (aux["n"] == 3).all()
     assert_allclose(end.params, np.full((way.members, 3), 0.5))
     assert_array_equal(end.model_state, np.full(way.members, float(stateful)))
     assert (end.key != before).any(axis=1).all() == stateful
@@ -1584,6 +1586,67 @@ def test_parts_draw_alike_wherever_they_stand(kind, members):
         ends.append(train(way, noisy_loss, first, net_batches(3), **options))
     assert_close(ends[1], ends[0])
     assert_close(ends[2], ends[0])
+
+
+@pytest.mark.parametrize("members, devices, batch", [(1, 8, 12), (2, 6, 16), (1, 3, 1)])
+def test_any_batch_is_the_one_of_a_single_device(members, devices, batch):
+    replicas = devices // members
+    data, keys = image_data(), keys_of(0, members)
+    rows = np.arange(members * batch).reshape(members, 1, batch)
+    own = [x[rows[:, 0]] for x in data]
+    ends = []
+    for count in devices, members:
+        microbatch = batch // math.gcd(batch, replicas)  # each draws its own numbers
+        options = dict(members=members, stateful=True, microbatch=microbatch)
+        trainer = pe.make_trainer(print, noisy_loss, SGD, devices=count, **options)
+        state = trainer.scatter(members_state(keys))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            state, first = trainer.epoch(state, data, rows[0])
+            state, second = trainer.epoch(state, data, rows)
+            state, third = trainer.update(state, *[x[:batch] for x in data])
+            state, fourth = trainer.update(state, *own, per_member=True)
+        ends.append((trainer.gather(state)._replace(key=None), second, third, fourth))
+        if count == devices:  # said once, of the first
+            (message,) = said
+            wanted = f"a batch of {batch} is .* {batch // microbatch}, not {replicas} parts"
+            assert re.match(wanted, str(message.message))
+            assert message.filename == __file__
+    assert not said
+    assert_close(*ends)
+
+
+def aligned(array):
+    """Copy an array to where `jax.device_put` would share its memory."""
+    memory = np.empty(array.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    shared = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    shared[:] = array
+    return shared
+
+
+def placed(x):
+    return net_trainer(1, 2).place(x)
+
+
+def losses_of_an_epoch(x):
+    trainer, state = begin(net_trainer(1, 2))
+    return trainer.epoch(state, (x, image_data()[1]), orders(1)[0])[1]
+
+
+def losses_by_hand(x):
+    update = pe.make_sync_update(net_loss, SGD)
+    state = pe.replicate(pe.train_state(net_init(jax.random.key(0)), SGD), 2)
+    return update(state, *pe.split((x, image_data()[1]), 2))[1]
+
+
+@pytest.mark.parametrize("use", [placed, losses_of_an_epoch, losses_by_hand])
+def test_an_array_that_is_changed_afterwards_changes_nothing(use):
+    x = aligned(image_data()[0])
+    found, expected = use(x), use(image_data()[0])
+    again = use(x)
+    x[:] = 0
+    assert leaves_equal(found, expected) and leaves_equal(again, expected)
 
 
 @every_way
@@ -1698,6 +1761,7 @@ REFUSED_STEPS = [
     (sync, one_number, dict(microbatch="all"), (D, 8), "'all'; expected an int"),
     (sync, one_number, {}, 16, r"axes .* \[\(8,\), \(16,\)\]; expected the number of"),
     (sync, two_numbers, {}, (D, 2), r"axes .* \[\(2,\), \(8,\)\]; expected"),
+    (sync, lambda: one_number().params, {}, (D, 2), "state is ArrayImpl; expected a Tr"),
 ]
 
 
@@ -2537,6 +2601,7 @@ def test_microbatches_are_chosen_by_platform_and_batch(monkeypatch):
     rows, auto = (128, 100, 66, 45, 34, 32, 31, 1), dict(microbatch="auto")
     assert sizes(*rows, **auto) == [32, 25, 22, 45, 17, 32, 31, 1]
     assert sizes(128) == sizes(128, has_aux=True) == [128]
+    assert sizes(128, has_aux=True, **auto) == [32]
     assert sizes(128, stateful=True, **auto) == [128]
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert sizes(128, **auto) == [128]
@@ -2557,12 +2622,12 @@ test_trainer_is_not_made_of = refuses(
     *out_of_range("at_once", None, lambda n: making(at_once=n)(), *NO_COUNTS),
     *out_of_range("microbatch", None, lambda n: making(microbatch=n)(), 0, "all"),
     (making(devices=9), "9 devices are asked for; there are 8"),
-    (making(microbatch="auto", has_aux=True), 'microbatch="auto" with has_aux: aux'),
     (making(optimizer=lambda h: SGD), "optimizer is function; expected one with init"),
     (making(hyper=np.ones(2)), "is Optimizer; with hyper, expected a function"),
     (making(hyper=np.ones(3)), r"\[\(3,\)\]; expected arrays \[K, ...\].* 2 members"),
     (making(hyper=np.array(["a", "b"])), "the hyper hold <U1; expected numbers"),
-    (making(hyper=[0.1, 0.2]), r"the hyper have .*\[\(\)\]; expected arrays"),
+    (making(hyper=[0.1, 0.2]), r"\[\(\)\]; expected arrays .*; a list holds numbers: nu"),
+    (making(hyper=np.array([1, 2**40 + 5])), "hyper hold 1099511627781, beyond int32"),
     (making(hyper=np.array([0.1, -1]), optimizer=pe.sgd), "learning_rate is -1.0; exp"),
 )
 
@@ -2601,6 +2666,7 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
     three, data, rows = other.gather(others), image_data(), np.zeros((1, 4), int)
     equal = three._replace(key=three.key[np.array([0, 1, 0])])
     ten, blind = [x[:10] for x in data], net_trainer(2, D, apply_fn=None)
+    large = np.full(NUM_IMAGES, 2**40)
     own = functools.partial(trainer.update, per_member=True)
     for message, call, *args in [
         ("rows 240 to 240; the data have rows 0 to", trainer.epoch, data, rows + 240),
@@ -2609,10 +2675,16 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         (r"\(2, 0\).* not empty", trainer.epoch, data, np.zeros((2, 0), int)),
         (r"\(4,\); expected \[steps, B\], or", trainer.epoch, data, rows[0]),
         (r"\(3, 1, 4\).*with K = 2", trainer.epoch, data, np.stack([rows] * 3)),
-        ("batch of 3 .*over 4.* multiple of 4, for", trainer.epoch, data, rows[:, :3]),
+        ("order is no array of numbers: .*inhom", trainer.epoch, data, [[0, 1], [2]]),
         ("data is ndarray; expected a tuple of", trainer.epoch, data[0], rows),
+        ("loss_fn: .*'labels'; it is given 1 of the", trainer.epoch, data[:1], rows),
+        ("loss_fn: .*'labels'; it is given 1 of the", trainer.update, data[0]),
+        ("data hold 1099511627776, beyond int32", trainer.epoch, (data[0], large), rows),
         (r"data .*\[\(10,\), \(240,\)\]", trainer.epoch, (data[0], ten[1]), rows),
-        ("batch of 10 .*over 4.*example 8", trainer.update, *ten),
+        ("batch hold 1099511627776, beyond int32", trainer.update, *data[:1], large),
+        (r"batch hold 1e\+300, beyond float32", trainer.update, data[0] + 1e300, large),
+        ("inputs hold a mask; expected numb", trainer.predict, np.ma.array(data[0])),
+        (r"apply_fn: .*\(32, 8, 1\), where one", trainer.predict, data[0][0]),
         ("axes of the batch have lengths", trainer.update, data[0][:8], data[1][:4]),
         (r"\[\(8, 1\)\]; expected this trainer's \(2, 2\)", other.update, *data),
         ("expected this trainer's", other.predict, data[0]),
@@ -2623,10 +2695,13 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         (r"\[\(2, 8\), \(2, 9\)\]; .* one B", own, *(np.ones((2, n)) for n in (8, 9))),
         (r"\[\(2,\)\]; expected arrays \[K, B", own, np.ones(2)),
         (r"\[\(3, 8\)\]; expected arrays \[K, B", own, np.ones((3, 8))),
-        ("batch of 9 .*over 4", own, *[np.ones((2, 9))] * 2),
         ("first axes of the batch", own),
         (r"\(3,\)\]; expected .* 2 members", lambda _: trainer.scatter(three)),
         ("members 0 and 2 have equal keys", lambda _: other.scatter(equal)),
+        ("state is tuple; expected a TrainState", lambda s: trainer.epoch(data, s, rows)),
+        ("state is Net; exp", lambda s: trainer.predict(s.params, data[0])),
+        ("state is Net; exp", lambda s: trainer.scatter(trainer.gather(s).params)),
+        ("state is Net; exp", lambda s: trainer.gather(s.params)),
     ]:
         assert re.search(message, said_by(ValueError, call, state, *args))
     trainer.epoch(state, data, rows)  # nothing was lost
