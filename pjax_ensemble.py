@@ -1446,6 +1446,9 @@ def _make_update(replicas: bool, loss_fn: Callable, *options) -> Callable:
     def mapped(state, *batch):
         return step(state, lax.axis_index(axis) if replicas else 0, *batch)
 
+    def program(*args):
+        return _run(mapped, replicas, *args)
+
     def update(state, *batch):
         """Take a step: (state, metrics).  `state` is consumed."""
         _check_usable(state)
@@ -1461,7 +1464,6 @@ def _make_update(replicas: bool, loss_fn: Callable, *options) -> Callable:
                 _check_keys(keys, np.zeros(len(keys)) if replicas else range(len(keys)))
             sharding = _device_sharding(num_devices, axis)
             state = jax.device_put(_private("state", state), sharding)
-        program = functools.partial(_run, mapped, replicas)
         return _consume(update, program, state, *_private("batch", batch))
 
     vars(update)["latest"] = None
@@ -1683,7 +1685,7 @@ def _over_members(f: Callable, layout: Layout, consume: bool, at_once: int) -> C
         return lax.map(of_one, (state, hyper, of_member), batch_size=batch_size)
 
     mapped = _over_devices(on_device, layout, consume)
-    return functools.partial(_run, mapped, consume and layout.replicas > 1)
+    return lambda *args: _run(mapped, consume and layout.replicas > 1, *args)
 
 
 def _on_data(function: Callable, leaf: Array) -> Array:

@@ -1,9 +1,11 @@
 """Tests of pjax_ensemble.py and train_mnist.py, in the order of their sections."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import errno
 import functools
+import gc
 import gzip
 import hashlib
 import http.client
@@ -29,6 +31,7 @@ import tracemalloc
 import urllib.error
 import urllib.request
 import warnings
+import weakref
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -1602,14 +1605,16 @@ def test_any_batch_is_the_one_of_a_single_device(members, devices, batch):
         state = trainer.scatter(members_state(keys))
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            state, first = trainer.epoch(state, data, rows[0])
+            state, _ = trainer.epoch(state, data, rows[0])
             state, second = trainer.epoch(state, data, rows)
             state, third = trainer.update(state, *[x[:batch] for x in data])
             state, fourth = trainer.update(state, *own, per_member=True)
         ends.append((trainer.gather(state)._replace(key=None), second, third, fourth))
         if count == devices:  # said once, of the first
             (message,) = said
-            wanted = f"a batch of {batch} is .* {batch // microbatch}, not {replicas} parts"
+            wanted = (
+                f"a batch of {batch} is .* {batch // microbatch}, not {replicas} parts"
+            )
             assert re.match(wanted, str(message.message))
             assert message.filename == __file__
     assert not said
@@ -1761,7 +1766,13 @@ REFUSED_STEPS = [
     (sync, one_number, dict(microbatch="all"), (D, 8), "'all'; expected an int"),
     (sync, one_number, {}, 16, r"axes .* \[\(8,\), \(16,\)\]; expected the number of"),
     (sync, two_numbers, {}, (D, 2), r"axes .* \[\(2,\), \(8,\)\]; expected"),
-    (sync, lambda: one_number().params, {}, (D, 2), "state is ArrayImpl; expected a Tr"),
+    (
+        sync,
+        lambda: one_number().params,
+        {},
+        (D, 2),
+        "state is ArrayImpl; expected a Tr",
+    ),
 ]
 
 
@@ -2159,6 +2170,33 @@ AXES = {(4,): net, (2, 2): lambda *args: net(*args).reshape(-1, 2, 2)}
 ROWS_OF = [(1, 4, (4,)), (2, 4, (2, 2)), (5, 3, (4,)), (5, 3, (2, 2))]
 
 
+def test_probabilities_of_half_precision_are_distributions():
+    def half(params, images):
+        return (9 * net(params, images)).astype(jnp.bfloat16)
+
+    trainer, state = begin(net_trainer(2, 2, apply_fn=half))
+    images, labels = image_data()
+    report = pe.ensemble_report(trainer.predict_members(state, images), labels)
+    assert report["ensemble"]["accuracy"] >= 0
+
+
+SMALL_TYPES = ["int4", "uint4", "float8_e4m3fn", "float16", "bfloat16", "bool", "int32"]
+
+
+@pytest.mark.parametrize("name", SMALL_TYPES)
+def test_means_of_any_type_are_of_float32(name):
+    def apply_fn(params, x):
+        return x.astype(name)
+
+    options = dict(members=2, apply_fn=apply_fn, output=None)
+    trainer = pe.make_trainer(lambda _: jnp.ones(1), net_loss, SGD, **options)
+    state, x = trainer.init(jax.random.key(0)), np.array([0, 1, 3])
+    assert trainer.predict_members(state, x).dtype == np.dtype(name)
+    found = trainer.predict(state, x)
+    assert found.dtype == np.float32
+    assert found.tolist() == ([0, 1, 1] if name == "bool" else [0, 1, 3])
+
+
 @pytest.mark.parametrize("members, devices, axes", ROWS_OF)
 def test_predictions_count_each_example_once(members, devices, axes):
     trainer, state = begin(net_trainer(members, devices, chunk=7, apply_fn=AXES[axes]))
@@ -2554,6 +2592,127 @@ def test_members_move_to_any_devices(make):
     assert leaves_equal(eight.gather(eight.scatter(gathered)), gathered)
 
 
+@pytest.mark.parametrize(
+    "ours, theirs", [((4, 2), (3, 2)), ((3, 2), (4, 2)), ((1, 4), (4, 4))]
+)
+def test_a_state_of_another_trainer_is_refused(ours, theirs):
+    trainer, other = net_trainer(*ours), net_trainer(*theirs)
+    state, batch = other.init(jax.random.key(0)), net_batches(1)[0]
+    message = "^a state of another trainer: .* equal keys|.* different keys"
+    for call, *args in (
+        (trainer.update, *batch),
+        (trainer.epoch, image_data(), orders(1)[0]),
+        (trainer.predict, image_data()[0]),
+        (trainer.gather,),
+    ):
+        assert re.match(message, said_by(ValueError, call, state, *args))
+    other.update(state, *batch)  # nothing was lost
+
+
+def test_a_state_that_lies_elsewhere_is_placed():
+    trainer, state = begin(net_trainer(3, 2))
+    batch, inputs = net_batches(1)[0], image_data()[0][:40]
+    host = jax.tree.map(np.asarray, state._replace(key=jax.random.key_data(state.key)))
+    averaged = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), host)
+    one = jax.device_put(averaged, jax.devices()[1])
+    expected = trainer.predict(state, inputs)
+    after = trainer.gather(trainer.update(state, *batch)[0])
+    for other in (host, averaged, one):
+        assert leaves_equal(trainer.predict(other, inputs), expected)
+        assert leaves_equal(trainer.gather(other).params, trainer.gather(host).params)
+        ended, _ = trainer.epoch(other, batch, np.arange(16)[None])
+        assert leaves_equal(trainer.gather(ended)[:3], after[:3])
+    assert np.isfinite(host.params.dense.weight).all()
+    update = pe.make_sync_update(net_loss, SGD)
+    update(jax.tree.map(np.asarray, one_net()), *pe.split(net_batches(1)[0]))
+
+
+def one_net():
+    return pe.replicate(pe.train_state(net_init(jax.random.key(0)), SGD))
+
+
+def test_torch_tensors_are_taken_as_data():
+    torch = pytest.importorskip("torch")
+    trainer, state = begin(net_trainer(2, 2))
+    tensors, order = [torch.tensor(x) for x in image_data()], orders(1)[0]
+    expected = trainer.predict(state, tensors[0].numpy())
+    assert leaves_equal(trainer.predict(state, tensors[0]), expected)
+    ends = [trainer.epoch(begin(trainer)[1], x, order) for x in (tensors, image_data())]
+    assert leaves_equal(*ends)
+    ends = [trainer.update(begin(trainer)[1], *x) for x in (tensors, image_data())]
+    assert leaves_equal(*ends)
+
+
+@contextlib.contextmanager
+def interrupts(before, after):
+    """Send SIGINT so often before and after a program is called; count the latter."""
+    run, after_it = pe._run, []
+
+    def interrupted(*args):
+        for _ in range(before):
+            signal.raise_signal(signal.SIGINT)
+        result = run(*args)
+        for _ in range(after):
+            signal.raise_signal(signal.SIGINT)
+            after_it.append("went on")
+        return result
+
+    with mock.patch.object(pe, "_run", interrupted):
+        yield after_it
+
+
+@pytest.mark.parametrize("kind", ["trainer", "by hand"])
+def test_an_interrupt_loses_no_state(kind):
+    (batch,) = net_batches(1)
+    with interrupts(0, 0):  # before anything is made of it
+        if kind == "trainer":
+            owner, state = begin(net_trainer.__wrapped__(2, 2))
+            call = owner.update
+        else:
+            owner = call = pe.make_sync_update(net_loss, SGD)
+            state, batch = one_net(), pe.split(batch)
+    assert owner.latest is None
+    expected, _ = call(jax.tree.map(jnp.copy, state), *batch)
+    assert owner.latest is expected
+    with interrupts(1, 0), pytest.raises(KeyboardInterrupt):
+        call(state, *batch)
+    assert owner.latest is expected  # and the state is as it was
+    with interrupts(0, 2) as went_on, pytest.raises(KeyboardInterrupt):
+        call(state, *batch)
+    assert len(went_on) == 2
+    assert "latest" in said_by(ValueError, call, state, *batch)
+    assert leaves_equal(owner.latest.params, expected.params)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_other_handlers_of_interrupts_and_other_threads_go_on():
+    trainer, state = begin(net_trainer(2, 2))
+    (batch,), received = net_batches(1), []
+    old = signal.signal(signal.SIGINT, lambda *args: received.append(args))
+    try:
+        with interrupts(1, 1):
+            state, _ = trainer.update(state, *batch)
+    finally:
+        signal.signal(signal.SIGINT, old)
+    assert len(received) == 2 and trainer.latest is state
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # where no handler can be set
+        state, _ = pool.submit(trainer.update, state, *batch).result()
+    assert trainer.latest is state
+
+
+def test_a_trainer_that_is_gone_takes_its_state_along():
+    trainer, state = begin(net_trainer.__wrapped__(2, 4))
+    state, _ = trainer.epoch(state, image_data(), orders(1)[0])
+    trainer.predict(state, image_data()[0])
+    held = weakref.ref(trainer.latest.params.dense.weight), weakref.ref(trainer)
+    gc.disable()
+    try:
+        del trainer, state
+        assert [ref() for ref in held] == [None, None]
+    finally:
+        gc.enable()
+
+
 def test_gather_names_the_leaf_and_device_of_a_replica_that_differs():
     trainer, state = begin(net_trainer(2, 4))
     bias = state.params.dense.bias
@@ -2566,6 +2725,23 @@ def test_gather_names_the_leaf_and_device_of_a_replica_that_differs():
     there, here = jax.devices()[3], jax.devices()[2]
     message = rf"\.dense\.bias on device {there} .* {here}"
     assert re.search(message, said_by(RuntimeError, trainer.gather, state))
+
+
+def test_a_model_state_keeps_its_form():
+    trainer = pe.make_trainer(
+        lambda key: (net_init(key), {"count": jnp.int32(0)}),
+        lambda params, old, *rest: (net_loss(params, *rest[1:]), {"count": 0.5}),
+        SGD,
+        members=2,
+        stateful=True,
+    )
+    state = trainer.init(jax.random.key(0))
+    message = r"model state of \{'count': 'float32\[\]'\}; .*is given, .*int32\[\]"
+    for call, *args in (
+        (trainer.update, *net_batches(1)[0]),
+        (trainer.epoch, image_data(), orders(1)[0]),
+    ):
+        assert re.search(message, said_by(ValueError, call, state, *args))
 
 
 def test_epoch_returns_aux_of_each_member():
@@ -2626,7 +2802,10 @@ test_trainer_is_not_made_of = refuses(
     (making(hyper=np.ones(2)), "is Optimizer; with hyper, expected a function"),
     (making(hyper=np.ones(3)), r"\[\(3,\)\]; expected arrays \[K, ...\].* 2 members"),
     (making(hyper=np.array(["a", "b"])), "the hyper hold <U1; expected numbers"),
-    (making(hyper=[0.1, 0.2]), r"\[\(\)\]; expected arrays .*; a list holds numbers: nu"),
+    (
+        making(hyper=[0.1, 0.2]),
+        r"\[\(\)\]; expected arrays .*; a list holds numbers: nu",
+    ),
     (making(hyper=np.array([1, 2**40 + 5])), "hyper hold 1099511627781, beyond int32"),
     (making(hyper=np.array([0.1, -1]), optimizer=pe.sgd), "learning_rate is -1.0; exp"),
 )
@@ -2679,7 +2858,12 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         ("data is ndarray; expected a tuple of", trainer.epoch, data[0], rows),
         ("loss_fn: .*'labels'; it is given 1 of the", trainer.epoch, data[:1], rows),
         ("loss_fn: .*'labels'; it is given 1 of the", trainer.update, data[0]),
-        ("data hold 1099511627776, beyond int32", trainer.epoch, (data[0], large), rows),
+        (
+            "data hold 1099511627776, beyond int32",
+            trainer.epoch,
+            (data[0], large),
+            rows,
+        ),
         (r"data .*\[\(10,\), \(240,\)\]", trainer.epoch, (data[0], ten[1]), rows),
         ("batch hold 1099511627776, beyond int32", trainer.update, *data[:1], large),
         (r"batch hold 1e\+300, beyond float32", trainer.update, data[0] + 1e300, large),
@@ -2698,7 +2882,10 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         ("first axes of the batch", own),
         (r"\(3,\)\]; expected .* 2 members", lambda _: trainer.scatter(three)),
         ("members 0 and 2 have equal keys", lambda _: other.scatter(equal)),
-        ("state is tuple; expected a TrainState", lambda s: trainer.epoch(data, s, rows)),
+        (
+            "state is tuple; expected a TrainState",
+            lambda s: trainer.epoch(data, s, rows),
+        ),
         ("state is Net; exp", lambda s: trainer.predict(s.params, data[0])),
         ("state is Net; exp", lambda s: trainer.scatter(trainer.gather(s).params)),
         ("state is Net; exp", lambda s: trainer.gather(s.params)),
