@@ -1095,9 +1095,7 @@ def _full_loss(loss_fn, hyper, has_aux, stateful) -> Callable:
 
     def loss(params, model_state, key, *batch):
         model = (params, model_state, key) if stateful else (params,)
-        given = (
-            f"it is given {len(batch)} of the batch, after {len(model)} of the model"
-        )
+        given = f"it is given {len(batch)} of the batch or data"
         result = _call("loss_fn", given, loss_fn, *model, *batch, *hyper)
         value, rest = result if has_aux or stateful else (result, ())
         if not stateful:
@@ -1135,14 +1133,20 @@ def _num_parts(batch: PyTree, model_state: PyTree, microbatch: int | str | None)
     return rows // microbatch
 
 
-def _make_step(
-    average, loss_fn, optimizer, hyper, has_aux, stateful, microbatch, skip_nonfinite
-):
+def _form(tree: PyTree) -> PyTree:
+    """Name type and shape of every leaf."""
+    return jax.tree.map(lambda x: f"{x.dtype}{[*x.shape]}", tree)
+
+
+def _make_step(axis, groups, loss_fn, optimizer, hyper, *options) -> Callable:
     """Make the training step: (state, part, *batch) -> (state, metrics).
 
-    `average` takes a tree's mean over the model's replicas, each of which sees a part
-    of the batch, `part`, a number from 0.  The options are those of `make_sync_update`.
+    `axis` names the mapped axis over which the model's replicas stand, all of it, or
+    with `groups`, lists of devices, each of these; None is a model that stands alone.
+    A replica sees a part of the batch, and `part` is its number, from 0.  The options
+    are those of `make_sync_update`, in their order.
     """
+    has_aux, stateful, microbatch, skip_nonfinite = options
     loss_fn = _full_loss(loss_fn, hyper, has_aux, stateful)
     loss_and_grads = jax.value_and_grad(loss_fn, has_aux=True)
     if microbatch not in (None, "auto"):
@@ -1154,6 +1158,11 @@ def _make_step(
         )
     parameters = inspect.signature(optimizer.update).parameters.values()
     takes_value = any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+    def average(tree):
+        if axis is None:
+            return tree
+        return lax.pmean(tree, axis, axis_index_groups=groups)
 
     def step(state, part, *batch):
         params, opt_state, model_state, key = state
@@ -1189,14 +1198,11 @@ def _make_step(
         loss, (new_model_state, aux) = jax.tree.map(mean, results)
         grads = jax.tree.map(lambda g: g / num_parts, total)
         grads, loss, aux = average((grads, loss, aux))
-        forms = [
-            jax.tree.map(lambda x: f"{x.dtype}{[*x.shape]}", tree)
-            for tree in (model_state, new_model_state)
-        ]
-        if forms[0] != forms[1]:
+        old_form, new_form = map(_form, (model_state, new_model_state))
+        if old_form != new_form:
             raise ValueError(
-                f"loss_fn returns a model state of {forms[1]}; expected the form of "
-                f"the one that it is given, {forms[0]}"
+                f"loss_fn makes a model state of {new_form} of one of {old_form}; "
+                "return it in the form in which it is given"
             )
         new_model_state = jax.tree.map(
             # Counts and keys have no mean; replicas advance them alike.
@@ -1218,8 +1224,7 @@ def _make_step(
             "value=loss, and may need no more"
         )
         loop = lax.fori_loop, 0, once, optimize, state[:2]
-        new_params, new_opt_state = _call("the optimizer's update", given, *loop)
-        new = new_params, new_opt_state, new_model_state
+        new = *_call("the optimizer's update", given, *loop), new_model_state
         if skip_nonfinite:  # replicas see the same averages, so they skip together
             finite = [jnp.isfinite(x).all() for x in jax.tree.leaves((loss, grads))]
             ok, old = jnp.stack(finite).all(), (params, opt_state, model_state)
@@ -1251,33 +1256,24 @@ def _check_axes(what, tree, *lengths, expected=_ANY):
         )
 
 
-def _as_numpy(what: str, x: Any) -> np.ndarray:
-    """Return x as NumPy's, or raise ValueError for what is no array of numbers."""
-    try:
-        array = np.asarray(x)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise ValueError(f"{what} is no array of numbers: {error}") from error
-    if array.dtype.kind in "OSUMm" or isinstance(x, np.ma.MaskedArray):
-        kind = "a mask" if isinstance(x, np.ma.MaskedArray) else array.dtype
-        raise ValueError(f"the {what} hold {kind}; expected numbers")
-    return array
-
-
 def _numbers(what: str, x: Any) -> Any:
     """Return a leaf as JAX's own, or as NumPy's of a type that JAX has.
 
-    Raises ValueError for numbers that this type does not hold.
+    Raises ValueError for what is no array of numbers, and for those that change so.
     """
     if isinstance(x, Array):
         return x
-    given = _as_numpy(what, x)
+    try:
+        given = np.asarray(x)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{what} is no array of numbers: {error}") from error
+    if given.dtype.kind in "OSUMm" or isinstance(x, np.ma.MaskedArray):
+        kind = "a mask" if isinstance(x, np.ma.MaskedArray) else given.dtype
+        raise ValueError(f"the {what} hold {kind}; expected numbers")
     if given.dtype.itemsize < 8:
         return given
-    with np.errstate(over="ignore"):
-        held = given.astype(jnp.result_type(given), copy=False)
-    wrong = (
-        held != given if held.dtype.kind in "iu" else np.isinf(held) > np.isinf(given)
-    )
+    held = given.astype(jnp.result_type(given), copy=False)
+    wrong = held != given if held.dtype.kind in "iu" else np.zeros(0, bool)
     if wrong.any():
         raise ValueError(
             f"the {what} hold {given[wrong][0]}, beyond {held.dtype}, JAX's type for "
@@ -1433,21 +1429,17 @@ def _consume(owner: Any, program: Callable, state: PyTree, *rest) -> tuple:
     return result
 
 
-def _make_update(replicas: bool, loss_fn: Callable, *options) -> Callable:
+def _make_update(replicas: bool, *args) -> Callable:
     """Map the step over the devices; check and place the states that come from afar."""
     axis = "devices" if replicas else "members"
 
-    def average(tree):
-        return lax.pmean(tree, axis) if replicas else tree
+    step = _make_step(axis if replicas else None, None, *args)
 
-    step = _make_step(average, loss_fn, *options)
-
-    @functools.partial(jax.pmap, axis_name=axis, donate_argnums=0)
-    def mapped(state, *batch):
+    def on_device(state, *batch):
         return step(state, lax.axis_index(axis) if replicas else 0, *batch)
 
-    def program(*args):
-        return _run(mapped, replicas, *args)
+    pmapped = jax.pmap(on_device, axis_name=axis, donate_argnums=0)
+    program = functools.partial(_run, pmapped, replicas)
 
     def update(state, *batch):
         """Take a step: (state, metrics).  `state` is consumed."""
@@ -1685,7 +1677,7 @@ def _over_members(f: Callable, layout: Layout, consume: bool, at_once: int) -> C
         return lax.map(of_one, (state, hyper, of_member), batch_size=batch_size)
 
     mapped = _over_devices(on_device, layout, consume)
-    return lambda *args: _run(mapped, consume and layout.replicas > 1, *args)
+    return functools.partial(_run, mapped, consume and layout.replicas > 1)
 
 
 def _on_data(function: Callable, leaf: Array) -> Array:
@@ -1733,10 +1725,14 @@ def _take(tree: PyTree, layout: Layout) -> PyTree:
 _STEPS = 256  # orders are padded to a multiple, so that most share one program
 
 
-def _padded_order(order: np.ndarray, members: int, num_rows: int) -> np.ndarray:
-    """Check an order [steps, B] or [K, steps, B]; add steps of zeros up to `_STEPS`."""
-    if not np.issubdtype(order.dtype, np.integer):
-        raise ValueError(f"order is {order.dtype}; expected integers, rows of the data")
+def _padded(order: Any, members: int, num_rows: int) -> tuple[np.ndarray, int]:
+    """Check an order [steps, B] or [K, steps, B]; return it as int32, and its steps.
+
+    Steps of zeros are added, up to a multiple of `_STEPS`.
+    """
+    order = np.asarray(_numbers("order", order))
+    if order.dtype.kind not in "iu":
+        raise ValueError("order holds no integers; expected rows of the data")
     fits = order.ndim == 2 or (order.ndim == 3 and len(order) == members)
     if not fits or not order.size:
         raise ValueError(
@@ -1749,9 +1745,9 @@ def _padded_order(order: np.ndarray, members: int, num_rows: int) -> np.ndarray:
             f"order holds rows {order.min()} to {order.max()}; the data have rows 0 to "
             f"{num_rows - 1}"
         )
-    missing = (0, -order.shape[-2] % _STEPS)
-    order = order.astype(np.int32, copy=False)
-    return np.pad(order, [(0, 0)] * (order.ndim - 2) + [missing, (0, 0)])
+    num_steps, axes = order.shape[-2], [(0, 0)] * order.ndim
+    axes[-2] = 0, -num_steps % _STEPS
+    return np.pad(order.astype(np.int32, copy=False), axes), num_steps
 
 
 def _wide(dtype: np.dtype) -> np.dtype:
@@ -1777,18 +1773,6 @@ def _scan_first(f: Callable, carry: PyTree, xs: PyTree, count: Array) -> tuple:
     length = len(jax.tree.leaves(xs)[0])
     ys = jax.tree.map(lambda y: jnp.zeros((length, *y.shape), y.dtype), shapes)
     return lax.fori_loop(0, count, advance, (carry, ys))
-
-
-def _check_seed(key: Any) -> None:
-    """Raise ValueError unless key is one random key."""
-    try:
-        jax.random.split(key)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"key is {getattr(key, 'dtype', type(key).__name__)} of shape "
-            f"{np.shape(key)}; expected one random key, from which every member's is "
-            "made, such as jax.random.key(0)"
-        ) from error
 
 
 def _check_made(made: PyTree, stateful: bool) -> None:
@@ -1948,16 +1932,11 @@ class Trainer:
         return self.optimizer(*hyper) if hyper else self.optimizer
 
     def _make_step(self, *hyper):
-        options = self.has_aux, self.stateful, self.microbatch, self.skip_nonfinite
-        optimizer = self._make_optimizer(*hyper)
-        return _make_step(self._average, self.loss_fn, optimizer, hyper, *options)
-
-    def _average(self, tree):
-        """Take the mean over a member's replicas."""
-        if self.layout.replicas == 1:
-            return tree
+        axis = _axis(self.layout) if self.layout.replicas > 1 else None
         groups = np.arange(self.layout.devices).reshape(-1, self.layout.replicas)
-        return lax.pmean(tree, _axis(self.layout), axis_index_groups=groups.tolist())
+        args = groups.tolist(), self.loss_fn, self._make_optimizer(*hyper), hyper
+        options = self.has_aux, self.stateful, self.microbatch, self.skip_nonfinite
+        return _make_step(axis, *args, *options)
 
     # Making and moving the members.  Beside each method stands its function of one
     # member, mapped over all.
@@ -1973,7 +1952,8 @@ class Trainer:
         Raises ValueError for what is not one random key, for keys of "rbg" with at_once
         above 1, and for an init_fn that returns other leaves than arrays.
         """
-        _check_seed(key)
+        expected = "expected one random key, such as jax.random.key(0), for all members"
+        _call("key", expected, jax.random.split, key)
         _check_draws(key, self.at_once)
         member, _ = _slots(self.layout)
         numbers = {"number": member}
@@ -2047,7 +2027,6 @@ class Trainer:
         else:
             _check_axes("batch", batch)
             self._warn_if_equal(state)
-        batch = jax.tree.map(functools.partial(_numbers, "batch"), batch)
         given = self._deal({"batch": batch}, int(per_member))
         state, metrics = self._map(self._step_one, state, consume=True, **given)
         return state, _take(metrics, self.layout)
@@ -2077,8 +2056,11 @@ class Trainer:
             )
         part = replica % num_parts
         at = (member, part[:, None]) if axis else part
-        laid = jax.tree.map(lambda x: _split_axis(x, axis, num_parts)[at], batch)
-        laid = jax.device_put(laid, _layout_sharding(self.layout))
+
+        def lay(x):
+            return _split_axis(_numbers("batch", x), axis, num_parts)[at]
+
+        laid = jax.device_put(jax.tree.map(lay, batch), _layout_sharding(self.layout))
         if axis:
             return {"of_member": laid, "of_device": {"part": part}}
         return {"of_device": {**laid, "part": part}}
@@ -2106,10 +2088,9 @@ class Trainer:
             )
         _check_axes("data", data)
         num_rows = np.shape(jax.tree.leaves(data)[0])[0]
-        order = _as_numpy("order", order)
-        rows = _padded_order(order, self.members, num_rows).swapaxes(-1, -2)
-        self._warn_if_equal(state, order)
-        given, num_steps = self._deal({"order": rows}, order.ndim - 2), order.shape[-2]
+        rows, num_steps = _padded(order, self.members, num_rows)
+        self._warn_if_equal(state, rows)
+        given = self._deal({"order": rows.swapaxes(-1, -2)}, rows.ndim - 2)
         of_all = {"data": self.place(tuple(data)), "num_steps": np.int32(num_steps)}
         state, metrics = self._map(
             self._train_one, state, consume=True, of_all=of_all, **given
@@ -2136,13 +2117,10 @@ class Trainer:
         return jax.device_put(_private("data", data), everywhere)
 
     def _warn_if_equal(self, state, order=()):
-        differ = self.members == 1 or self.hyper is not None or self.stateful
+        cannot = self.members == 1 or self.hyper is not None or self.stateful
+        cannot = cannot or "equal" in self._warned
         orders = order if np.ndim(order) == 3 else ()  # each member's own
-        if (
-            differ
-            or "equal" in self._warned
-            or any((x != orders[0]).any() for x in orders)
-        ):
+        if cannot or any((x != orders[0]).any() for x in orders):
             return
         self._warned.add("equal")
 
@@ -2263,14 +2241,14 @@ class Trainer:
         shapes = jax.tree.map(np.shape, inputs)
         given = f"of inputs of shapes {shapes}, where one example x is x[None]"
         outputs = _call("apply_fn", given, self.apply_fn, *model, inputs, *hyper)
-        logits = isinstance(outputs, Array) and outputs.ndim > 1
-        if self.output is jax.nn.softmax and not (logits and outputs.shape[-1] > 1):
-            raise ValueError(
-                f"apply_fn returns shapes {jax.tree.map(np.shape, outputs)}; the "
-                "softmax takes logits [B, ..., C]: make the trainer with output=None, "
-                "or with a function of what apply_fn returns"
-            )
-        if self.output is jax.nn.softmax:  # so that probabilities sum to 1
+        if self.output is jax.nn.softmax:
+            logits = isinstance(outputs, Array) and outputs.ndim > 1
+            if not (logits and outputs.shape[-1] > 1):
+                raise ValueError(
+                    f"apply_fn returns shapes {jax.tree.map(np.shape, outputs)}; the "
+                    "softmax takes logits [B, ..., C]: make the trainer with "
+                    "output=None, or with a function of what apply_fn returns"
+                )
             outputs = outputs.astype(_wide(outputs.dtype))
         outputs = outputs if self.output is None else self.output(outputs)
         expected = f"{self.chunk}, one of each example, in all of them"

@@ -28,6 +28,7 @@ import tempfile
 import threading
 import time
 import tracemalloc
+import types
 import urllib.error
 import urllib.request
 import warnings
@@ -2643,58 +2644,60 @@ def test_torch_tensors_are_taken_as_data():
     assert leaves_equal(*ends)
 
 
-@contextlib.contextmanager
-def interrupts(before, after):
-    """Send SIGINT so often before and after a program is called; count the latter."""
-    run, after_it = pe._run, []
+@pytest.fixture
+def interrupts(monkeypatch):
+    """Send SIGINT so often before and after programs that are made now; count these."""
+    run, times = pe._run, types.SimpleNamespace(before=0, after=0, ended=0)
 
     def interrupted(*args):
-        for _ in range(before):
+        for _ in range(times.before):
             signal.raise_signal(signal.SIGINT)
         result = run(*args)
-        for _ in range(after):
+        for _ in range(times.after):
             signal.raise_signal(signal.SIGINT)
-            after_it.append("went on")
+        times.ended += 1
         return result
 
-    with mock.patch.object(pe, "_run", interrupted):
-        yield after_it
+    monkeypatch.setattr(pe, "_run", interrupted)
+    return times
 
 
 @pytest.mark.parametrize("kind", ["trainer", "by hand"])
-def test_an_interrupt_loses_no_state(kind):
+def test_an_interrupt_loses_no_state(kind, interrupts):
     (batch,) = net_batches(1)
-    with interrupts(0, 0):  # before anything is made of it
-        if kind == "trainer":
-            owner, state = begin(net_trainer.__wrapped__(2, 2))
-            call = owner.update
-        else:
-            owner = call = pe.make_sync_update(net_loss, SGD)
-            state, batch = one_net(), pe.split(batch)
+    if kind == "trainer":
+        owner, state = begin(net_trainer.__wrapped__(2, 2))
+        call = owner.update
+    else:
+        owner = call = pe.make_sync_update(net_loss, SGD)
+        state, batch = one_net(), pe.split(batch)
     assert owner.latest is None
     expected, _ = call(jax.tree.map(jnp.copy, state), *batch)
     assert owner.latest is expected
-    with interrupts(1, 0), pytest.raises(KeyboardInterrupt):
+    ended, interrupts.before = interrupts.ended, 1
+    with pytest.raises(KeyboardInterrupt):
         call(state, *batch)
-    assert owner.latest is expected  # and the state is as it was
-    with interrupts(0, 2) as went_on, pytest.raises(KeyboardInterrupt):
+    # At once, and the state is as it was.
+    assert owner.latest is expected and interrupts.ended == ended
+    interrupts.before, interrupts.after = 0, 2
+    with pytest.raises(KeyboardInterrupt):
         call(state, *batch)
-    assert len(went_on) == 2
+    assert interrupts.ended == ended + 1  # and not before its end
     assert "latest" in said_by(ValueError, call, state, *batch)
     assert leaves_equal(owner.latest.params, expected.params)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_other_handlers_of_interrupts_and_other_threads_go_on():
-    trainer, state = begin(net_trainer(2, 2))
-    (batch,), received = net_batches(1), []
+def test_other_handlers_of_interrupts_and_other_threads_go_on(interrupts):
+    trainer, state = begin(net_trainer.__wrapped__(2, 2))
+    (batch,), received, interrupts.before, interrupts.after = net_batches(1), [], 1, 1
     old = signal.signal(signal.SIGINT, lambda *args: received.append(args))
     try:
-        with interrupts(1, 1):
-            state, _ = trainer.update(state, *batch)
+        state, _ = trainer.update(state, *batch)
     finally:
         signal.signal(signal.SIGINT, old)
     assert len(received) == 2 and trainer.latest is state
+    interrupts.before = interrupts.after = 0
     with concurrent.futures.ThreadPoolExecutor() as pool:  # where no handler can be set
         state, _ = pool.submit(trainer.update, state, *batch).result()
     assert trainer.latest is state
@@ -2736,7 +2739,7 @@ def test_a_model_state_keeps_its_form():
         stateful=True,
     )
     state = trainer.init(jax.random.key(0))
-    message = r"model state of \{'count': 'float32\[\]'\}; .*is given, .*int32\[\]"
+    message = r"model state of .*float32\[\].* of one of .*int32\[\].*; return it in"
     for call, *args in (
         (trainer.update, *net_batches(1)[0]),
         (trainer.epoch, image_data(), orders(1)[0]),
@@ -2818,11 +2821,20 @@ def initialize(key):
 test_init_refuses_key = refuses(
     (
         lambda: initialize(keys_of(0, 3)),
-        r"is key<fry> of shape \(3,\); expected one ran",
+        r"^key: .*\(3,\).*; expected one random key, such",
     ),
-    (lambda: initialize(keys_of(0, 3, "old")), r"key is uint32 of shape \(3, 2\); exp"),
-    (lambda: initialize(0), r"key is int of shape .*jax.random.key\(0"),
-    (lambda: initialize(np.zeros(3, "u4")), r"key is uint32 of shape \(3,\); expected"),
+    (
+        lambda: initialize(keys_of(0, 3, "old")),
+        "^key: .*; expected one random key, such",
+    ),
+    (
+        lambda: initialize(0),
+        r"^key: .*expected one random key, such as jax.random.key\(0",
+    ),
+    (
+        lambda: initialize(np.zeros(3, "u4")),
+        r"^key: .*\(3,\).*; expected one random key",
+    ),
 )
 
 
@@ -2850,7 +2862,7 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
     for message, call, *args in [
         ("rows 240 to 240; the data have rows 0 to", trainer.epoch, data, rows + 240),
         ("order holds rows -1 to -1; .* 0 to 239", trainer.epoch, data, rows - 1),
-        ("order is float64; expected integers", trainer.epoch, data, rows / 2),
+        ("order holds no integers; expected rows", trainer.epoch, data, rows / 2),
         (r"\(2, 0\).* not empty", trainer.epoch, data, np.zeros((2, 0), int)),
         (r"\(4,\); expected \[steps, B\], or", trainer.epoch, data, rows[0]),
         (r"\(3, 1, 4\).*with K = 2", trainer.epoch, data, np.stack([rows] * 3)),
@@ -2866,7 +2878,6 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         ),
         (r"data .*\[\(10,\), \(240,\)\]", trainer.epoch, (data[0], ten[1]), rows),
         ("batch hold 1099511627776, beyond int32", trainer.update, *data[:1], large),
-        (r"batch hold 1e\+300, beyond float32", trainer.update, data[0] + 1e300, large),
         ("inputs hold a mask; expected numb", trainer.predict, np.ma.array(data[0])),
         (r"apply_fn: .*\(32, 8, 1\), where one", trainer.predict, data[0][0]),
         ("axes of the batch have lengths", trainer.update, data[0][:8], data[1][:4]),
