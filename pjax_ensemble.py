@@ -1478,7 +1478,8 @@ def make_sync_update(
     its part, a scalar, or `(loss, aux)` with `has_aux`; gradients, loss and aux are
     averaged over the replicas, so the step equals one on the whole batch, to rounding,
     and the replicas stay bit-identical.  `metrics` is the loss [D] or `(loss, aux)`,
-    D equal copies.
+    D equal copies.  Aux is a tree of means over the batch too: integers and booleans
+    become floats, and what is of each example would be averaged over different ones.
 
     With `stateful`, `loss_fn(params, model_state, key, *batch)` returns
     `(loss, model_state)`, or `(loss, (model_state, aux))`; floating-point leaves of the
@@ -1488,9 +1489,8 @@ def make_sync_update(
     averages loss, aux and gradients: in less memory, and faster on CPU, where the work
     then stays in cache.  For a loss that is a mean over its examples it is the same
     step, to rounding; for others, such as a sum, a contrast between examples or a mean
-    over some of them, it is another.  "auto", for losses without aux, takes on CPU the
-    largest size from 16 to 32 that divides a device's batch, where there is no model
-    state.  With `stateful`, every micro-batch has a key of its own too, the same one on
+    over some of them, it is another.  "auto" takes on CPU the largest size from 16 to
+    32 that divides a device's batch, where there is no model state.  With `stateful`, every micro-batch has a key of its own too, the same one on
     whichever device it stands.
 
     An `optimizer` whose update takes `value`, as some of Optax's do, is given the loss.
@@ -1501,12 +1501,14 @@ def make_sync_update(
     Where JAX runs in several processes (`jax.distributed`), each calls `update` with
     what lies on its own devices, D of them; averages are taken over all processes.
 
-    `state` is consumed: its buffers are reused for the result.
+    `state` is consumed: its buffers are reused for the result, which is `update.latest`
+    too, where Ctrl-C does not lose it.  A batch of NumPy arrays is copied.
 
     Raises ValueError for what is no optimizer.  So does `update`, before anything is
     consumed, for other leading axes, an empty batch, a state that was consumed or has
     one buffer in two leaves, replicas of unequal keys, micro-batches that do not divide
-    the batch or meet a model state, and an optimizer that needs more than it is given.
+    the batch or meet a model state, a model state that is returned in another form, and
+    a loss_fn or an optimizer that takes other arguments than it is given.
     """
     options = loss_fn, optimizer, (), has_aux, stateful, microbatch, skip_nonfinite
     return _make_update(True, *options)
@@ -1833,14 +1835,19 @@ class Trainer:
         often, is faster so; batches, activations and gradients then take memory for so
         many members, not one.  Results are those of one after another, to rounding.
 
+    `latest` is the state that the last `update` or `epoch` returned, or None: what they
+    consumed is lost, but not what they made of it, if Ctrl-C comes before it has a
+    name.  Arrays that are given are copied: to change them afterwards changes nothing.
+
     Where JAX runs in several processes (`jax.distributed`), every process calls the
     same methods with the same arguments, of which its devices take their part, and has
     the same results; only states are each process's own.
 
     Raises ValueError for members, devices, chunk or at_once below 1 or not whole, more
     devices than there are, and for a `hyper` or an optimizer that does not fit.  So do
-    the methods, before anything is consumed, for states of another form and those that
-    were consumed or have one buffer in two leaves, and for what each of them names.
+    the methods, before anything is consumed, for states of another trainer and those
+    that were consumed or have one buffer in two leaves, for integers beyond JAX's type,
+    and for what each of them names.
     """
 
     init_fn: Callable  # key -> params, or (params, model_state)
@@ -1861,7 +1868,6 @@ class Trainer:
     _hyper: tuple = dataclasses.field(init=False, repr=False, default=())  # laid
     _programs: dict = dataclasses.field(init=False, repr=False, default_factory=dict)
     _warned: set = dataclasses.field(init=False, repr=False, default_factory=set)
-    # The state that the last update or epoch returned, whoever it was lost to.
     latest: TrainState | None = dataclasses.field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
@@ -1994,7 +2000,7 @@ class Trainer:
     def scatter(self, gathered: TrainState) -> TrainState:
         """Put members, leaves [K, ...], on the devices: the inverse of `gather`.
 
-        They may come from a trainer of as many members on other devices.  Raises
+        A model has to fit on one device, with what the optimizer keeps.  They may come from a trainer of as many members on other devices.  Raises
         ValueError for another number of them, or equal keys.
         """
         _check_form(gathered)
@@ -2013,12 +2019,15 @@ class Trainer:
 
         B is a member's batch, all its replicas together.  With `per_member`, leaves
         [K, B, ...], of each on its own.  The result is (state, metrics): the losses
-        [K], or (losses, aux).  `state` is consumed: its buffers are reused.  Warns,
-        once, of members that stay equal: of equal weights, on the same batches, without
-        a key.
+        [K], or (losses, aux).  `state` is consumed: its buffers are reused.
 
-        Raises ValueError for a batch that is empty or does not divide over the
-        replicas, or into micro-batches.
+        R replicas take parts of B / P examples, P = gcd(B, R).  Where P < R, some take
+        the same part, which changes no result and takes longer.  Warns of that, once,
+        and of members that stay equal: of equal weights, on the same batches, without a
+        key.
+
+        Raises ValueError for a batch that is empty or does not divide into
+        micro-batches.
         """
         state = self._admit(state)
         if per_member:
@@ -2075,11 +2084,11 @@ class Trainer:
         dtype: bytes take a quarter of the memory of floats, and are scaled in it.  The
         result is (state, metrics), with leaves [K, steps].  Orders of up to 256 steps
         share one compiled program, so an epoch in pieces of those ends in the same bits
-        as step by step.  `state` is consumed, and members that stay equal are warned
-        of, as by `update`.
+        as step by step, and answers Ctrl-C after each.  `state` is consumed, replicas
+        take parts of the batch, and warnings are given, as by `update`.
 
-        Raises ValueError for an order that is empty, has rows outside the data or does
-        not divide over the replicas, and for data of several lengths.
+        Raises ValueError for an order that is empty or has rows outside the data, and
+        for data of several lengths.
         """
         state = self._admit(state)
         if not isinstance(data, (tuple, list)):
