@@ -1490,8 +1490,9 @@ def make_sync_update(
     then stays in cache.  For a loss that is a mean over its examples it is the same
     step, to rounding; for others, such as a sum, a contrast between examples or a mean
     over some of them, it is another.  "auto" takes on CPU the largest size from 16 to
-    32 that divides a device's batch, where there is no model state.  With `stateful`, every micro-batch has a key of its own too, the same one on
-    whichever device it stands.
+    32 that divides a device's batch, where there is no model state.  With `stateful`,
+    every micro-batch has a key of its own too, the same one on whichever device it
+    stands.
 
     An `optimizer` whose update takes `value`, as some of Optax's do, is given the loss.
 
@@ -1815,8 +1816,8 @@ class Trainer:
     loss_fn, optimizer, has_aux, stateful, microbatch, skip_nonfinite
         Those of `make_sync_update`, and so is the step.
     members, devices
-        How many models, and on how many devices at most, by default all.  Where there
-        are more devices than members, each sees a part of its member's batch, and
+        How many models, each of which has to fit on one device, and on how many devices
+        at most, by default all.  Where there are more devices than members, each sees a part of its member's batch, and
         losses are averaged: for a loss that is no mean over its examples, pass as many
         devices as members, or fewer.
     apply_fn(params, inputs) -> outputs, with `stateful` (params, model_state, inputs)
@@ -2000,7 +2001,7 @@ class Trainer:
     def scatter(self, gathered: TrainState) -> TrainState:
         """Put members, leaves [K, ...], on the devices: the inverse of `gather`.
 
-        A model has to fit on one device, with what the optimizer keeps.  They may come from a trainer of as many members on other devices.  Raises
+        They may come from a trainer of as many members on other devices.  Raises
         ValueError for another number of them, or equal keys.
         """
         _check_form(gathered)
