@@ -1817,9 +1817,9 @@ class Trainer:
         Those of `make_sync_update`, and so is the step.
     members, devices
         How many models, each of which has to fit on one device, and on how many devices
-        at most, by default all.  Where there are more devices than members, each sees a part of its member's batch, and
-        losses are averaged: for a loss that is no mean over its examples, pass as many
-        devices as members, or fewer.
+        at most, by default all.  Where there are more devices than members, each sees a
+        part of its member's batch, and losses are averaged: for a loss that is no mean
+        over its examples, pass as many devices as members, or fewer.
     apply_fn(params, inputs) -> outputs, with `stateful` (params, model_state, inputs)
         For predicting: any tree of arrays [B, ...] to any such tree, each example by
         itself: `chunk` at a time on a device, some of them zeros that fill the last
