@@ -1219,10 +1219,7 @@ def _make_step(axis, groups, loss_fn, optimizer, hyper, *options) -> Callable:
         # XLA does not see that it is a loop of one, and so compiles it by itself: else
         # bits would depend on what it is fused with, on how many members there are.
         once = lax.optimization_barrier(1)
-        given = (
-            "it is given gradients, state, parameters and, if it takes that, "
-            "value=loss, and may need no more"
-        )
+        given = "it is given gradients, state, parameters and, by name, value=loss"
         loop = lax.fori_loop, 0, once, optimize, state[:2]
         new = *_call("the optimizer's update", given, *loop), new_model_state
         if skip_nonfinite:  # replicas see the same averages, so they skip together
@@ -1268,16 +1265,13 @@ def _numbers(what: str, x: Any) -> Any:
     except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"{what} is no array of numbers: {error}") from error
     if given.dtype.kind in "OSUMm" or isinstance(x, np.ma.MaskedArray):
-        kind = "a mask" if isinstance(x, np.ma.MaskedArray) else given.dtype
-        raise ValueError(f"the {what} hold {kind}; expected numbers")
-    if given.dtype.itemsize < 8:
-        return given
+        kind = f"{type(x).__name__} of {given.dtype}"
+        raise ValueError(f"the {what} hold a {kind}; expected numbers, none masked")
     held = given.astype(jnp.result_type(given), copy=False)
-    wrong = held != given if held.dtype.kind in "iu" else np.zeros(0, bool)
-    if wrong.any():
+    if held is not given and held.dtype.kind in "iu" and (held != given).any():
         raise ValueError(
-            f"the {what} hold {given[wrong][0]}, beyond {held.dtype}, JAX's type for "
-            f"{given.dtype}; use smaller numbers, or set jax_enable_x64"
+            f"the {what} hold {given[held != given][0]}, beyond {held.dtype}, JAX's "
+            f"type for {given.dtype}; use smaller numbers, or set jax_enable_x64"
         )
     return held
 
@@ -1414,7 +1408,7 @@ def _consume(owner: Any, program: Callable, state: PyTree, *rest) -> tuple:
             handler(*interrupt)
 
     # Only the main thread is interrupted, and only there can handlers be set.
-    main = threading.current_thread() is threading.main_thread()
+    main = threading.main_thread() is threading.current_thread()
     can_wait = main and callable(handler)
     try:
         if can_wait:
@@ -1444,10 +1438,7 @@ def _make_update(replicas: bool, *args) -> Callable:
     def update(state, *batch):
         """Take a step: (state, metrics).  `state` is consumed."""
         _check_usable(state)
-        expected = (
-            "the number of devices in all of them: replicate the state, split or "
-            "replicate the batch"
-        )
+        expected = "the number of devices in all of them: replicate or split them"
         _check_axes("state and the batch", (state, batch), expected=expected)
         if not _is_latest(update, state):
             num_devices = np.shape(jax.tree.leaves(state)[0])[0]
@@ -1919,10 +1910,7 @@ class Trainer:
         if _is_latest(self, state):
             return state
         (member, _), sharding = _slots(self.layout), _layout_sharding(self.layout)
-        expected = (
-            f"this trainer's {member.shape}: make it with init, or with gather and "
-            "scatter"
-        )
+        expected = f"this trainer's {member.shape}: use init, or gather and scatter"
         _check_axes("state", state, *member.shape, expected=expected)
         if state.key is not None:
             _check_draws(state.key, self.at_once)
@@ -2057,11 +2045,11 @@ class Trainer:
         num_parts = math.gcd(size, replicas)
         if num_parts < replicas and "parts" not in self._warned and size:
             self._warned.add("parts")
-            fewer = max(size - size % replicas, replicas)
+            whole = size - size % replicas or replicas
             warnings.warn(
-                f"a batch of {size} is divided into {num_parts}, not {replicas} parts "
-                f"for a member's {replicas} replicas, so some do the same work; with "
-                f"multiples of {replicas}, such as {fewer}, none does",
+                f"a batch of {size} is divided into {num_parts} parts, not {replicas}, "
+                f"so some of a member's replicas do the same work; multiples of "
+                f"{replicas}, such as {whole}, use them all",
                 stacklevel=3,
             )
         part = replica % num_parts
