@@ -620,7 +620,7 @@ _NUM_BINS = 15  # as in Guo et al. 2017
 def reliability(probs: Any, labels: Any) -> np.ndarray:
     """Return what a reliability diagram shows: counts, confidences, accuracies [3, 15].
 
-    probs [N, C], labels [N].  A column holds the examples whose largest probability
+    probs [..., C], labels [...].  A column holds the examples whose largest probability
     lies in one of 15 bins of equal width, [l, u), the last closed: how many they are,
     the mean of that probability, their confidence, and the fraction whose most probable
     class is the label (Guo et al. 2017, section 2), both nan where there are none.
@@ -978,7 +978,7 @@ def use_cpu_devices(num_devices: int | None = None) -> None:
     """Divide the CPU into virtual devices, one a core by default.
 
     Call it before JAX first touches a device; later it leaves things as they are, with
-    a warning where these are fewer (from JAX 0.5.0, none).  Has no effect on other
+    a warning where these are fewer (with JAX 0.5.0, without).  Has no effect on other
     platforms.  Raises ValueError for a number below 1 or not whole.
     """
     if num_devices is None:
@@ -992,11 +992,11 @@ def use_cpu_devices(num_devices: int | None = None) -> None:
 
 
 def _lack(num_devices: int) -> str:
-    """Say what to do where there are fewer local devices, else nothing."""
+    """Say what there is and what to do where local devices are fewer; else nothing."""
     there = jax.local_device_count()
     text = (
         f"{num_devices} devices are asked for; there are {there} (on CPU, "
-        f"use_cpu_devices({num_devices}) before JAX runs, in a new kernel, makes more)"
+        f"use_cpu_devices({num_devices}) before JAX runs, in a new process, makes more)"
     )
     return text if there < num_devices else ""
 
