@@ -49,7 +49,6 @@ import contextvars
 import dataclasses
 import functools
 import hashlib
-import importlib.util
 import inspect
 import json
 import math
@@ -123,6 +122,7 @@ class Conv(NamedTuple):
 
 def _he_normal(key: Array, shape: Sequence[int]) -> Array:
     """Draw from N(0, 2 / fan_in), for layers before a relu (He et al. 2015, eq. 10)."""
+    shape = [_count(f"an axis of weights {[*shape]}", n) for n in shape]
     # Drawn flat, the numbers are the same, and XLA compiles them in half the time.
     numbers = jax.random.normal(key, (math.prod(shape),), jnp.float32).reshape(shape)
     return numbers * math.sqrt(2 / math.prod(shape[:-1]))
@@ -147,9 +147,7 @@ def _pair(name: str, value: Pair) -> tuple[int, int]:
     return pair
 
 
-def _output_size(
-    images: Array, size: tuple[int, int], stride: tuple[int, int], padding: str
-) -> tuple[tuple[int, int], tuple[int, int]]:
+def _output_size(images, size, stride, padding):
     """Return the (H', W') of windows on images [B, H, W, I], and zeros (above, left).
 
     Sizes are those of `jax.lax.conv_general_dilated`: with "SAME", H' = ceil(H /
@@ -271,11 +269,9 @@ def _conv_patches(images, weight, *, stride, padding):
     return outputs.reshape(-1, rows, columns, features)[:num_images]
 
 
-def _conv_library(images, weight, *, stride, padding):
+def _conv_library(x, weight, *, stride, padding):
     dims = ("NHWC", "HWIO", "NHWC")
-    return lax.conv_general_dilated(
-        images, weight, stride, padding, dimension_numbers=dims
-    )
+    return lax.conv_general_dilated(x, weight, stride, padding, dimension_numbers=dims)
 
 
 def conv(
@@ -292,17 +288,13 @@ def conv(
     than the kernel's, a kernel larger than the images with "VALID", or an unknown
     padding.
     """
-    weight, bias = params
-    stride = _pair("stride", stride)
+    images, (weight, bias) = jnp.asarray(images), params
     _check_features(images, weight)
     dtype = jnp.promote_types(images.dtype, weight.dtype)
-    options = dict(stride=stride, padding=padding)
-    outputs = lax.platform_dependent(
-        images.astype(dtype),
-        weight.astype(dtype),
-        cpu=functools.partial(_conv_patches, **options),
-        default=functools.partial(_conv_library, **options),
-    )
+    arrays = images.astype(dtype), weight.astype(dtype)
+    how = dict(stride=_pair("stride", stride), padding=padding)
+    cpu, default = (functools.partial(f, **how) for f in (_conv_patches, _conv_library))
+    outputs = lax.platform_dependent(*arrays, cpu=cpu, default=default)
     return outputs if bias is None else _add_bias(outputs, bias)
 
 
@@ -324,8 +316,9 @@ def dense(params: Dense, inputs: Array) -> Array:
     return _add_bias(inputs @ params.weight, params.bias)
 
 
-def _floats(x: Array, dtype: Any = float) -> Array:
+def _floats(x: Any, dtype: Any = float) -> Array:
     """Return integers and booleans in `dtype`, by default JAX's; floats as they are."""
+    x = jnp.asarray(x)
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(dtype)
 
 
@@ -336,13 +329,11 @@ def _windows(images: Array, window: Any, stride: Any) -> list[Array]:
     padding.
     """
     size = _pair("window", window)
-    stride = _pair("stride", stride or size)
+    stride = size if stride is None else _pair("stride", stride)
     (rows, columns), _ = _output_size(images, size, stride, "VALID")
-    return [
-        view
-        for band in _shifted(images, 1, size[0], rows, stride[0])
-        for view in _shifted(band, 2, size[1], columns, stride[1])
-    ]
+    bands = _shifted(images, 1, size[0], rows, stride[0])
+    across = size[1], columns, stride[1]
+    return [view for band in bands for view in _shifted(band, 2, *across)]
 
 
 def avg_pool(images: Array, window: Pair = 2, *, stride: Pair | None = None) -> Array:
@@ -372,9 +363,10 @@ def replica_mean(tree: PyTree) -> PyTree:
     """Average every leaf over the replicas of the model that is being trained.
 
     For the `loss_fn` of an update or a trainer, where a statistic is to be that of the
-    whole batch.  Anywhere else, and for a model on one device, it returns `tree`.
+    whole batch.  Anywhere else, and for a model on one device, values stay.  Integers
+    and booleans give JAX's floats everywhere.
     """
-    return _replica_mean.get()(tree)
+    return _replica_mean.get()(jax.tree.map(_floats, tree))
 
 
 class BatchNorm(NamedTuple):
@@ -393,6 +385,7 @@ class BatchStats(NamedTuple):
 
 def batch_norm_init(channels: int, *, scale: bool = True) -> tuple:
     """Make (BatchNorm, BatchStats): scale 1, or None without; bias 0; mean 0, var 1."""
+    channels = _count("channels", channels)
     zeros, ones = jnp.zeros(channels), jnp.ones(channels)
     return BatchNorm(ones if scale else None, zeros), BatchStats(zeros, ones)
 
@@ -429,9 +422,8 @@ def batch_norm(
         axes = tuple(range(x.ndim - 1))
         mean = replica_mean(x.mean(axes))
         used = BatchStats(mean, replica_mean(jnp.square(x - expand(mean)).mean(axes)))
-        stats = jax.tree.map(
-            lambda old, new: momentum * old + (1 - momentum) * new, stats, used
-        )
+        moved = (momentum * old + (1 - momentum) * new for old, new in zip(stats, used))
+        stats = BatchStats(*moved)
     factor = lax.rsqrt(used.var + eps)
     if params.scale is not None:
         factor = factor * params.scale
@@ -441,8 +433,11 @@ def batch_norm(
 
 def _check_range(name: str, value: Real, limit: float) -> None:
     """Raise ValueError unless 0 <= value < limit; a traced value is not known yet."""
-    if not isinstance(value, jax.core.Tracer) and not 0 <= value < limit:
-        raise ValueError(f"{name} is {value}; expected 0 <= {name} < {limit}")
+    if isinstance(value, jax.core.Tracer):
+        return
+    number = np.ndim(value) == 0 and not isinstance(value, str | None)
+    if not (number and 0 <= value < limit):
+        raise ValueError(f"{name} is {value!r}; expected 0 <= {name} < {limit}")
 
 
 def _times(number: Real, x: Array) -> Array:
@@ -536,11 +531,9 @@ def softmax_cross_entropy(logits: Array, labels: Array) -> Array:
     integers or not one per row of logits.
     """
     _check_labels(logits, labels)
-    log_probs = jax.nn.log_softmax(logits)
-    # Compared in the labels' own type, in which the number of classes may not fit.
-    last = min(logits.shape[-1] - 1, jnp.iinfo(labels.dtype).max)
-    inside = (labels >= 0) & (labels <= last)
-    index = jnp.where(inside, labels.astype(int), logits.shape[-1])[..., None]
+    log_probs, index = jax.nn.log_softmax(_floats(logits)), labels.astype(int)
+    inside = (index >= 0) & (index < logits.shape[-1])
+    index = jnp.where(inside, index, logits.shape[-1])[..., None]
     return -jnp.take_along_axis(log_probs, index, axis=-1, mode="fill")[..., 0]
 
 
@@ -552,8 +545,7 @@ def gaussian_nll(mean: Array, variance: Array, targets: Array) -> Array:
     that is not above 0 gives nan: make it so, as with softplus.  Raises ValueError for
     shapes that differ.
     """
-    arrays = map(jnp.asarray, (mean, variance, targets))
-    mean, variance, targets = map(_floats, arrays)
+    mean, variance, targets = map(_floats, (mean, variance, targets))
     shapes = [x.shape for x in (mean, variance, targets)]
     if len(set(shapes)) > 1:
         raise ValueError(
@@ -575,6 +567,29 @@ def accuracy(logits: Array, labels: Array) -> Array:
     return jnp.mean(jnp.argmax(logits, axis=-1) == labels)
 
 
+def _real(name: str, x: Any, dtype: Any = np.float64) -> np.ndarray:
+    """Return real numbers as an array on the host, or raise ValueError."""
+    x = np.ma.asarray(x)
+    if np.ma.is_masked(x) or x.dtype.kind == "c":
+        raise ValueError(f"{name} are masked or complex; expected real numbers alone")
+    return np.asarray(x, dtype)
+
+
+def _distributions(probs: Any) -> np.ndarray:
+    """Return probabilities [..., C] in float64, or raise ValueError."""
+    probs = _real("probabilities", probs)
+    sums = probs.sum(axis=-1)
+    # Written so that nan fails too.
+    wrong = ~((np.abs(sums - 1) < 1e-3) & (probs >= 0).all(axis=-1))
+    if wrong.any():
+        at = tuple(np.argwhere(wrong)[0].tolist())
+        raise ValueError(
+            f"probabilities{[*at]} begin with {probs[at][0]} and add up to {sums[at]}; "
+            "pass softmax(logits), computed in float32"
+        )
+    return probs
+
+
 def _entropy(probs: np.ndarray) -> np.ndarray:
     """Return -sum_c p_c log p_c in nats, with 0 log 0 = 0: [..., C] -> [...]."""
     return -np.sum(probs * np.log(np.where(probs > 0, probs, 1)), axis=-1)
@@ -583,9 +598,10 @@ def _entropy(probs: np.ndarray) -> np.ndarray:
 def predictive_entropy(member_probs: Any) -> np.ndarray:
     """Return H(mean_k p_k) in nats, the total uncertainty: [K, N, C] -> [N].
 
-    High where the members are unsure, each by itself or among themselves.
+    High where the members are unsure, each by itself or among themselves.  Raises
+    ValueError for what are no probabilities, as `ensemble_report` does.
     """
-    return _entropy(np.asarray(member_probs, np.float64).mean(axis=0))
+    return _entropy(_distributions(member_probs).mean(axis=0))
 
 
 def mutual_information(member_probs: Any) -> np.ndarray:
@@ -593,8 +609,9 @@ def mutual_information(member_probs: Any) -> np.ndarray:
 
     The part of the predictive entropy that is disagreement between members (Depeweg et
     al. 2018, eq. 3), 0 where they are equal: a measure of what the model does not know.
+    Raises ValueError for what are no probabilities, as `ensemble_report` does.
     """
-    probs = np.asarray(member_probs, np.float64)
+    probs = _distributions(member_probs)
     # Concave entropy makes it >= 0; rounding does not.
     return np.maximum(predictive_entropy(probs) - _entropy(probs).mean(axis=0), 0)
 
@@ -605,16 +622,18 @@ _NUM_BINS = 15  # as in Guo et al. 2017
 def reliability(probs: Any, labels: Any) -> np.ndarray:
     """Return what a reliability diagram shows: counts, confidences, accuracies [3, 15].
 
-    probs [N, C], labels [N].  A column holds the examples whose largest probability
+    probs [..., C], labels [...].  A column holds the examples whose largest probability
     lies in one of 15 bins of equal width, [l, u), the last closed: how many they are,
     the mean of that probability, their confidence, and the fraction whose most probable
     class is the label (Guo et al. 2017, section 2), both nan where there are none.
 
-    Raises ValueError for labels that are not integers or not one per row.
+    Raises ValueError for what are no probabilities, as `ensemble_report` does, and for
+    labels that are not integers or not one per row.
     """
-    probs, labels = np.asarray(probs, np.float64), np.asarray(labels)
+    probs, labels = _distributions(probs), _real("labels", labels, None)
     _check_labels(probs, labels)
-    confidence, correct = probs.max(axis=-1), probs.argmax(axis=-1) == labels
+    confidence = probs.max(axis=-1).ravel()
+    correct = (probs.argmax(axis=-1) == labels).ravel()
     edges = np.linspace(0, 1, _NUM_BINS + 1)[1:-1]
     bins = np.searchsorted(edges, confidence, side="right")
     weights = np.ones(len(bins)), confidence, correct
@@ -659,30 +678,18 @@ def ensemble_report(member_probs: Any, labels: Any) -> dict:
     `predictive_entropy`          of the function of that name, nats
     `mutual_information`          the part of it that is disagreement, nats
 
-    Raises ValueError for other shapes, labels outside 0..C-1, no examples, or
-    probabilities that are not finite, negative, or sum to 1 only beyond 1e-3.
+    Raises ValueError for other shapes, labels outside 0..C-1, no examples, what is
+    masked or complex, or probabilities that are not finite, negative, or sum to 1 only
+    beyond 1e-3.
     """
-    probs, labels = np.asarray(member_probs, np.float64), np.asarray(labels)
-    if probs.ndim != 3 or labels.shape != probs.shape[1:2] or 0 in probs.shape:
-        raise ValueError(
-            f"probabilities have shape {probs.shape} and labels {labels.shape}; "
-            "expected [K, N, C] and [N], none of them empty"
-        )
+    probs, labels = _distributions(member_probs), _real("labels", labels, None)
+    if probs.ndim != 3 or 0 in probs.shape:
+        shape = f"shape {probs.shape}; expected [K, N, C], none of them empty"
+        raise ValueError(f"probabilities have {shape}")
     _check_labels(probs[0], labels)
-    if labels.min() < 0 or labels.max() >= probs.shape[2]:
-        raise ValueError(
-            f"labels lie in {labels.min()}..{labels.max()}; "
-            f"{probs.shape[2]} classes take 0..{probs.shape[2] - 1}"
-        )
-    sums = probs.sum(axis=-1)
-    # Written so that nan fails too.
-    wrong = ~((np.abs(sums - 1) < 1e-3) & (probs >= 0).all(axis=-1))
-    if wrong.any():
-        k, n = np.argwhere(wrong)[0]
-        raise ValueError(
-            f"member {k}, example {n}: probabilities {probs[k, n]} (sum {sums[k, n]}) "
-            "are not a distribution; pass softmax(logits)"
-        )
+    low, high, last = labels.min(), labels.max(), probs.shape[2] - 1
+    if low < 0 or high > last:
+        raise ValueError(f"labels lie in {low}..{high}; the classes are 0..{last}")
     by_size = np.cumsum(probs, axis=0) / np.arange(1, len(probs) + 1)[:, None, None]
     votes = probs.argmax(axis=-1)
     pairs = [(votes[i] != votes[j]).mean() for i in range(len(votes)) for j in range(i)]
@@ -727,10 +734,11 @@ def regression_report(means: Any, variances: Any, targets: Any) -> dict:
     `mean_of_variances`           what the members expect of noise, and
     `variance_of_means`           their disagreement; 0 for K = 1
 
-    Raises ValueError for other shapes, no examples, numbers that are not finite, or a
-    variance that is not above 0.
+    Raises ValueError for other shapes, no examples, numbers that are not finite, masked
+    or complex, or a variance that is not above 0.
     """
-    means, variances, targets = map(np.float64, (means, variances, targets))
+    means, variances = _real("means", means), _real("variances", variances)
+    targets = _real("targets", targets)
     alike = means.shape == variances.shape and means.shape[1:] == targets.shape
     if means.ndim != 2 or not alike or 0 in means.shape:
         raise ValueError(
@@ -766,19 +774,20 @@ def auroc(scores_in: Any, scores_out: Any) -> float:
     P(out > in) + P(out = in) / 2 of a random pair, the Mann-Whitney statistic (Hanley
     and McNeil 1982): 0.5 is chance, 1 a perfect detector.
 
-    Raises ValueError for scores that are empty, not of one axis, or nan.
+    Raises ValueError for scores that are empty, not of one axis, masked, complex, or
+    nan.
     """
-    arrays = [np.asarray(scores, np.float64) for scores in (scores_in, scores_out)]
-    for name, scores in zip(("scores_in", "scores_out"), arrays):
+    inside, outside = _real("scores_in", scores_in), _real("scores_out", scores_out)
+    for name, scores in ("scores_in", inside), ("scores_out", outside):
         if scores.ndim != 1 or not scores.size or np.isnan(scores).any():
             raise ValueError(
                 f"{name} have shape {scores.shape} and {np.isnan(scores).sum()} nan; "
                 "expected [N], not empty, without nan"
             )
-    ordered, out = np.sort(arrays[0]), arrays[1]
-    below = np.searchsorted(ordered, out, side="left")
-    not_above = np.searchsorted(ordered, out, side="right")
-    return float((below + not_above).mean() / (2 * len(ordered)))
+    inside = np.sort(inside)
+    below = np.searchsorted(inside, outside, side="left")
+    up_to = np.searchsorted(inside, outside, side="right")
+    return float((below + up_to).mean() / (2 * len(inside)))
 
 
 # ---------------------------------------------------------------------------------
@@ -800,6 +809,17 @@ class OptimizerLike(Protocol):
     def init(self) -> Callable: ...
     @property
     def update(self) -> Callable: ...
+
+
+def _check_params(params: PyTree) -> None:
+    """Raise ValueError for parameters that are not real floating-point numbers."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            name, dtype = jax.tree_util.keystr(path), jnp.result_type(leaf)
+            raise ValueError(
+                f"parameter '{name}' is {dtype}; expected floating point: make of a "
+                "complex one two, and keep what is not trained in model_state"
+            )
 
 
 def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
@@ -832,12 +852,14 @@ def sgd(
     `learning_rate` is a number or a function of the step count, 0 at the first step.
 
     Raises ValueError for a negative or non-finite learning rate and for a momentum
-    outside [0, 1), unless they are traced.
+    outside [0, 1), unless they are traced, and for parameters that are not real
+    floating-point numbers.
     """
     schedule = _as_schedule(learning_rate)
     _check_range("momentum", momentum, 1)
 
     def init(params):
+        _check_params(params)
         return SGDState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
 
     def update(grads, opt_state, params=None):
@@ -846,8 +868,7 @@ def sgd(
         steps = velocity
         if nesterov:
             steps = jax.tree.map(lambda v, g: g + _times(momentum, v), velocity, grads)
-        rate = schedule(num_steps)
-        updates = jax.tree.map(lambda s: _times(-rate, s), steps)
+        updates = jax.tree.map(functools.partial(_times, -schedule(num_steps)), steps)
         return updates, SGDState(num_steps + 1, velocity)
 
     return Optimizer(init, update)
@@ -869,9 +890,11 @@ def adam(
     m = b1 m + (1 - b1) g; s = b2 s + (1 - b2) g^2; with t the step, from 1,
     w = w - eta (m / (1 - b1^t)) / (sqrt(s / (1 - b2^t)) + eps).
     `learning_rate` is a number or a function of the step count, 0 at the first step.
+    float16 holds neither eps nor small squares: have parameters in bfloat16 or float32.
 
     Raises ValueError for a learning rate or eps that is negative or not finite, and for
-    b1 or b2 outside [0, 1), unless they are traced.
+    b1 or b2 outside [0, 1), unless they are traced, and for parameters that are not
+    real floating-point numbers.
     """
     schedule = _as_schedule(learning_rate)
     _check_range("b1", b1, 1)
@@ -879,6 +902,7 @@ def adam(
     _check_range("eps", eps, math.inf)
 
     def init(params):
+        _check_params(params)
         zeros = functools.partial(jax.tree.map, jnp.zeros_like, params)
         return AdamState(jnp.zeros((), jnp.int32), zeros(), zeros())
 
@@ -914,11 +938,13 @@ def _schedule(peak: Real, num_steps: Real, warmup: Real, shape: Callable) -> Sch
         # Of the num_steps + 2 points from 0 to 1, the steps take the inner ones: the
         # first and the last step have a rate above 0.  Counted from either end, in
         # integers, so that none rounds to 0.
-        step = jnp.asarray(step, jnp.result_type(step, jnp.int32))
-        points, start = jnp.asarray(num_steps, float) + 1, jnp.asarray(warmup, float)
-        rise = (step + 1) / (points * start)
-        fall = (num_steps - step) / (points * (1 - start))
-        return peak * shape(jnp.clip(jnp.minimum(rise, fall), 0))
+        with jax.numpy_dtype_promotion("standard"):  # of integers and floats together
+            step = jnp.asarray(step, jnp.result_type(step, jnp.int32))
+            points = jnp.asarray(num_steps, float) + 1
+            start = jnp.asarray(warmup, float)
+            rise = (step + 1) / (points * start)
+            fall = (num_steps - step) / (points * (1 - start))
+            return peak * shape(jnp.clip(jnp.minimum(rise, fall), 0))
 
     return schedule
 
@@ -953,14 +979,28 @@ def cosine_schedule(peak: Real, num_steps: Real, *, warmup: Real = 0.15) -> Sche
 def use_cpu_devices(num_devices: int | None = None) -> None:
     """Divide the CPU into virtual devices, one a core by default.
 
-    Call it before JAX first touches a device; later it leaves things as they are.  Has
-    no effect on other platforms.
+    Call it before JAX first touches a device; later it leaves things as they are, with
+    a warning where these are fewer (with JAX 0.5.0, without).  Has no effect on other
+    platforms.  Raises ValueError for a number below 1 or not whole.
     """
     if num_devices is None:
         affinity = getattr(os, "sched_getaffinity", None)
         num_devices = len(affinity(0)) if affinity else os.cpu_count() or 1
-    with contextlib.suppress(RuntimeError):  # JAX runs, with the devices that it has
-        jax.config.update("jax_num_cpu_devices", num_devices)
+    try:
+        jax.config.update("jax_num_cpu_devices", _count("num_devices", num_devices))
+    except RuntimeError:  # JAX runs, with the devices that it has
+        if jax.default_backend() == "cpu" and (lack := _lack(num_devices)):
+            warnings.warn(lack, stacklevel=2)
+
+
+def _lack(num_devices: int) -> str:
+    """Say what there is and what to do where local devices are fewer; else nothing."""
+    there = jax.local_device_count()
+    text = (
+        f"{num_devices} devices are asked for; there are {there} (on CPU, "
+        f"use_cpu_devices({num_devices}) before JAX runs, in a new process, makes more)"
+    )
+    return text if there < num_devices else ""
 
 
 def _num_devices(number: int | None) -> int:
@@ -1008,13 +1048,9 @@ def merge(tree: PyTree) -> PyTree:
 
 def _device_sharding(num_devices: int, axis: str = "devices") -> Any:
     """Lay a leading axis [D, ...] over the first D local devices."""
-    devices = jax.local_devices()[:num_devices]
-    if len(devices) < num_devices:
-        raise ValueError(
-            f"{num_devices} devices are asked for; there are {len(devices)} (on CPU, "
-            f"use_cpu_devices({num_devices}) before JAX first runs makes more)"
-        )
-    mesh = jax.sharding.Mesh(np.array(devices), (axis,))
+    if lack := _lack(num_devices):
+        raise ValueError(lack)
+    mesh = jax.sharding.Mesh(np.array(jax.local_devices()[:num_devices]), (axis,))
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axis))
 
 
@@ -1030,17 +1066,21 @@ def replicate(tree: PyTree, num_devices: int | None = None) -> PyTree:
     def copy(x):
         x = jnp.asarray(x)[None]  # computed, so a buffer that nobody else holds
         shards = [jax.device_put(x, d) for d in sharding.mesh.devices]
-        return jax.make_array_from_single_device_arrays(
-            (num_devices, *x.shape[1:]), sharding, shards
-        )
+        shape = num_devices, *x.shape[1:]
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
     return jax.tree.map(copy, tree)
 
 
 def unreplicate(tree: PyTree) -> PyTree:
-    """Take the first of the D copies of every leaf [D, ...]; the others do not move."""
+    """Take the first of the D copies of every leaf [D, ...]; the others do not move.
+
+    Raises ValueError for leaves without an axis.
+    """
 
     def first(x):
+        if np.ndim(x) < 1:
+            raise ValueError("a leaf without axes is not [D, ...]; it is one copy")
         if not isinstance(x, jax.Array):
             return x[0]
         copy = x.addressable_shards[0].data
@@ -2265,9 +2305,12 @@ def prefetch(batches: Iterable, size: int = 2) -> Iterator:
         for batch in prefetch(batches):
             state, losses = trainer.update(state, *batch)
 
-    Order and values stay.  What `batches` raises, the loop raises in its place; when
-    the loop is left, the thread ends after the item that it is making.  Raises
-    ValueError for a size below 1 or not whole.
+    Order and values stay, where each item is a new one: arrays that are filled again
+    after they were yielded change under the loop.  What `batches` raises, the loop
+    raises in its place.  When the loop is left, the thread ends after the item that it
+    is making, and what it took ahead is lost: go on with a new iterator.  JAX's
+    contexts, such as `jax.enable_x64`, do not reach the thread.  Raises ValueError for
+    a size below 1 or not whole.
     """
     _count("size", size)
     items, end = iter(batches), object()
@@ -2299,20 +2342,26 @@ def replace_file(path: str | os.PathLike) -> Iterator[Any]:
 
     The order is that of a journal: a temporary file in the same folder, its content
     synced to the disk, the name replaced, the folder synced.  A crash at any moment
-    leaves the old file or the new one, perhaps beside a temporary `.NAME.*.tmp`.
+    leaves the old file or the new one, perhaps beside a temporary `.NAME.*.tmp`, with
+    the name's first 60 letters.  The new file has the permissions of the old one.
 
     Raises ValueError where `path` is something other than a regular file, such as a
     link or a device, and OSError with `path` and the reason for what the disk refuses;
     an old file is then as it was (unless it was the folder that could not be synced),
     and no temporary one is left.
     """
-    path = os.fspath(path)
-    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+    path = os.fsdecode(path)
+    old = os.lstat(path).st_mode if os.path.lexists(path) else None
+    if old and not stat.S_ISREG(old):
         raise ValueError(f"{path} is not a regular file; choose another name")
     folder, name = os.path.split(path)
-    temporary = os.path.join(folder, f".{name}.{os.urandom(4).hex()}.tmp")
+    # Of 60 letters, four bytes each at most, so that it is no longer than names may be.
+    temporary = os.path.join(folder, f".{name[:60]}.{os.urandom(4).hex()}.tmp")
+    opener = functools.partial(os.open, mode=stat.S_IMODE(old or 0o666))
     try:
-        with open(temporary, "x+b") as file:
+        with open(temporary, "x+b", opener=opener) as file:
+            if old:  # of whose mode the process may have masked a part
+                os.chmod(temporary, stat.S_IMODE(old))
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -2348,21 +2397,20 @@ def _by_path(tree: PyTree) -> dict[str, Any]:
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in paths}
     if len({"__metadata__", "sha256", *leaves}) < len(paths) + 2:
         raise ValueError("two leaves of the tree, or one and the header, share a path")
-    return {n: x if hasattr(x, "dtype") else np.asarray(x) for n, x in leaves.items()}
+    own = Array, jax.ShapeDtypeStruct  # the rest, numbers and tensors, NumPy can read
+    return {n: x if isinstance(x, own) else np.asanyarray(x) for n, x in leaves.items()}
 
 
-def _kinds(leaves: dict[str, Any]) -> dict[str, str]:
-    """Name the types of leaves, or of what `jax.eval_shape` says of them."""
-    kinds = {}
-    for name, leaf in leaves.items():
-        kinds[name] = leaf.dtype.name
-        if _is_key(leaf):
-            keys = leaf if isinstance(leaf, Array) else jnp.empty_like(leaf)
-            kinds[name] = f"key<{jax.random.key_impl(keys)}>"
-        elif leaf.dtype.kind not in "biufcV" or leaf.dtype.type is np.void:
-            expected = "numbers, booleans or random keys"
-            raise ValueError(f"leaf '{name}' is {leaf.dtype}; expected {expected}")
-    return kinds
+def _kind(name: str, leaf: Any) -> str:
+    """Name the type of a leaf, or of what `jax.eval_shape` says of it."""
+    if _is_key(leaf):
+        return f"key<{jax.random.key_impl(jnp.empty((), leaf.dtype))}>"
+    dtype, masked = leaf.dtype, isinstance(leaf, np.ma.MaskedArray)
+    if masked or dtype.kind not in "biufcV" or dtype.type is np.void:
+        found = "a masked array" if masked else dtype
+        expected = "numbers, booleans or random keys"
+        raise ValueError(f"leaf '{name}' is {found}; expected {expected}")
+    return dtype.name
 
 
 def _storable(leaf: Any) -> np.ndarray:
@@ -2386,9 +2434,8 @@ def _head(arrays: dict[str, np.ndarray], kinds: dict[str, str], digest: str) -> 
     header: dict = {"__metadata__": {"sha256": digest, **types}}
     end = 0
     for name, x in arrays.items():
-        begin, end = end, end + x.nbytes
-        entry = {"dtype": _CODES[x.dtype.name], "shape": x.shape}
-        header[name] = {**entry, "data_offsets": [begin, end]}
+        code, begin, end = _CODES[x.dtype.name], end, end + x.nbytes
+        header[name] = {"dtype": code, "shape": x.shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -2407,22 +2454,18 @@ def save(path: str | os.PathLike, tree: PyTree) -> None:
     both with the type beside the path in the header's `__metadata__`.  There `sha256`
     is that of all that follows its own 64 digits.
 
-    Raises ValueError for leaves that are neither numbers, booleans nor random keys, and
-    for a path that is no regular file; OSError as `replace_file` does.
+    Raises ValueError for leaves that are neither numbers, booleans nor random keys, or
+    masked, and for a path that is no regular file; OSError as `replace_file` does.
     """
     leaves = _by_path(tree)
-    kinds = _kinds(leaves)
+    kinds = {name: _kind(name, leaf) for name, leaf in leaves.items()}
     arrays = {name: _storable(leaf) for name, leaf in leaves.items()}
-    head = _head(arrays, kinds, "0" * 64)
-    digest = hashlib.sha256(head[_DIGEST.stop :])
+    parts = [x.reshape(-1).view(np.uint8).data for x in arrays.values()]
+    digest = hashlib.sha256(_head(arrays, kinds, "0" * 64)[_DIGEST.stop :])
+    for part in parts:
+        digest.update(part)
     with replace_file(path) as file:
-        file.write(head)
-        for x in arrays.values():
-            memory = x.reshape(-1).view(np.uint8).data
-            file.write(memory)
-            digest.update(memory)
-        file.seek(_DIGEST.start)
-        file.write(digest.hexdigest().encode())
+        file.writelines([_head(arrays, kinds, digest.hexdigest()), *parts])
 
 
 def _unpack(file: Any) -> dict[str, Any]:
@@ -2438,11 +2481,8 @@ def _unpack(file: Any) -> dict[str, Any]:
         )
     file.seek(0)
     content = np.empty(os.fstat(file.fileno()).st_size, np.uint8)
-    sha256 = hashlib.sha256()
-    for start in range(0, len(content), 2**20):  # pieces that stay in a core's cache
-        file.readinto(content[start : start + 2**20].data)
-        sha256.update(content[max(start, _DIGEST.stop) : start + 2**20].data)
-    digest = sha256.hexdigest()
+    file.readinto(content.data)
+    digest = hashlib.sha256(content[_DIGEST.stop :].data).hexdigest()
     if content[_DIGEST].tobytes() != digest.encode():
         raise ValueError("damaged or cut short: its digest is not that of its content")
     end = 8 + int.from_bytes(content[:8].tobytes(), "little")
@@ -2461,7 +2501,7 @@ def _unpack(file: Any) -> dict[str, Any]:
 
 def _forms(leaves: dict[str, Any]) -> dict[str, str]:
     """Say of what type and shape leaves are."""
-    return {n: f"{kind} {[*leaves[n].shape]}" for n, kind in _kinds(leaves).items()}
+    return {n: f"{_kind(n, x)} {[*x.shape]}" for n, x in leaves.items()}
 
 
 def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
@@ -2478,15 +2518,14 @@ def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
     """
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise ValueError(f"{path}: not a regular file")
-    ours = None if like is None else _forms(_by_path(like))
     try:
         with open(path, "rb") as file:
             leaves = _unpack(file)
     except _WRONG as error:
         raise ValueError(f"{path}: {error}") from error
-    if ours is None:
+    if like is None:
         return leaves
-    theirs = _forms(leaves)
+    ours, theirs = _forms(_by_path(like)), _forms(leaves)
     for name in [*ours, *theirs]:
         form, other = (x.get(name, "not there") for x in (theirs, ours))
         if form != other:
@@ -2499,62 +2538,34 @@ def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
 # ---------------------------------------------------------------------------------
 
 
-class Params(NamedTuple):
-    weight: Array | float  # []
-    bias: Array | float  # []
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Fit y = 2 x - 1 + noise in sync mode on every device: JAX's pmap tutorial."""
     parser = argparse.ArgumentParser("pjax_ensemble.py", description=main.__doc__)
     counts = [1, 2, 4, 8, 16, 32, 64, 128]  # over which the 128 points split
     parser.add_argument("--devices", type=int, choices=counts, help="default: all")
-    parser.add_argument("--plot", metavar="FILE", help="draw it, with matplotlib")
-    args = parser.parse_args(argv)
-    if args.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib (extra [plot]): pip install matplotlib")
-    use_cpu_devices(args.devices)
-    available = jax.local_device_count()
-    d = args.devices or max(count for count in counts if count <= available)
-    if d > available:
-        parser.error(f"--devices {d}: there are {available} devices")
+    devices = parser.parse_args(argv).devices
+    use_cpu_devices(devices)
+    d = devices or max(n for n in counts if n <= jax.local_device_count())
 
-    true = Params(2.0, -1.0)
     xs, noise = np.random.default_rng(0).normal(size=(2, 128, 1)).astype(np.float32)
-    ys = true.weight * xs + true.bias + 0.5 * noise
+    ys = 2 * xs - 1 + 0.5 * noise
 
     def loss_fn(params, xs, ys):
-        return jnp.mean((params.weight * xs + params.bias - ys) ** 2)
+        return jnp.mean((params["weight"] * xs + params["bias"] - ys) ** 2)
 
     optimizer = sgd(0.005, momentum=0.9)
     update = make_sync_update(loss_fn, optimizer)
-    params = Params(*jax.random.normal(jax.random.key(0), (2,)))
-    state = replicate(train_state(params, optimizer), d)
-    x_split, y_split = split((xs, ys), d)
+    weight, bias = jax.random.normal(jax.random.key(0), (2,))
+    state = train_state({"weight": weight, "bias": bias}, optimizer)
+    state, batch = replicate(state, d), split((xs, ys), d)
     print(f"{d} devices: {[str(device) for device in jax.local_devices()[:d]]}")
     for step in range(1000):
-        state, loss = update(state, x_split, y_split)
-        if step == 0:
-            print(f"type(params.weight): {type(state.params.weight)}")
-            print(f"type(loss): {type(loss)}")
-            print(f"type(x_split): {type(x_split)}")
+        state, loss = update(state, *batch)
         if step % 100 == 0:
             print(f"Step {step:3d}, loss: {float(unreplicate(loss)):.3f}")
-    fitted = Params(*map(float, unreplicate(state.params)))
-    print(f"weight: {fitted.weight: .3f}   (true: {true.weight: .3f})")
-    print(f"bias:   {fitted.bias: .3f}   (true: {true.bias: .3f})")
-    if args.plot:
-        from matplotlib.figure import Figure
-
-        figure, lines = Figure(figsize=(6, 4)), {"true": true, "fitted": fitted}
-        axes: Any = figure.subplots()
-        axes.scatter(xs, ys, s=12, color="0.6", label="data")
-        for style, (name, (weight, bias)) in zip(("k-", "C1--"), lines.items()):
-            ends = np.array([-2.5, 2.5])
-            label = f"{name}: weight {weight:.3f}, bias {bias:.3f}"
-            axes.plot(ends, weight * ends + bias, style, label=label)
-        axes.legend()
-        figure.savefig(args.plot, dpi=150)
+    fitted = unreplicate(state.params)
+    print(f"weight: {float(fitted['weight']): .3f}   (true:  2.000)")
+    print(f"bias:   {float(fitted['bias']): .3f}   (true: -1.000)")
 
 
 if __name__ == "__main__":

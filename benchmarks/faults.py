@@ -405,7 +405,15 @@ def save_points(folder: Path, writes: int | None = None) -> Iterator[tuple]:
     child = run_child(f"save_watched({str(folder / 'state')!r}, 0)")
     events = [*json.loads(child.stdout), "end"]
     at = [i for i, event in enumerate(events) if event == "write"]
-    order = ["create", *["write"] * len(at), "fsync", "replace", "open", "fsync"]
+    order = [
+        "create",
+        "open",
+        *["write"] * len(at),
+        "fsync",
+        "replace",
+        "open",
+        "fsync",
+    ]
     if events != [*order, "end"]:
         yield "the order of a save", OTHER, ", ".join(events)
     points = [(i, "before") for i in range(len(events)) if i not in at]
@@ -417,9 +425,16 @@ def save_points(folder: Path, writes: int | None = None) -> Iterator[tuple]:
 
 
 def failing(name: str, number: int, passing: int = 0) -> Callable:
-    """Let a function of `os` do nothing so many times, then fail."""
-    effects = [None] * passing + [OSError(number, os.strerror(number))]
-    return lambda folder: mock.patch.object(os, name, side_effect=effects)
+    """Let a function of `os` pass so many times, then fail."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    def patched(folder: Path) -> Any:
+        calls = iter([getattr(os, name)] * passing)
+        return mock.patch.object(os, name, lambda *a, **o: next(calls, fail)(*a, **o))
+
+    return patched
 
 
 @contextlib.contextmanager
@@ -439,7 +454,11 @@ FULL = "/dev/full"  # a disk that is full, on Linux
 
 
 def full(folder: Path) -> Any:
-    return mock.patch.object(pe, "open", lambda *_: open(FULL, "wb"))
+    def opened(path: str, *_: Any, **__: Any) -> Any:
+        Path(path).touch()
+        return open(FULL, "wb")
+
+    return mock.patch.object(pe, "open", opened)
 
 
 class Refusal(NamedTuple):
@@ -457,7 +476,7 @@ REFUSALS = {
     "a limit near the end": Refusal(errno.EFBIG, lambda _: limited(4 * LARGER + 1000)),
     "a sync that fails": Refusal(errno.EIO, failing("fsync", errno.EIO)),
     "a replace that fails": Refusal(errno.EACCES, failing("replace", errno.EACCES)),
-    "no folder to open": Refusal(errno.EIO, failing("open", errno.EIO), late=True),
+    "no folder to open": Refusal(errno.EIO, failing("open", errno.EIO, 1), late=True),
     "no folder to sync": Refusal(errno.EIO, failing("fsync", errno.EIO, 1), late=True),
     "a folder that is missing": Refusal(errno.ENOENT, name="missing/state"),
     "a file for a folder": Refusal(errno.ENOTDIR, name="state/state"),
