@@ -2738,6 +2738,41 @@ def test_two_processes_end_as_one_with_as_many_devices(tmp_path):
             assert_close(value, one[name])
 
 
+@pytest.mark.parametrize("bootstrap", [False, True])
+def test_each_member_has_an_order_and_with_bootstrap_a_resample_of_its_own(bootstrap):
+    draw = functools.partial(pe.epoch_order, seed=5, bootstrap=bootstrap)
+    first, second = (draw(5000, 50, epoch=epoch, members=3) for epoch in (0, 1))
+    assert first.shape == draw(5049, 50, members=3).shape == (3, 100, 50)
+    assert first.dtype == np.int32
+    assert_array_equal(draw(5000, 50), first[0])
+    assert_array_equal(draw(5000, 50, members=1), first[:1])
+    for a, b in itertools.combinations([*first, *second], 2):
+        assert not np.array_equal(a, b)
+    images, later = (np.sort(orders.reshape(3, -1)) for orders in (first, second))
+    assert_array_equal(images, later)
+    if not bootstrap:
+        assert_array_equal(images, [range(5000)] * 3)
+        rows = np.random.default_rng([5, 1, 2]).permutation(5000)  # in all versions
+        assert_array_equal(second[2].ravel(), rows)
+        return
+    counts = np.array([np.bincount(rows, minlength=5000) for rows in images])
+    seen = np.mean(counts > 0, axis=1)
+    assert_allclose(seen, 1 - np.exp(-1), atol=0.02)  # with replacement
+    assert np.abs(np.corrcoef(counts) - np.eye(3)).max() < 0.05
+
+
+test_order_is_refused = refuses(
+    (lambda: pe.epoch_order(40, 50), "batch_size=50, num_examples=40; expected batch_"),
+    (lambda: pe.epoch_order(2**31 + 1, 2), "num_examples=2147483649; expected batch"),
+    *out_of_range("batch_size", None, lambda v: pe.epoch_order(9, v), 0, 2.0),
+    *out_of_range("num_examples", None, lambda v: pe.epoch_order(v, 1), -1, np.ones(9)),
+    *out_of_range("members", None, lambda v: pe.epoch_order(9, 3, members=v), 0, True),
+    (lambda: pe.epoch_order(9, 3, seed=-1), r"seed is -1; expected an int, 0 <= seed"),
+    (lambda: pe.epoch_order(9, 3, seed=0.5), r"seed is 0.5; expected an int"),
+    (lambda: pe.epoch_order(9, 3, epoch=2**32), r"epoch is 4294967296; expected an in"),
+)
+
+
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_prefetch_keeps_order_and_values(size):
     batches = [(randn(i, 3), np.full(2, i)) for i in range(4)]
@@ -3202,7 +3237,7 @@ def whole_run(tmp_path_factory, small_folder):
 
 
 def test_run_learns_to_its_last_epoch_from_its_seed(script, tmp_path):
-    with mock.patch.object(tm, "member_orders", wraps=tm.member_orders) as draw:
+    with mock.patch.object(pe, "epoch_order", wraps=pe.epoch_order) as draw:
         flags = "--schedule linear --seed 3 --workdir"
         assert script(RUN, flags, tmp_path)[0] == 0
     assert {call.kwargs["seed"] for call in draw.mock_calls} == {3}
@@ -3269,26 +3304,6 @@ def test_shift_moves_each_image_whole_by_its_own_offset():
     assert all(max(map(abs, place)) <= 2 for place in places)
     assert {p for p, _ in places} == {p for _, p in places} == {-2, -1, 0, 1, 2}
     assert len(places) > 15  # of 25: down and across are drawn apart
-
-
-@pytest.mark.parametrize("bootstrap", [False, True])
-def test_each_member_has_an_order_and_with_bootstrap_a_resample_of_its_own(bootstrap):
-    recipe = tm.RECIPES["cnn"]._replace(batch_size=50, bootstrap=bootstrap)
-    draw = functools.partial(tm.member_orders, recipe=recipe, seed=5)
-    first, second = (draw(5000, epoch=epoch, members=3) for epoch in (0, 1))
-    assert first.shape == draw(5049, epoch=0, members=3).shape == (3, 100, 50)
-    assert_array_equal(draw(5000, epoch=0, members=1)[0], first[0])
-    for a, b in itertools.combinations([*first, *second], 2):
-        assert not np.array_equal(a, b)
-    images, later = (np.sort(orders.reshape(3, -1)) for orders in (first, second))
-    assert_array_equal(images, later)
-    if not bootstrap:
-        assert_array_equal(images, [range(5000)] * 3)
-        return
-    counts = np.array([np.bincount(rows, minlength=5000) for rows in images])
-    seen = np.mean(counts > 0, axis=1)
-    assert_allclose(seen, 1 - np.exp(-1), atol=0.02)  # with replacement
-    assert np.abs(np.corrcoef(counts) - np.eye(3)).max() < 0.05
 
 
 def test_trainer_learns_from_bytes_through_a_batch_in_parts(monkeypatch):
@@ -4378,7 +4393,7 @@ def test_sweep_trains_each_rate_on_each_order_as_the_script_does(linear):
     start = trainer.gather(trainer.init(jax.random.key(0)))
     state = trainer.scatter(start._replace(params=start.params[[0, 1, 0, 1]]))
     for epoch in range(2):
-        order = tm.member_orders(160, recipe, seed=0, epoch=epoch, members=2)
+        order = pe.epoch_order(160, recipe.batch_size, members=2, epoch=epoch)
         state, _ = trainer.epoch(state, data[1:3], order[[0, 1, 0, 1]])
     assert_close(probs[2:], trainer.predict_members(state, data.test_images)[2:])
 

@@ -304,26 +304,6 @@ def make_trainer(
     )
 
 
-def member_orders(
-    num_examples: int, recipe: Recipe, *, seed: int, epoch: int, members: int
-) -> np.ndarray:
-    """Draw the examples of each step of an epoch, [K, steps, B].
-
-    Every member goes through the examples in an order of its own, or, with bootstrap,
-    through as many that it drew with replacement before the first epoch.  What fills no
-    batch, fewer than B, sits the epoch out.
-    """
-    steps = num_examples // recipe.batch_size
-    orders = []
-    for member in range(members):
-        rows = np.random.default_rng([seed, epoch, member]).permutation(num_examples)
-        if recipe.bootstrap:
-            own = np.random.default_rng([seed, 0, member, 1])
-            rows = own.integers(num_examples, size=num_examples)[rows]
-        orders.append(rows[: steps * recipe.batch_size])
-    return np.reshape(orders, (members, steps, recipe.batch_size))
-
-
 # ---------------------------------------------------------------------------------
 # The run: the loop, and what it saves and records
 # ---------------------------------------------------------------------------------
@@ -393,9 +373,9 @@ class Run:
 
     def train_epoch(self, epoch: int) -> None:
         """Take the steps of an epoch that are left, in segments, and save."""
-        which = {"seed": self.args.seed, "members": self.args.members}
         size, step = len(self.data.train_images), self.done - epoch * self.num_steps
-        order = member_orders(size, self.recipe, epoch=epoch, **which)
+        which = {n: self.settings[n] for n in ("members", "seed", "bootstrap")}
+        order = pe.epoch_order(size, self.recipe.batch_size, epoch=epoch, **which)
         what, done = f"epoch {epoch + 1} of {self.recipe.epochs}", order[:, :step]
         with progress_bar(what, order.size, done.size) as advance:
             while step < self.num_steps:

@@ -85,9 +85,10 @@ def sweep(recipe, rates, num_orders, data, images, devices=None, at_once=True):
         state = trainer.scatter(jax.tree.map(lambda x, own=own: x[own], start))
         placed = trainer.place((data.train_images, data.train_labels))
         for epoch in range(recipe.epochs):
-            which = {"seed": 0, "epoch": epoch, "members": num_orders}
-            order = tm.member_orders(size, recipe, **which)[number[own]]
-            state, _ = trainer.epoch(state, placed, order)
+            which = {"epoch": epoch, "bootstrap": recipe.bootstrap}
+            sizes = size, recipe.batch_size
+            orders = pe.epoch_order(*sizes, members=num_orders, **which)
+            state, _ = trainer.epoch(state, placed, orders[number[own]])
         found.append(trainer.predict_members(state, images))
     return np.concatenate(found), time.perf_counter() - started
 
