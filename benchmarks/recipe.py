@@ -46,7 +46,7 @@ class Parser(tm.Parser):
 
 
 def prepare(change: str, args) -> tuple[tm.Recipe, tm.Dataset]:
-    """Read "name=value,name" as flags of the script.  Raises Failure, DataError."""
+    """Read "name=value,name" as flags of the script.  Raises Failure."""
     members = args.orders * len(args.learning_rates or FACTORS)
     given = {"members": 1 if args.one_by_one else members, "data": "mnist"}
     given |= {name: getattr(args, name) for name in ("epochs", "devices", "train_size")}
@@ -118,7 +118,7 @@ def cells(probs: np.ndarray, losses: np.ndarray, labels: np.ndarray) -> list[str
 def run(args) -> None:
     """Print a table a recipe, its best rate, and the seconds.
 
-    Raises Failure and DataError.
+    Raises Failure.
     """
     pe.use_cpu_devices(args.devices)
     prepared = {change: prepare(change, args) for change in ["", *args.changes]}
@@ -160,7 +160,7 @@ def main(argv=None) -> int:
     try:
         run(parser.parse_args(argv))
         return 0
-    except (tm.Failure, tm.DataError, OSError) as error:
+    except (tm.Failure, OSError) as error:
         print(f"recipe.py: error: {error}", file=sys.stderr)
         return 2
 
