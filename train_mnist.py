@@ -348,11 +348,6 @@ class Run:
             write_json(folder / "config.json", {**self.settings, **more}, indent=2)
             write_json(folder / "metrics.jsonl", *self.metrics)
 
-    @property
-    def epoch(self) -> int:
-        """Epochs that are complete."""
-        return self.done // self.num_steps
-
     def train(self) -> tuple[dict, np.ndarray]:
         """Train to the last epoch; save, evaluate and record.
 
@@ -429,10 +424,8 @@ class Run:
         if self.folder:
             path = self.folder / "config.json"
             remedy = f"leave out what differs from {path}, or choose another --workdir"
-            config = json.loads(path.read_text())
-            check_same("--resume", self.settings, config, remedy)
-            skips = self.recipe.skip_nonfinite
-            done, state = load_checkpoint(self.folder, state, skips)
+            check_same("--resume", self.settings, json.loads(path.read_text()), remedy)
+            done, state = load_checkpoint(self.folder, state, self.recipe)
             self.metrics = read_metrics(self.folder, done // self.num_steps)
         key = np.asarray(jax.random.key_data(state.key))
         done, key, state = share((np.int32(done), key, state._replace(key=None)))
@@ -460,9 +453,10 @@ class Run:
         train = report_finite(train_probs, data.train_labels[half])
         if test is None or train is None:
             raise self.diverged()
-        self.name_failed(test["member"])
-        if self.epoch > len(self.metrics):  # it was not before this process began
-            self.record(train, test, seconds)
+        epoch = self.done // self.num_steps
+        self.name_failed(test["member"], epoch)
+        if epoch > len(self.metrics):  # it was not before this process began
+            self.record(epoch, train, test, seconds)
         return test, probs
 
     def predict(self, images: np.ndarray) -> np.ndarray:
@@ -479,26 +473,26 @@ class Run:
                 advance(members * len(part))
         return np.concatenate(parts, axis=1)
 
-    def name_failed(self, members: list) -> None:
+    def name_failed(self, members: list, epoch: int) -> None:
         """Name each member that has failed, once, by its scores, and what was skipped.
 
         The losses are of the epoch's last steps: all, unless it was resumed within.
         """
-        skipping, epoch = self.recipe.skip_nonfinite, f"epoch {self.epoch}"
         for i, n in enumerate(np.sum(~np.isfinite(self.losses), axis=1)):
             if members[i] is None and i not in self.failed:
                 self.failed.add(i)
                 loss = f", nor was its loss in {n} steps of it" if n else ""
-                print(f"notice: member {i} is not finite after {epoch}{loss}")
-            elif skipping and n:
-                print(f"notice: member {i} skipped {n} steps of {epoch}: not finite")
+                print(f"notice: member {i} is not finite after epoch {epoch}{loss}")
+            elif self.recipe.skip_nonfinite and n:
+                steps = f"{n} steps of epoch {epoch}"
+                print(f"notice: member {i} skipped {steps}: not finite")
 
-    def record(self, train: dict, test: dict, test_seconds: float) -> None:
+    def record(self, epoch: int, train: dict, test: dict, test_seconds: float) -> None:
         """Print an epoch, and write its line of metrics."""
         loss = "negative_log_likelihood"
         num_images = self.losses.size * self.recipe.batch_size
         metrics = {
-            "epoch": self.epoch,
+            "epoch": epoch,
             "train_loss": mean_loss(train),
             "train_accuracy": train["ensemble"]["accuracy"],
             "test_loss": mean_loss(test),
@@ -1055,20 +1049,20 @@ def save_checkpoint(folder: Path, state: pe.TrainState, done: int, keep: int) ->
             os.unlink(path)
 
 
-def load_members(path: Path, step: int, like: Any, skips: bool) -> pe.TrainState:
+def load_members(path: Path, step: int, like: Any, recipe: Recipe) -> pe.TrainState:
     """Load the checkpoint of a step.  Raises ValueError, OSError.
 
-    It is of the step that its members' optimizers have counted, or with `skips` of a
-    later one: they do not count what was left out.
+    It is of the step that its members' optimizers have counted, or of a later one if
+    the recipe leaves out steps, which they do not count.
     """
     state = pe.load(path, like)
     counted = state.opt_state.num_steps  # [K]
-    if counted.max() > step or (counted.min() < step and not skips):
+    if counted.max() > step or (counted.min() < step and not recipe.skip_nonfinite):
         raise ValueError(f"{path}: holds step {counted.max()}, not step {step}")
     return state
 
 
-def load_checkpoint(folder: Path, like: Any, skips: bool) -> tuple[int, pe.TrainState]:
+def load_checkpoint(folder: Path, like: Any, recipe: Recipe) -> tuple:
     """Return the steps and the members of the newest valid checkpoint.
 
     Raises Failure when there is none.
@@ -1076,7 +1070,7 @@ def load_checkpoint(folder: Path, like: Any, skips: bool) -> tuple[int, pe.Train
     found = checkpoints(folder)
     for done, path in found:
         try:
-            state = load_members(path, done, like, skips)
+            state = load_members(path, done, like, recipe)
             print(f"resumed from {path}", flush=True)
             return done, state
         except (OSError, ValueError) as error:
@@ -1153,7 +1147,7 @@ def load_run(workdir: str | os.PathLike, devices: int | None = None) -> Trained:
             if len(scored) != members or not any(scored):
                 has = f"has scores of {sum(scored)} of {len(scored)} members"
                 raise ValueError(f"{has}; config.json has {members}")
-        state = load_members(path, done, state, recipe.skip_nonfinite)
+        state = load_members(path, done, state, recipe)
     except (OSError, ValueError, Failure) as error:
         resume = f"python train_mnist.py --resume --workdir {folder}"
         reason = f"{error}; to go on with one: {resume}"
@@ -1398,38 +1392,22 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
-    """Load the data, lay out the models; put into `args` how many there are of both.
+def check(args: argparse.Namespace, name: str, ok: bool, message: str) -> None:
+    """Raise Failure for a flag whose value does not fit."""
+    if not ok:
+        raise Failure(f"{flag(name)} {getattr(args, name)}: {message}")
+
+
+def lay_out(args: argparse.Namespace) -> pe.Layout:
+    """Lay the models over the devices; put into `args` how many there are.
 
     Raises Failure where flags do not fit.
     """
-
-    def check(name: str, ok: bool, message: str) -> None:
-        if not ok:
-            raise Failure(f"{flag(name)} {getattr(args, name)}: {message}")
-
-    for name, package in (("show_batch", "rich"), ("plot", "matplotlib")):
-        if getattr(args, name) and not importlib.util.find_spec(package):
-            needs = f"needs {package}: python -m pip install {package}"
-            raise Failure(f"{flag(name)} {needs}")
     processes, here = jax.process_count(), jax.local_device_count()
-    data = load_data(args.data, args.data_dir)
-    images, labels = data.train_images, data.train_labels
-    args.train_size = size = args.train_size or len(images)
-    has = f"{data.name} has {len(images)} training images"
-    check("train_size", size <= len(images), has)
-    few = f"more than the {size} training images"
-    check("batch_size", args.batch_size <= size, few)
-    data = data._replace(train_images=images[:size], train_labels=labels[:size])
-    side = min(images.shape[1:3])
-    if args.max_shift is None:
-        args.max_shift = round(RECIPES[args.network].max_shift * side / SIDE)
-    far = f"more than the {side} pixels of an image's side"
-    check("max_shift", args.max_shift <= side, far)
     devices, kind = args.devices or here, jax.default_backend().upper()
-    check("devices", devices <= here, f"there are {here} {kind} devices")
+    check(args, "devices", devices <= here, f"there are {here} {kind} devices")
     each = f"several processes use all of their {here} {kind} devices each"
-    check("devices", processes == 1 or devices == here, each)
+    check(args, "devices", processes == 1 or devices == here, each)
     devices = devices if processes == 1 else jax.device_count()
     args.members = 1 if args.mode == "sync" else args.members or devices
     n = pe.layout(args.members, devices, processes).replicas
@@ -1440,15 +1418,39 @@ def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
     other = f"use a multiple of {n}, for example {args.batch_size - rest or n}"
     other += ", or leave out --devices" * (processes == 1)
     split = f"does not split over the {n} devices of a model; {other}"
-    check("batch_size", rest == 0, split)
-    layout = pe.layout(args.members, devices, processes)
+    check(args, "batch_size", rest == 0, split)
+    return pe.layout(args.members, devices, processes)
+
+
+def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
+    """Load the data, lay out the models; put into `args` what the data decide.
+
+    Raises Failure where flags do not fit.
+    """
+    for name, package in (("show_batch", "rich"), ("plot", "matplotlib")):
+        if getattr(args, name) and not importlib.util.find_spec(package):
+            needs = f"needs {package}: python -m pip install {package}"
+            raise Failure(f"{flag(name)} {needs}")
+    data = load_data(args.data, args.data_dir)
+    images, labels = data.train_images, data.train_labels
+    args.train_size = size = args.train_size or len(images)
+    has = f"{data.name} has {len(images)} training images"
+    check(args, "train_size", size <= len(images), has)
+    few = f"more than the {size} training images"
+    check(args, "batch_size", args.batch_size <= size, few)
+    data = data._replace(train_images=images[:size], train_labels=labels[:size])
+    side = min(images.shape[1:3])
+    if args.max_shift is None:
+        args.max_shift = round(RECIPES[args.network].max_shift * side / SIDE)
+    far = f"more than the {side} pixels of an image's side"
+    check(args, "max_shift", args.max_shift <= side, far)
     recipe = Recipe(**{name: getattr(args, name) for name in Recipe._fields})
     try:  # images may be too small for the network
         models = jax.eval_shape(init_of(recipe, data.form()), jax.random.key(0))
         jax.eval_shape(NETWORKS[recipe.network].logits, *models, scale(images[:1]))
     except ValueError as error:
         raise Failure(f"--network {recipe.network}: {error}") from error
-    return recipe, data, layout
+    return recipe, data, lay_out(args)
 
 
 def announce(args: argparse.Namespace, recipe: Recipe, data: Dataset, layout) -> None:
