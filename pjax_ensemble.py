@@ -18,7 +18,7 @@ copies of one model that share its batch and average gradients.
         pe.cnn_init, loss_fn, pe.sgd(0.01), members=5, apply_fn=network
     )
     state = trainer.init(jax.random.key(0))
-    order = np.random.default_rng(0).permutation(64).reshape(4, 16)
+    order = pe.epoch_order(64, 16)  # [4, 16]
     state, losses = trainer.epoch(state, (images, labels), order)  # losses [5, 4]
     probs = trainer.predict_members(state, images)  # [5, 64, 10]
     report = pe.ensemble_report(probs, labels)
@@ -93,7 +93,7 @@ __all__ = [
     "TrainState", "train_state", "gather_processes", "make_sync_update",
     "make_ensemble_update",
     # Trainer
-    "Layout", "layout", "Trainer", "make_trainer", "prefetch",
+    "Layout", "layout", "Trainer", "make_trainer", "epoch_order", "prefetch",
     # Checkpoints
     "replace_file", "save", "load",
     # Demo
@@ -2295,6 +2295,48 @@ class Trainer:
 
 
 make_trainer = Trainer  # the name to make one by
+
+
+def epoch_order(
+    num_examples: int,
+    batch_size: int,
+    *,
+    members: int | None = None,
+    seed: int = 0,
+    epoch: int = 0,
+    bootstrap: bool = False,
+) -> np.ndarray:
+    """Draw the examples of each step of an epoch, an order for `Trainer.epoch`.
+
+    An epoch goes through every example once.  With `bootstrap` it goes through as many
+    that are drawn from them with replacement, the same in every epoch.  What fills no
+    batch, fewer than `batch_size`, sits the epoch out.
+
+    Returns int32 [steps, B], or with `members` [K, steps, B]: order and resample are
+    each member's own, and depend on seed, epoch and its number alone.  Without, they
+    are those of member 0.
+
+    Raises ValueError for batches of more than all examples, and for numbers that are
+    not whole or out of range.
+    """
+    for name, value in (("seed", seed), ("epoch", epoch)):
+        if not _is_int(value) or not 0 <= value < 2**32:
+            expected = f"an int, 0 <= {name} < 2**32"
+            raise ValueError(f"{name} is {value!r}; expected {expected}")
+    _count("num_examples", num_examples)
+    _count("batch_size", batch_size)
+    if not batch_size <= num_examples <= 2**31:
+        expected = "batch_size <= num_examples <= 2**31"
+        raise ValueError(f"{batch_size=}, {num_examples=}; expected {expected}")
+    steps, orders = num_examples // batch_size, []
+    for member in range(1 if members is None else _count("members", members)):
+        rows = np.random.default_rng([seed, epoch, member]).permutation(num_examples)
+        if bootstrap:
+            own = np.random.default_rng([seed, 0, member, 1])
+            rows = own.integers(num_examples, size=num_examples)[rows]
+        orders.append(rows[: steps * batch_size].astype(np.int32))
+    order = np.reshape(orders, (-1, steps, batch_size))
+    return order[0] if members is None else order
 
 
 def prefetch(batches: Iterable, size: int = 2) -> Iterator:

@@ -11,7 +11,8 @@ models and devices:
   --members K             members of the ensemble; they share devices, or devices share
                           one, as it takes (default: one a device)
   --devices D             devices to use, of each process; on CPU, that many virtual
-                          devices (default: all; on CPU, one a core)
+                          devices (default: all, but for replicas that would not divide
+                          the batch; on CPU, one a core)
   --at-once N             compute together N of the members that share a device: for a
                           GPU; slower on a CPU (default: 1)
   --show-batch            draw how the batch of a step lies on the devices, with rich
@@ -36,7 +37,8 @@ training:
                           15% and falling to 0, in straight lines or half cosines
                           (default: linear; batchnorm: constant)
   --max-shift PIXELS      move each training image at random by up to so many pixels
-                          (default: 2; batchnorm: 0)
+                          (default: 2 for a side of 28, of other sizes the same share;
+                          batchnorm: 0)
   --bootstrap             train each member on as many images as there are, drawn with
                           replacement from them for it alone (default: each on all, in
                           an order of its own)
@@ -138,7 +140,7 @@ class Recipe(NamedTuple):
     learning_rate: float  # the schedule's peak
     momentum: float  # of sgd
     schedule: str
-    max_shift: int  # pixels by which training images move at random
+    max_shift: int  # pixels by which training images move at random, of 28 if unsaid
     bootstrap: bool = False  # each member trains on a resample of its own
     skip_nonfinite: bool = False  # a step whose gradient is not finite changes nothing
     at_once: int = 1  # members of a device that are computed together
@@ -288,40 +290,18 @@ def make_trainer(
         rate = SCHEDULES[its.schedule](its.learning_rate, num_steps)
         return pe.adam(rate) if its.optimizer == "adam" else pe.sgd(rate, its.momentum)
 
+    where = {"members": members, "devices": devices, "at_once": recipe.at_once}
+    fixed = {"stateful": True, "microbatch": "auto", "chunk": CHUNK_ROWS}
     return pe.make_trainer(
         lambda key, *_: init(key),
         loss_fn,
         optimizer if hyper else optimizer({}),
-        members=members,
-        devices=devices,
         apply_fn=apply_fn,
         hyper=hyper,
-        stateful=True,
-        microbatch="auto",
         skip_nonfinite=recipe.skip_nonfinite,
-        at_once=recipe.at_once,
-        chunk=CHUNK_ROWS,
+        **where,
+        **fixed,
     )
-
-
-def member_orders(
-    num_examples: int, recipe: Recipe, *, seed: int, epoch: int, members: int
-) -> np.ndarray:
-    """Draw the examples of each step of an epoch, [K, steps, B].
-
-    Every member goes through the examples in an order of its own, or, with bootstrap,
-    through as many that it drew with replacement before the first epoch.  What fills no
-    batch, fewer than B, sits the epoch out.
-    """
-    steps = num_examples // recipe.batch_size
-    orders = []
-    for member in range(members):
-        rows = np.random.default_rng([seed, epoch, member]).permutation(num_examples)
-        if recipe.bootstrap:
-            own = np.random.default_rng([seed, 0, member, 1])
-            rows = own.integers(num_examples, size=num_examples)[rows]
-        orders.append(rows[: steps * recipe.batch_size])
-    return np.reshape(orders, (members, steps, recipe.batch_size))
 
 
 # ---------------------------------------------------------------------------------
@@ -347,8 +327,8 @@ class Run:
         check_same_run(self.settings)
         self.num_steps = len(data.train_images) // recipe.batch_size  # an epoch
         self.save_steps = max(1, round(args.save_every * self.num_steps))
-        cpu = jax.default_backend() == "cpu"
-        self.segment_images = SEGMENT_IMAGES if cpu else 64 * SEGMENT_IMAGES
+        times = 1 if jax.default_backend() == "cpu" else 64
+        self.segment_images = times * SEGMENT_IMAGES
         a_step = layout.members_per_device * recipe.batch_size // layout.replicas
         self.segment_steps = min(max(1, self.segment_images // a_step), 256)
         total = recipe.epochs * self.num_steps
@@ -363,15 +343,10 @@ class Run:
         if args.resume:
             self.restore()
         if folder:
-            where = {"data": args.data, "data_dir": str(args.data_dir.absolute())}
-            config = {**self.settings, **where, "save_every": args.save_every}
-            write_json(folder / "config.json", config, indent=2)
+            where = {"dataset": data.name, "data_dir": str(args.data_dir)}
+            more = {"data": args.data, "save_every": args.save_every, **where}
+            write_json(folder / "config.json", {**self.settings, **more}, indent=2)
             write_json(folder / "metrics.jsonl", *self.metrics)
-
-    @property
-    def epoch(self) -> int:
-        """Epochs that are complete."""
-        return self.done // self.num_steps
 
     def train(self) -> tuple[dict, np.ndarray]:
         """Train to the last epoch; save, evaluate and record.
@@ -393,9 +368,9 @@ class Run:
 
     def train_epoch(self, epoch: int) -> None:
         """Take the steps of an epoch that are left, in segments, and save."""
-        which = {"seed": self.args.seed, "members": self.args.members}
         size, step = len(self.data.train_images), self.done - epoch * self.num_steps
-        order = member_orders(size, self.recipe, epoch=epoch, **which)
+        which = {n: self.settings[n] for n in ("members", "seed", "bootstrap")}
+        order = pe.epoch_order(size, self.recipe.batch_size, epoch=epoch, **which)
         what, done = f"epoch {epoch + 1} of {self.recipe.epochs}", order[:, :step]
         with progress_bar(what, order.size, done.size) as advance:
             while step < self.num_steps:
@@ -448,11 +423,12 @@ class Run:
         done, state = 0, self.trainer.gather(self.state)
         if self.folder:
             path = self.folder / "config.json"
-            check_same("--resume", self.settings, json.loads(path.read_text()), path)
-            done, state = load_checkpoint(self.folder, state)
+            remedy = f"leave out what differs from {path}, or choose another --workdir"
+            check_same("--resume", self.settings, json.loads(path.read_text()), remedy)
+            done, state = load_checkpoint(self.folder, state, self.recipe)
             self.metrics = read_metrics(self.folder, done // self.num_steps)
         key = np.asarray(jax.random.key_data(state.key))
-        done, key, state = share((np.array(done), key, state._replace(key=None)))
+        done, key, state = share((np.int32(done), key, state._replace(key=None)))
         self.done = self.saved = int(done)
         state = state._replace(key=jax.random.wrap_key_data(key))
         self.state = self.trainer.scatter(state)
@@ -477,9 +453,10 @@ class Run:
         train = report_finite(train_probs, data.train_labels[half])
         if test is None or train is None:
             raise self.diverged()
-        self.name_failed(test["member"])
-        if self.epoch > len(self.metrics):  # it was not before this process began
-            self.record(train, test, seconds)
+        epoch = self.done // self.num_steps
+        self.name_failed(test["member"], epoch)
+        if epoch > len(self.metrics):  # it was not before this process began
+            self.record(epoch, train, test, seconds)
         return test, probs
 
     def predict(self, images: np.ndarray) -> np.ndarray:
@@ -496,26 +473,26 @@ class Run:
                 advance(members * len(part))
         return np.concatenate(parts, axis=1)
 
-    def name_failed(self, members: list) -> None:
+    def name_failed(self, members: list, epoch: int) -> None:
         """Name each member that has failed, once, by its scores, and what was skipped.
 
         The losses are of the epoch's last steps: all, unless it was resumed within.
         """
-        skipping, epoch = self.recipe.skip_nonfinite, f"epoch {self.epoch}"
         for i, n in enumerate(np.sum(~np.isfinite(self.losses), axis=1)):
             if members[i] is None and i not in self.failed:
                 self.failed.add(i)
                 loss = f", nor was its loss in {n} steps of it" if n else ""
-                print(f"notice: member {i} is not finite after {epoch}{loss}")
-            elif skipping and n:
-                print(f"notice: member {i} skipped {n} steps of {epoch}: not finite")
+                print(f"notice: member {i} is not finite after epoch {epoch}{loss}")
+            elif self.recipe.skip_nonfinite and n:
+                steps = f"{n} steps of epoch {epoch}"
+                print(f"notice: member {i} skipped {steps}: not finite")
 
-    def record(self, train: dict, test: dict, test_seconds: float) -> None:
+    def record(self, epoch: int, train: dict, test: dict, test_seconds: float) -> None:
         """Print an epoch, and write its line of metrics."""
         loss = "negative_log_likelihood"
         num_images = self.losses.size * self.recipe.batch_size
         metrics = {
-            "epoch": self.epoch,
+            "epoch": epoch,
             "train_loss": mean_loss(train),
             "train_accuracy": train["ensemble"]["accuracy"],
             "test_loss": mean_loss(test),
@@ -563,8 +540,7 @@ def describe(args, data: Dataset) -> dict:
     for array in arrays:
         content.update(np.ascontiguousarray(array))
     settings = {name: getattr(args, name) for name in NUMBERS}
-    digest = {"dataset": data.name, "dataset_sha256": content.hexdigest()}
-    return {**settings, **digest, **data.form()}
+    return {**settings, "dataset_sha256": content.hexdigest(), **data.form()}
 
 
 class Failure(Exception):
@@ -636,9 +612,8 @@ def print_report(mode: str, report: dict) -> None:
     )
 
 
-def versions() -> dict:
-    modules = {module.__name__: module.__version__ for module in (pe, jax, jaxlib, np)}
-    return {**modules, "python": platform.python_version()}
+VERSIONS = {module.__name__: module.__version__ for module in (pe, jax, jaxlib, np)}
+VERSIONS["python"] = platform.python_version()
 
 
 # ---------------------------------------------------------------------------------
@@ -668,20 +643,17 @@ def draw_curve(axes, x, y, name: str | None, style: dict) -> None:
 
 
 def draw_score(panels, score: tuple, metrics: Sequence[dict], report: dict) -> None:
-    """Draw a score over epochs and, of an ensemble, over its size."""
-    label, factor, key, metric, ensemble = score
-    over_epochs, *over_size = panels
-    curves = [("members", f"member_test_{metric}", MEMBER)] * len(over_size)
+    """Draw a score over epochs and over the ensemble's size."""
+    (over_epochs, over_size), (label, factor, key, metric, ensemble) = panels, score
+    curves = [("members", f"member_test_{metric}", MEMBER)]
     curves += [("on training images", f"train_{metric}", {**DASHED, "marker": "x"})]
-    curves += [("ensemble" if over_size else "model", ensemble, ENSEMBLE)]
-    for name, column, style in curves:
+    for name, column, style in [*curves, ("ensemble", ensemble, ENSEMBLE)]:
         values = factor * np.float64([m[column] for m in metrics])
         draw_curve(over_epochs, [m["epoch"] for m in metrics], values, name, style)
-    for axes in over_size:
-        members = [scores[key] for scores in report["member"] if scores]
-        sizes = [factor * scores[key] for scores in report["by_size"]]
-        axes.axhline(factor * np.mean(members), label="a member, mean", **DASHED)
-        draw_curve(axes, range(1, len(sizes) + 1), sizes, None, ENSEMBLE)
+    members = [scores[key] for scores in report["member"] if scores]
+    sizes = [factor * scores[key] for scores in report["by_size"]]
+    over_size.axhline(factor * np.mean(members), label="a member, mean", **DASHED)
+    draw_curve(over_size, range(1, len(sizes) + 1), sizes, None, ENSEMBLE)
     for axes, name in zip(panels, ("epoch", "members in the ensemble")):
         axes.set(xlabel=name, ylabel=label)
         axes.locator_params(axis="x", integer=True, min_n_ticks=1)
@@ -689,10 +661,8 @@ def draw_score(panels, score: tuple, metrics: Sequence[dict], report: dict) -> N
 
 def draw_reliability(diagram, histogram, probs: np.ndarray, labels) -> None:
     """Draw accuracy over confidence, bin by bin, and how many examples each has."""
-    many = len(probs) > 1
-    curves = [("members", MEMBER, probs.reshape(-1, probs.shape[-1]))] * many
-    curves += [("ensemble" if many else "model", ENSEMBLE, probs.mean(axis=0))]
-    for name, style, p in curves:
+    members = "members", MEMBER, probs.reshape(-1, probs.shape[-1])
+    for name, style, p in members, ("ensemble", ENSEMBLE, probs.mean(axis=0)):
         counts, confidence, accuracy = pe.reliability(p, np.resize(labels, len(p)))
         edges = np.linspace(0, 100, len(counts) + 1)
         shares = 100 * counts / len(p)
@@ -710,14 +680,13 @@ def draw_reliability(diagram, histogram, probs: np.ndarray, labels) -> None:
 
 def draw_images(figure, probs: np.ndarray, data: Dataset) -> None:
     """Draw the images that the ensemble is least sure of, with the members' votes."""
-    rows, columns, many = 2, 6, len(probs) > 1
-    unsure = np.argsort(-pe.predictive_entropy(probs))[: rows * columns]
-    below = "members' votes, as class: count" if many else "the model's class"
+    unsure = np.argsort(-pe.predictive_entropy(probs))[:12]
+    below = "members' votes, as class: count"
     figure.suptitle(f"test images of the highest predictive entropy; below, {below}")
-    for axes, i in zip(figure.subplots(rows, columns).flat, unsure):
+    for axes, i in zip(figure.subplots(2, 6).flat, unsure):
         axes.imshow(data.test_images[i, ..., 0], cmap="gray_r")
         votes = collections.Counter(data.classes[probs[:, i].argmax(axis=-1)].tolist())
-        said = [f"{c}: {n}" if many else f"{c}" for c, n in votes.most_common(4)]
+        said = [f"{label}: {count}" for label, count in votes.most_common(4)]
         axes.set_title(f"label {data.classes[data.test_labels[i]]}", fontsize="medium")
         axes.set_xlabel("  ".join(said), fontsize="small")
         axes.set(xticks=[], yticks=[])
@@ -733,16 +702,15 @@ def draw_report(
     from matplotlib.figure import Figure
 
     probs = probs[np.isfinite(probs).all(axis=(1, 2))]
-    many = len(probs) > 1
     figure = Figure(figsize=(9, 9.5), layout="constrained")
-    what = f"an ensemble of {len(probs)}" if many else "one model"
-    figure.suptitle(f"{data.name}, {len(data.test_images)} test images: {what}")
+    what = f"{len(data.test_images)} test images: an ensemble of {len(probs)}"
+    figure.suptitle(f"{data.name}, {what}")
     curves, images = figure.subfigures(2, 1, height_ratios=(5, 3))
-    axes = curves.subplots(2, 2 + many)
+    axes = curves.subplots(2, 3)
     for row, score in zip(axes, SCORES):
-        draw_score(row[:-1], score, metrics, report)
-    draw_reliability(*axes[:, -1], probs, data.test_labels)
-    titles = ["over epochs", *["over ensemble size"] * many, "reliability"]
+        draw_score(row[:2], score, metrics, report)
+    draw_reliability(*axes[:, 2], probs, data.test_labels)
+    titles = "over epochs", "over ensemble size", "reliability"
     for panel, name in zip(axes[0], titles):
         panel.set_title(name)
         panel.legend(frameon=False)
@@ -756,11 +724,7 @@ def draw_report(
 # ---------------------------------------------------------------------------------
 
 
-class DataError(Exception):
-    """A data set that cannot be had; the message says which file and why."""
-
-
-class DownloadError(DataError):
+class DownloadError(Failure):
     """A file that is missing, and that no mirror gives."""
 
 
@@ -800,11 +764,11 @@ def read_idx(path: Path) -> tuple[np.ndarray, str]:
 
     The header is two zero bytes, the type (8, unsigned bytes), how many dimensions
     there are, and each of them as a big-endian 32-bit number.  No more is read than it
-    promises, plus one byte.  Raises DataError.
+    promises, plus one byte.  Raises Failure.
     """
 
-    def bad(reason: Any) -> DataError:
-        return DataError(f"{path}: {reason}")
+    def bad(reason: Any) -> Failure:
+        return Failure(f"{path}: {reason}")
 
     num_dims = 3 if "images" in path.name else 1
     magic, length = bytes((0, 0, 8, num_dims)), 4 + 4 * num_dims
@@ -885,11 +849,11 @@ def misfit(arrays: Sequence[np.ndarray]) -> str | None:
 def load_mnist(folder: Path) -> Dataset:
     """Load the four files from `folder`; others of any size and labels are welcome.
 
-    Raises DataError for a file that is missing and cannot be downloaded, for one that
+    Raises Failure for a file that is missing and cannot be downloaded, for one that
     is damaged, and for files that do not belong together.
     """
     if folder.exists() and not folder.is_dir():
-        raise DataError(f"{folder}: not a folder")
+        raise Failure(f"--data-dir {folder}: not a folder")
     paths, found, foreign = {}, {}, []
     for name in MNIST_FILES:
         both = folder / name, folder / f"{name}.gz"
@@ -897,13 +861,13 @@ def load_mnist(folder: Path) -> Dataset:
     for name in sorted(paths, key=lambda name: not paths[name]):  # missing ones last
         if foreign and not paths[name]:
             other = f"{name} is missing, and {foreign[0]} is not MNIST's"
-            raise DataError(f"{folder}: {other}, so MNIST's cannot take its place")
+            raise Failure(f"{folder}: {other}, so MNIST's cannot take its place")
         found[name], digest = read_idx(paths[name] or download(folder, name))
         if digest != MNIST_FILES[name]:
             foreign.append(name)
     arrays = [found[name] for name in MNIST_FILES]
     if wrong := misfit(arrays):
-        raise DataError(f"{folder}: {wrong}")
+        raise Failure(f"{folder}: {wrong}")
     name, classes, parts = "MNIST", np.unique(arrays[1]), []
     for images, labels in (arrays[:2], arrays[2:]):
         parts += [images[..., None], np.searchsorted(classes, labels).astype(np.int32)]
@@ -992,7 +956,7 @@ def generate_digits(
 
 
 def load_data(source: str, folder: Path) -> Dataset:
-    """Load what --data names.  Raises DataError."""
+    """Load what --data names.  Raises Failure."""
     if source != "generated":
         try:
             return load_mnist(folder)
@@ -1051,6 +1015,21 @@ def write_json(path: Path, *values: dict, indent: int | None = None) -> None:
         file.write("".join(texts).encode())
 
 
+@contextlib.contextmanager
+def read_json(path: Path) -> Iterator[dict]:
+    """Yield what a file of JSON holds; Failure for what it does not names the file."""
+    try:
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict):
+            raise ValueError("expected an object, {...}")
+        yield found
+    except KeyError as error:
+        raise Failure(f"{path}: {error} is missing") from error
+    except (OSError, ValueError, TypeError, RecursionError, Failure) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise Failure(f"{path}: {reason}") from error
+
+
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Return the steps and paths of what is named as a checkpoint, newest first."""
     name = re.compile(r"checkpoint_(\d{8,18})\.safetensors")
@@ -1070,7 +1049,20 @@ def save_checkpoint(folder: Path, state: pe.TrainState, done: int, keep: int) ->
             os.unlink(path)
 
 
-def load_checkpoint(folder: Path, like: pe.TrainState) -> tuple[int, pe.TrainState]:
+def load_members(path: Path, step: int, like: Any, recipe: Recipe) -> pe.TrainState:
+    """Load the checkpoint of a step.  Raises ValueError, OSError.
+
+    It is of the step that its members' optimizers have counted, or of a later one if
+    the recipe leaves out steps, which they do not count.
+    """
+    state = pe.load(path, like)
+    counted = state.opt_state.num_steps  # [K]
+    if counted.max() > step or (counted.min() < step and not recipe.skip_nonfinite):
+        raise ValueError(f"{path}: holds step {counted.max()}, not step {step}")
+    return state
+
+
+def load_checkpoint(folder: Path, like: Any, recipe: Recipe) -> tuple:
     """Return the steps and the members of the newest valid checkpoint.
 
     Raises Failure when there is none.
@@ -1078,7 +1070,7 @@ def load_checkpoint(folder: Path, like: pe.TrainState) -> tuple[int, pe.TrainSta
     found = checkpoints(folder)
     for done, path in found:
         try:
-            state = pe.load(path, like)
+            state = load_members(path, done, like, recipe)
             print(f"resumed from {path}", flush=True)
             return done, state
         except (OSError, ValueError) as error:
@@ -1087,11 +1079,16 @@ def load_checkpoint(folder: Path, like: pe.TrainState) -> tuple[int, pe.TrainSta
 
 
 def read_metrics(folder: Path, epochs: int) -> list[dict]:
-    """Return the lines of the epochs that are complete, and no others."""
-    metrics: list[dict] = []
-    with contextlib.suppress(OSError, ValueError):
-        for line in (folder / "metrics.jsonl").read_text().splitlines()[:epochs]:
-            metrics.append(json.loads(line))
+    """Return the lines of the epochs that are complete, up to one that is damaged."""
+    path, metrics = folder / "metrics.jsonl", []
+    try:
+        for line in path.read_text().splitlines()[:epochs]:
+            found = json.loads(line)
+            if found["epoch"] != len(metrics) + 1:
+                raise ValueError(f"epoch {found['epoch']} after {len(metrics)}")
+            metrics.append(found)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        print(f"train_mnist.py: warning: {path}: {error}", file=sys.stderr)
     return metrics
 
 
@@ -1135,22 +1132,28 @@ def load_run(workdir: str | os.PathLike, devices: int | None = None) -> Trained:
     """
     folder = Path(workdir)
     try:
-        config = json.loads((folder / "config.json").read_text())
-        recipe = Recipe(**{name: config[name] for name in Recipe._fields})
-        num_steps = recipe.epochs * (config["train_size"] // recipe.batch_size)
-        done, path = max(checkpoints(folder), default=(None, None))
+        with read_json(folder / "config.json") as config:
+            flags = kept_flags(config)
+            recipe = Recipe(**{n: flags.get(n, config[n]) for n in Recipe._fields})
+            members, size = flags["members"], flags["train_size"]
+            num_steps = recipe.epochs * (size // recipe.batch_size)
+            trainer = make_trainer(recipe, members, 1, num_steps, config)
+            state = trainer.gather(trainer.init(jax.random.key(0)))
+        done, path = max(checkpoints(folder), default=(None, folder))
         if done != num_steps:
             raise ValueError(f"it is at step {done} of {num_steps}")
-        report = json.loads((folder / "report.json").read_text())
-        finite = np.flatnonzero([scores is not None for scores in report["member"]])
-        trainer = make_trainer(recipe, config["members"], 1, num_steps, config)
-        state = pe.load(path, trainer.gather(trainer.init(jax.random.key(0))))
-    except (OSError, ValueError, TypeError, LookupError) as error:
+        with read_json(folder / "report.json") as report:
+            scored = [isinstance(scores, dict) for scores in report["member"]]
+            if len(scored) != members or not any(scored):
+                has = f"has scores of {sum(scored)} of {len(scored)} members"
+                raise ValueError(f"{has}; config.json has {members}")
+        state = load_members(path, done, state, recipe)
+    except (OSError, ValueError, Failure) as error:
         resume = f"python train_mnist.py --resume --workdir {folder}"
         reason = f"{error}; to go on with one: {resume}"
         raise ValueError(f"{folder} holds no finished run: {reason}") from error
-    trainer = make_trainer(recipe, len(finite), devices, num_steps, config)
-    state = trainer.scatter(jax.tree.map(lambda x: x[finite], state))
+    trainer = make_trainer(recipe, sum(scored), devices, num_steps, config)
+    state = trainer.scatter(jax.tree.map(lambda x: x[np.array(scored)], state))
     return Trained(trainer, state, np.array(config["classes"]), config)
 
 
@@ -1225,28 +1228,23 @@ def connect(args: argparse.Namespace) -> None:
 
 
 def share(tree: Any) -> Any:
-    """Give every process the first one's tree of NumPy arrays, bit for bit."""
-
-    def share_leaf(x):
-        content = pe.gather_processes(np.frombuffer(x.tobytes(), np.uint8))[0]
-        return content.view(x.dtype).reshape(x.shape)
-
-    return jax.tree.map(share_leaf, tree)
+    """Give every process the first one's tree of arrays, of 32 bits or fewer."""
+    return jax.tree.map(lambda x: pe.gather_processes(x)[0], tree)
 
 
-def check_same(who: str, ours: dict, theirs: dict, where: Any) -> None:
+def check_same(who: str, ours: dict, theirs: dict, remedy: str) -> None:
     """Raise Failure for the first of our settings that another run lacks."""
     for name, value in ours.items():
-        if value != theirs.get(name):
-            both = f"{name} is {value} here, {theirs.get(name)} there"
-            raise Failure(f"{who}: {both}, in {where}")
+        if value != (other := theirs.get(name)):
+            raise Failure(f"{who}: {name} is {value} here, {other} there; {remedy}")
 
 
 def check_same_run(settings: dict) -> None:
     """Raise Failure in a process that trains with other settings than the first."""
     text = json.dumps(settings).ljust(8192).encode()  # of one length everywhere
     first = json.loads(share(np.frombuffer(text, np.uint8)).tobytes())
-    check_same(f"--process-id {jax.process_index()}", settings, first, "the first")
+    who = f"--process-id {jax.process_index()}"
+    check_same(who, settings, first, "give it the flags of the first")
 
 
 # ---------------------------------------------------------------------------------
@@ -1300,7 +1298,7 @@ FLAGS = {
     "learning_rate": (nonnegative, None),
     "momentum": (below_one, None),
     "schedule": (SCHEDULES, None),
-    "max_shift": (between(0, 28), None),
+    "max_shift": (at_least(0), None),
     "bootstrap": (bool, None),
     "skip_nonfinite": (bool, None),
     "seed": (between(0, 2**32 - 1), 0),
@@ -1347,30 +1345,12 @@ def given_flags(argv: Sequence[str] | None) -> dict:
     return vars(parser.parse_args(argv))
 
 
-def resumed_flags(given: dict) -> dict:
-    """Return the flags of the run in --workdir, by name, out of its config.json.
-
-    Raises Failure for a file that cannot be read, and for a given flag that would
-    change the run's numbers.
-    """
-    path = given["workdir"] / "config.json"
-    if not path.exists() and (given.get("process_id") or "distributed" in given):
-        return {}  # the first process has it, and compares the settings of all
-    try:
-        config = json.loads(path.read_text())
-        kept = {name: config[name] for name in KEPT if name in config}
-        argv = [flag(name) for name, value in kept.items() if value is True]
-        argv += [f"{flag(n)}={x}" for n, x in kept.items() if not isinstance(x, bool)]
-        flags = given_flags(argv)
-    except (OSError, ValueError, TypeError, Failure) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise Failure(f"--resume: {path}: {reason}") from error
-    for name in (*NUMBERS, "data"):
-        if name in given and name in kept and given[name] != flags.get(name, False):
-            run = f"the run in {path.parent} has {kept[name]}"
-            leave = "leave the flag out, or choose another --workdir"
-            raise Failure(f"{flag(name)} {given[name]}: {run}; {leave}")
-    return flags
+def kept_flags(config: dict) -> dict:
+    """Return the values of the flags in a run's config.json.  Raises Failure."""
+    kept = {name: config[name] for name in KEPT if name in config}
+    argv = [flag(name) for name, value in kept.items() if value is True]
+    argv += [f"{flag(n)}={x}" for n, x in kept.items() if not isinstance(x, bool)]
+    return given_flags(argv)
 
 
 def default_folder() -> Path:
@@ -1390,80 +1370,103 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if "resume" in given and "workdir" not in given:
         raise Failure("--resume: needs --workdir, the folder of the run to go on with")
     if "resume" in given:
-        given = resumed_flags(given) | given
+        path = given["workdir"] / "config.json"
+        # Of several processes only the first one's has to be there.
+        if path.exists() or not (given.get("process_id") or "distributed" in given):
+            with read_json(path) as config:
+                given = kept_flags(config) | given
     recipe = RECIPES[given.get("network", DEFAULTS["network"])]
     optimizer = given.get("optimizer", recipe.optimizer)
-    recipe = recipe._replace(learning_rate=LEARNING_RATES[optimizer])
+    # Of what is not given, the pixels are those of the images, which are not read yet.
+    recipe = recipe._replace(learning_rate=LEARNING_RATES[optimizer], max_shift=None)
     args = argparse.Namespace(**(DEFAULTS | recipe._asdict() | given))
-    args.data_dir = args.data_dir or default_folder()
+    args.data_dir = (args.data_dir or default_folder()).absolute()
     if args.mode == "sync" and args.members not in (None, 1):
         raise Failure(f"--members {args.members}: --mode sync trains one model")
     _, count, number = three = args.coordinator, args.num_processes, args.process_id
-    if args.distributed and three != (None, None, None):
-        raise Failure("--distributed: finds the processes itself; give no other flags")
-    if None in three and three != (None, None, None):
+    if three.count(None) not in ((3,) if args.distributed else (0, 3)):
         names = "--coordinator, --num-processes and --process-id"
-        raise Failure(f"{names} belong together: give all three, or --distributed")
+        raise Failure(f"{names} belong together, or --distributed stands alone")
     if args.coordinator and number >= count:
         raise Failure(f"--process-id {number}: expected 0 to {count - 1}")
     return args
 
 
-def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
-    """Load the data, lay out the models; put into `args` how many there are of both.
+def check(args: argparse.Namespace, name: str, ok: bool, message: str) -> None:
+    """Raise Failure for a flag whose value does not fit."""
+    if not ok:
+        raise Failure(f"{flag(name)} {getattr(args, name)}: {message}")
+
+
+def lay_out(args: argparse.Namespace) -> pe.Layout:
+    """Lay the models over the devices; put into `args` how many there are.
 
     Raises Failure where flags do not fit.
     """
+    processes, here = jax.process_count(), jax.local_device_count()
+    devices, kind = args.devices or here, jax.default_backend().upper()
+    check(args, "devices", devices <= here, f"there are {here} {kind} devices")
+    each = f"several processes use all of their {here} {kind} devices each"
+    check(args, "devices", processes == 1 or devices == here, each)
+    devices = devices if processes == 1 else jax.device_count()
+    args.members = 1 if args.mode == "sync" else args.members or devices
+    n = pe.layout(args.members, devices, processes).replicas
+    if processes == 1 and not args.devices:  # as many replicas as divide the batch
+        n = max(r for r in range(1, n + 1) if args.batch_size % r == 0)
+        devices = min(devices, args.members * n)
+    rest = args.batch_size % n
+    other = f"use a multiple of {n}, for example {args.batch_size - rest or n}"
+    other += ", or leave out --devices" * (processes == 1)
+    split = f"does not split over the {n} devices of a model; {other}"
+    check(args, "batch_size", rest == 0, split)
+    return pe.layout(args.members, devices, processes)
 
-    def check(name: str, ok: bool, message: str) -> None:
-        if not ok:
-            raise Failure(f"{flag(name)} {getattr(args, name)}: {message}")
 
+def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
+    """Load the data, lay out the models; put into `args` what the data decide.
+
+    Raises Failure where flags do not fit.
+    """
     for name, package in (("show_batch", "rich"), ("plot", "matplotlib")):
         if getattr(args, name) and not importlib.util.find_spec(package):
             needs = f"needs {package}: python -m pip install {package}"
             raise Failure(f"{flag(name)} {needs}")
-    processes, here = jax.process_count(), jax.local_device_count()
-    if args.show_batch and processes > 1:
-        raise Failure("--show-batch: draws the devices of one process; there are more")
     data = load_data(args.data, args.data_dir)
     images, labels = data.train_images, data.train_labels
     args.train_size = size = args.train_size or len(images)
     has = f"{data.name} has {len(images)} training images"
-    check("train_size", size <= len(images), has)
+    check(args, "train_size", size <= len(images), has)
     few = f"more than the {size} training images"
-    check("batch_size", args.batch_size <= size, few)
+    check(args, "batch_size", args.batch_size <= size, few)
     data = data._replace(train_images=images[:size], train_labels=labels[:size])
-    devices, kind = args.devices or here, jax.default_backend().upper()
-    check("devices", devices <= here, f"there are {here} {kind} devices")
-    each = f"several processes use all of their {here} {kind} devices each"
-    check("devices", processes == 1 or devices == here, each)
-    devices = devices if processes == 1 else jax.device_count()
-    args.members = 1 if args.mode == "sync" else args.members or devices
-    layout = pe.layout(args.members, devices, processes)
-    n, rest = layout.replicas, args.batch_size % layout.replicas
-    other = f"use a multiple of {n}, for example {args.batch_size - rest or n}"
-    split = f"does not split over the {n} devices of a model; {other}"
-    check("batch_size", rest == 0, split)
+    side = min(images.shape[1:3])
+    if args.max_shift is None:
+        args.max_shift = round(RECIPES[args.network].max_shift * side / SIDE)
+    far = f"more than the {side} pixels of an image's side"
+    check(args, "max_shift", args.max_shift <= side, far)
     recipe = Recipe(**{name: getattr(args, name) for name in Recipe._fields})
     try:  # images may be too small for the network
         models = jax.eval_shape(init_of(recipe, data.form()), jax.random.key(0))
         jax.eval_shape(NETWORKS[recipe.network].logits, *models, scale(images[:1]))
     except ValueError as error:
         raise Failure(f"--network {recipe.network}: {error}") from error
-    return recipe, data, layout
+    return recipe, data, lay_out(args)
 
 
 def announce(args: argparse.Namespace, recipe: Recipe, data: Dataset, layout) -> None:
     """Say in a line what is about to run: data, models, devices, recipe, versions."""
     size = " x ".join(map(str, data.train_images.shape[1:3]))
     members, devices, shared, replicas = layout
+    there, processes = jax.device_count(), jax.process_count()
     models = "one model" if args.mode == "sync" else f"an ensemble of {members}"
-    where = f"{devices} {jax.default_backend().upper()} devices"
-    where += f" of {jax.process_count()} processes" * (jax.process_count() > 1)
+    where = f"{devices} of {there} {jax.default_backend().upper()} devices"
+    where += f" of {processes} processes" * (processes > 1)
     where += f" ({shared} a device)" * (shared > 1)
     where += f" ({replicas} replicas a model)" * (replicas > 1)
-    how = {**recipe._asdict(), "seed": args.seed, **versions()}
+    most = pe.layout(members, args.devices or there, processes).replicas
+    split = f" (a batch of {recipe.batch_size} does not split over {most})"
+    where += split * (most > replicas)
+    how = {**recipe._asdict(), "seed": args.seed, **VERSIONS}
     said = ", ".join(f"{n} {value}" for n, value in how.items() if value is not False)
     counts = f"{len(data.train_images)} training and {len(data.test_images)} test"
     what = f"{data.name}, {counts} images of {size}, {len(data.classes)} classes"
@@ -1473,7 +1476,7 @@ def announce(args: argparse.Namespace, recipe: Recipe, data: Dataset, layout) ->
 def show_batch(layout: pe.Layout, batch_size: int, pixels: int) -> None:
     """Draw which rows of a step's images lie on which device, as Keras's guide does."""
     rows = layout.members_per_device * layout.devices * batch_size // layout.replicas
-    mesh = jax.sharding.Mesh(jax.local_devices()[: layout.devices], ("devices",))
+    mesh = jax.sharding.Mesh(jax.devices()[: layout.devices], ("devices",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices"))
     print(f"a step's images [{rows}, {pixels}], member after member, on the devices:")
     jax.debug.visualize_sharding((rows, pixels), sharding)
@@ -1504,7 +1507,7 @@ def train_and_report(args: argparse.Namespace) -> None:
             "failed": sorted(run.failed),
             **scores,
             "config": {**run.settings, **layout._asdict()},
-            "versions": versions(),
+            "versions": VERSIONS,
         }
         print_report(args.mode, report)
         if folder:
@@ -1523,8 +1526,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except Failure as failure:
         text, status = str(failure), failure.status
-    except DataError as error:
-        text, status = f"--data-dir: {error}", 2
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         text, status = f"{where}{error.strerror or error}", 2

@@ -238,7 +238,7 @@ def idx(folder: Path, trials: int, name: str) -> Iterator[tuple]:
     yield "sound", "read" if read()[0].tobytes() == images.tobytes() else OTHER, ""
     for number in range(trials):
         path.write_bytes(mutate(stored, 20, f"{name} {number}"))
-        yield number, *judge(read, path, train_mnist.DataError, accept)
+        yield number, *judge(read, path, train_mnist.Failure, accept)
 
 
 # ---------------------------------------------------------------------------------

@@ -220,7 +220,7 @@ def cost(rounds: int) -> dict:
             # The second epoch: the first one compiles.
             seconds["pieces"].append(run.seconds)
             began = time.perf_counter()
-            order = tm.member_orders(16384, recipe, seed=0, epoch=1, members=2)
+            order = pe.epoch_order(16384, recipe.batch_size, members=2, epoch=1)
             state, losses = run.trainer.epoch(run.state, run.images, order)
             np.asarray(losses)
             seconds["whole"].append(time.perf_counter() - began)

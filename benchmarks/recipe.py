@@ -46,7 +46,7 @@ class Parser(tm.Parser):
 
 
 def prepare(change: str, args) -> tuple[tm.Recipe, tm.Dataset]:
-    """Read "name=value,name" as flags of the script.  Raises Failure, DataError."""
+    """Read "name=value,name" as flags of the script.  Raises Failure."""
     members = args.orders * len(args.learning_rates or FACTORS)
     given = {"members": 1 if args.one_by_one else members, "data": "mnist"}
     given |= {name: getattr(args, name) for name in ("epochs", "devices", "train_size")}
@@ -85,9 +85,10 @@ def sweep(recipe, rates, num_orders, data, images, devices=None, at_once=True):
         state = trainer.scatter(jax.tree.map(lambda x, own=own: x[own], start))
         placed = trainer.place((data.train_images, data.train_labels))
         for epoch in range(recipe.epochs):
-            which = {"seed": 0, "epoch": epoch, "members": num_orders}
-            order = tm.member_orders(size, recipe, **which)[number[own]]
-            state, _ = trainer.epoch(state, placed, order)
+            which = {"epoch": epoch, "bootstrap": recipe.bootstrap}
+            sizes = size, recipe.batch_size
+            orders = pe.epoch_order(*sizes, members=num_orders, **which)
+            state, _ = trainer.epoch(state, placed, orders[number[own]])
         found.append(trainer.predict_members(state, images))
     return np.concatenate(found), time.perf_counter() - started
 
@@ -117,7 +118,7 @@ def cells(probs: np.ndarray, losses: np.ndarray, labels: np.ndarray) -> list[str
 def run(args) -> None:
     """Print a table a recipe, its best rate, and the seconds.
 
-    Raises Failure and DataError.
+    Raises Failure.
     """
     pe.use_cpu_devices(args.devices)
     prepared = {change: prepare(change, args) for change in ["", *args.changes]}
@@ -159,7 +160,7 @@ def main(argv=None) -> int:
     try:
         run(parser.parse_args(argv))
         return 0
-    except (tm.Failure, tm.DataError, OSError) as error:
+    except (tm.Failure, OSError) as error:
         print(f"recipe.py: error: {error}", file=sys.stderr)
         return 2
 

@@ -314,7 +314,7 @@ def check_data(run: tm.Trained, data: tm.Dataset, where: str) -> None:
 
 
 def shift(args) -> dict:
-    """Print how runs do on shifted images.  Raises Failure, DataError, ValueError."""
+    """Print how runs do on shifted images.  Raises Failure, ValueError."""
     run = tm.load_run(args.run)
     long = tm.load_run(args.long) if args.long else None
     if long and (count := long.trainer.layout.members) > 1:
@@ -342,7 +342,7 @@ SIZES = {  # flags of label: their types, their defaults, and those of --quick
 
 
 def label(args) -> dict:
-    """Print what labels are worth, by who chooses them.  Raises Failure, DataError."""
+    """Print what labels are worth, by who chooses them.  Raises Failure."""
     for name, (_, *defaults) in SIZES.items():
         if getattr(args, name) is None:
             setattr(args, name, defaults[args.quick])
@@ -422,7 +422,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.json:
             speed.write_json(args.json, **scores)
         return 0
-    except (tm.Failure, tm.DataError, OSError, ValueError) as error:
+    except (tm.Failure, OSError, ValueError) as error:
         print(f"uncertainty.py: error: {error}", file=sys.stderr)
         return 2
 

@@ -43,7 +43,7 @@ def folder(variable):
 def load_mnist():
     try:
         return train_mnist.load_mnist(folder("MNIST_DIR"))
-    except train_mnist.DataError as error:
+    except train_mnist.Failure as error:
         raise SystemExit(str(error)) from error
 
 

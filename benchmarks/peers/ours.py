@@ -17,11 +17,9 @@ import pjax_ensemble as pe
 import train_mnist
 
 
-def endless_order(num_images, recipe, members):
+def endless_order(num_images, batch_size, members):
     for epoch in itertools.count():
-        order = train_mnist.member_orders(
-            num_images, recipe, seed=0, epoch=epoch, members=members
-        )
+        order = pe.epoch_order(num_images, batch_size, members=members, epoch=epoch)
         yield from order.swapaxes(0, 1)  # [K, B] a step
 
 
@@ -46,7 +44,7 @@ def main():
     trainer = train_mnist.make_trainer(recipe, members, args.devices, 1, mnist.form())
     host = mnist.train_images, mnist.train_labels
     data = trainer.place(host)
-    order = endless_order(len(host[0]), recipe, members)
+    order = endless_order(len(host[0]), args.batch, members)
     state = trainer.init(jax.random.key(0))
 
     def run(steps):
