@@ -1300,10 +1300,7 @@ def _numbers(what: str, x: Any) -> Any:
     """
     if isinstance(x, Array):
         return x
-    try:
-        given = np.asarray(x)
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise ValueError(f"{what} is no array of numbers: {error}") from error
+    given = _call(what, "expected arrays of numbers", np.asarray, x)
     if given.dtype.kind in "OSUMm" or isinstance(x, np.ma.MaskedArray):
         kind = f"{type(x).__name__} of {given.dtype}"
         raise ValueError(f"the {what} hold a {kind}; expected numbers, none masked")
@@ -1456,7 +1453,7 @@ def _consume(owner: Any, program: Callable, state: PyTree, *rest) -> tuple:
         result = program(state, *rest)
         vars(owner)["latest"] = result[0]
     finally:
-        if can_wait:
+        if signal.getsignal(signal.SIGINT) is wait:  # and no handler's own successor
             signal.signal(signal.SIGINT, handler)
     for interrupt in late:
         handler(*interrupt)
@@ -2319,14 +2316,10 @@ def epoch_order(
     Raises ValueError for batches of more than all examples, and for numbers that are
     not whole or out of range.
     """
-    for name, value in (("seed", seed), ("epoch", epoch)):
-        if not _is_int(value) or not 0 <= value < 2**32:
-            expected = f"an int, 0 <= {name} < 2**32"
-            raise ValueError(f"{name} is {value!r}; expected {expected}")
-    _count("num_examples", num_examples)
-    _count("batch_size", batch_size)
-    if not batch_size <= num_examples <= 2**31:
-        expected = "batch_size <= num_examples <= 2**31"
+    if not all(_is_int(n) and 0 <= n < 2**32 for n in (seed, epoch)):
+        raise ValueError(f"{seed=}, {epoch=}; expected ints, 0 <= each < 2**32")
+    if _count("batch_size", batch_size) > _count("num_examples", num_examples):
+        expected = "batch_size <= num_examples"
         raise ValueError(f"{batch_size=}, {num_examples=}; expected {expected}")
     steps, orders = num_examples // batch_size, []
     for member in range(1 if members is None else _count("members", members)):
@@ -2580,6 +2573,11 @@ def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
 # ---------------------------------------------------------------------------------
 
 
+class Params(NamedTuple):
+    weight: Array  # []
+    bias: Array  # []
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Fit y = 2 x - 1 + noise in sync mode on every device: JAX's pmap tutorial."""
     parser = argparse.ArgumentParser("pjax_ensemble.py", description=main.__doc__)
@@ -2593,21 +2591,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     ys = 2 * xs - 1 + 0.5 * noise
 
     def loss_fn(params, xs, ys):
-        return jnp.mean((params["weight"] * xs + params["bias"] - ys) ** 2)
+        return jnp.mean((params.weight * xs + params.bias - ys) ** 2)
 
     optimizer = sgd(0.005, momentum=0.9)
     update = make_sync_update(loss_fn, optimizer)
-    weight, bias = jax.random.normal(jax.random.key(0), (2,))
-    state = train_state({"weight": weight, "bias": bias}, optimizer)
-    state, batch = replicate(state, d), split((xs, ys), d)
+    params = Params(*jax.random.normal(jax.random.key(0), (2,)))
+    state, batch = replicate(train_state(params, optimizer), d), split((xs, ys), d)
     print(f"{d} devices: {[str(device) for device in jax.local_devices()[:d]]}")
     for step in range(1000):
         state, loss = update(state, *batch)
         if step % 100 == 0:
             print(f"Step {step:3d}, loss: {float(unreplicate(loss)):.3f}")
-    fitted = unreplicate(state.params)
-    print(f"weight: {float(fitted['weight']): .3f}   (true:  2.000)")
-    print(f"bias:   {float(fitted['bias']): .3f}   (true: -1.000)")
+    weight, bias = map(float, unreplicate(state.params))
+    print(f"weight: {weight: .3f}   (true:  2.000)")
+    print(f"bias:   {bias: .3f}   (true: -1.000)")
 
 
 if __name__ == "__main__":

@@ -2969,7 +2969,7 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         (r"\(2, 0\).* not empty", trainer.epoch, data, np.zeros((2, 0), int)),
         (r"\(4,\); expected \[steps, B\], or", trainer.epoch, data, rows[0]),
         (r"\(3, 1, 4\).*with K = 2", trainer.epoch, data, np.stack([rows] * 3)),
-        ("order is no array of numbers: .*inhom", trainer.epoch, data, [[0, 1], [2]]),
+        ("^order: .*inhomog.*; expected arrays", trainer.epoch, data, [[0, 1], [2]]),
         ("data is ndarray; expected a tuple of", trainer.epoch, data[0], rows),
         ("loss_fn: .*'labels'; it is given 1 of the", trainer.epoch, data[:1], rows),
         ("loss_fn: .*'labels'; it is given 1 of the", trainer.update, data[0]),
@@ -3139,13 +3139,12 @@ def test_each_member_has_an_order_and_with_bootstrap_a_resample_of_its_own(boots
 
 test_order_is_refused = refuses(
     (lambda: pe.epoch_order(40, 50), "batch_size=50, num_examples=40; expected batch_"),
-    (lambda: pe.epoch_order(2**31 + 1, 2), "num_examples=2147483649; expected batch"),
     *out_of_range("batch_size", None, lambda v: pe.epoch_order(9, v), 0, 2.0),
     *out_of_range("num_examples", None, lambda v: pe.epoch_order(v, 1), -1, np.ones(9)),
     *out_of_range("members", None, lambda v: pe.epoch_order(9, 3, members=v), 0, True),
-    (lambda: pe.epoch_order(9, 3, seed=-1), r"seed is -1; expected an int, 0 <= seed"),
-    (lambda: pe.epoch_order(9, 3, seed=0.5), r"seed is 0.5; expected an int"),
-    (lambda: pe.epoch_order(9, 3, epoch=2**32), r"epoch is 4294967296; expected an in"),
+    (lambda: pe.epoch_order(9, 3, seed=-1), "^seed=-1, epoch=0; expected ints, 0 <= e"),
+    (lambda: pe.epoch_order(9, 3, seed=0.5), "^seed=0.5, epoch=0; expected ints"),
+    (lambda: pe.epoch_order(9, 3, epoch=2**32), "epoch=4294967296; expected ints"),
 )
 
 
