@@ -69,7 +69,9 @@ import pjax_ensemble as pe
 import train_mnist as tm
 
 sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
+import devices as machines
 import faults
+import interrupts as interruptions
 import programs
 import recipe as recipes
 import seconds
@@ -264,7 +266,8 @@ sys.modules |= {"fcntl": None, "resource": None}
 vars(os).pop("sched_getaffinity", None)
 os.cpu_count = lambda: 3
 sys.path.append("benchmarks")
-import train_mnist, faults, programs, recipe, seconds, speed, uci, uncertainty
+import train_mnist, devices, faults, interrupts, programs, recipe, seconds, speed, uci
+import uncertainty
 train_mnist.pe.use_cpu_devices()
 print(jax.device_count())
 """
@@ -321,8 +324,8 @@ README, *DOCS = (page.read_text("utf-8") for page in PAGES)
 
 def run_page(text, names, capsys):
     """Run a page's Python; what a block prints stands in one below it, unnamed."""
-    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    for (kind, code), (next_kind, below) in itertools.pairwise([*blocks, ("end", "")]):
+    blocks = [*machines.blocks(text), ("end", "")]
+    for (kind, code), (next_kind, below) in itertools.pairwise(blocks):
         used = re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE)
         if kind == "python" and all(map(importlib.util.find_spec, used)):
             exec(code, names)
@@ -356,6 +359,29 @@ def test_readme_is_read_to_the_end_and_trains_in_twelve_lines():
     assert README.count("\n") <= 300
     _, block = README.split("```python\nimport pjax_ensemble", 1)
     assert sum(map(bool, block.partition("\n```")[0].splitlines())) == 12
+
+
+@linux
+def test_readme_starts_alike_on_any_number_of_cores(tmp_path, monkeypatch):
+    """benchmarks/devices.py in its short form: the README's first example."""
+    code, said = machines.read_readme()
+    short = [block.replace("(1000, 50)", "(5, 50)") for block in code[:2]]
+    assert short != code[:2]
+    for variable in ENVIRONMENT.items():
+        monkeypatch.setenv(*variable)
+
+    def start(cores):
+        folder = tmp_path / str(cores)
+        folder.mkdir()
+        return machines.first_steps(cores, folder, short)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        (_, one), *others = pool.map(start, [1, 3, 6, 16])
+    for printed, weights in others:
+        assert printed.count("accuracy") == 6
+        assert machines.difference(weights, one) < 1e-5
+    for wrong, count in (said, 0), (said + 0.025, 6), (said + 0.2, 16), (said[1:], 1):
+        assert len(machines.complaints(wrong, said)) == count
 
 
 def test_commands_of_every_page_are_those_of_the_script(tmp_path, monkeypatch):
@@ -5185,6 +5211,13 @@ def test_speed_says_in_a_line_why_it_stops(tmp_path, monkeypatch):
     for stopped in said(speed.measure, dict([peer]), 1), said(speed.run_job, *peer):
         words = "speed.py: error: unrecognized arguments: --nope"
         assert stopped == f"a peer ended with status 2: {words}"
+
+
+@posix
+def test_interrupted_loops_go_on_from_the_latest_state():
+    """The trial of benchmarks/interrupts.py, in its short form."""
+    counts = interruptions.cell(trials=8)
+    assert counts["interrupts"] >= 8 and not counts["lost"] + counts["different"]
 
 
 def test_trainers_that_are_dropped_leave_nothing_alive():

@@ -2,6 +2,7 @@
 
     python benchmarks/interrupts.py kill --trials 500
     python benchmarks/interrupts.py stop --trials 20
+    python benchmarks/interrupts.py cell --trials 200
     python benchmarks/interrupts.py processes --trials 50
     MNIST_DIR=... python benchmarks/interrupts.py cost
 
@@ -13,19 +14,25 @@ last checkpoint has to be that of a run that nobody interrupted, byte for byte.
 stop: the same with SIGTERM, which has to end a run with status 143 and no step lost
 (or with the signal itself, before the script has come as far as to listen).
 
+cell: loops of `update` and `epoch`, as in a notebook's cell, are interrupted (SIGINT)
+at random moments and go on from `trainer.latest`, which has to be there each time, and
+at the end, with every step taken once, in the bits of a loop that nobody interrupted.
+One that comes while Python collects garbage or ends a generator, it may drop.
+
 processes: runs of two processes, one after another, have to end, and in the same bytes
 as one process with as many devices.
 
 cost: what a checkpoint of two CNNs with momentum takes, and what it costs to train an
 epoch in pieces of about a second.
 
-All but the last train on a small data set of generated digits, with several runs at
-once where asked (--jobs); cost measures, and wants the machine for itself.
+kill, stop and processes train on a small data set of generated digits, with several
+runs at once where asked (--jobs); cost measures, and wants the machine for itself.
 """
 
 import argparse
 import collections
 import contextlib
+import itertools
 import os
 import random
 import re
@@ -36,11 +43,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -50,6 +60,7 @@ import train_mnist as tm
 ROOT = Path(__file__).resolve().parent.parent
 
 STEPS_AN_EPOCH, EPOCHS, INTERVAL = 16, 20, 2
+LOOP_STEPS, LOOP_SECONDS = 200, 0.05
 FLAGS = [
     *("--members", "2", "--devices", "2", "--epochs", str(EPOCHS)),
     *("--batch-size", "32", "--network", "batchnorm", "--train-size", "512"),
@@ -180,6 +191,92 @@ def interrupt(how: signal.Signals, trials: int, jobs: int) -> dict:
     return total
 
 
+def make_loop(members: int, how: str, read: bool) -> tuple[pe.Trainer, Callable]:
+    """Return a trainer on two devices, and train(state, num_steps) -> state.
+
+    It takes the steps that a state lacks to `num_steps`, by `update` on batches of
+    `prefetch` or by `epoch` in pieces of 4, and reads the losses of each call or not.
+    """
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=(2, 256, 8)).astype(np.float32)
+    order = generator.integers(256, size=(LOOP_STEPS, 16))
+
+    def loss_fn(params, x, y):
+        return jnp.mean((pe.dense(params, x) - y) ** 2)
+
+    def train(state, num_steps=LOOP_STEPS):
+        done = np.asarray(state.opt_state.num_steps).flat[0]
+        rows = order[done:num_steps]
+        if how == "update":
+            call, work = trainer.update, pe.prefetch((x[r], y[r]) for r in rows)
+        else:
+            pieces = (rows[i : i + 4] for i in range(0, len(rows), 4))
+            call, work = trainer.epoch, (((x, y), piece) for piece in pieces)
+        for args in work:
+            state, losses = call(state, *args)
+            if read:
+                np.asarray(losses)
+        return state
+
+    def init(key):
+        return pe.dense_init(key, 8, 8)
+
+    trainer = pe.make_trainer(init, loss_fn, pe.sgd(0.01), members=members, devices=2)
+    return trainer, train
+
+
+def interrupt_loop(trainer: pe.Trainer, train: Callable) -> dict:
+    """Interrupt a loop at random moments until it ends; return the counts.
+
+    A SIGINT comes up to `LOOP_SECONDS` after the loop began or went on, if that has not
+    ended by then.
+    """
+    sent: list = []
+
+    def send():
+        sent.append(signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def bits(state):
+        return [leaf.tobytes() for leaf in jax.tree.leaves(trainer.gather(state)[:3])]
+
+    def begin():  # whose state is `latest` before a signal comes
+        return train(trainer.init(jax.random.key(0)), 4)
+
+    counts = {"interrupts": 0, "lost": 0}
+    whole, state, ended = bits(train(begin())), begin(), False
+    while not ended:
+        timer = threading.Timer(random.uniform(0, LOOP_SECONDS), send)
+        try:
+            timer.start()
+            state = train(state)
+            timer.cancel()
+            timer.join()
+            time.sleep(0.01)  # in which a signal arrives
+            ended = True
+        except KeyboardInterrupt:
+            counts["interrupts"] += 1
+            state = trainer.latest
+            if any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+                counts["lost"] += 1
+                state = begin()
+    counts["dropped"] = len(sent) - counts["interrupts"]
+    return counts | {"different": bits(state) != whole}
+
+
+def cell(trials: int) -> dict:
+    """Interrupt loops of all forms, so often in all or a little more."""
+    pe.use_cpu_devices(2)
+    names = "loops", "interrupts", "dropped", "lost", "different"
+    total = collections.Counter(dict.fromkeys(names, 0))
+    forms = [*itertools.product((1, 4), ("update", "epoch"), (True, False))]
+    for number, form in enumerate(forms, 1):
+        trainer, train = make_loop(*form)
+        while total["interrupts"] < trials * number / len(forms):
+            total.update(loops=1, **interrupt_loop(trainer, train))
+    return total
+
+
 def processes(trials: int, epochs: int = 3, seconds: float = 300) -> dict:
     """Run two processes of one device, again and again; return the counts."""
     counts = {"runs": trials, "hung": 0, "failed": 0, "different": 0}
@@ -239,17 +336,16 @@ def cost(rounds: int) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trial", choices=("kill", "stop", "processes", "cost"))
+    others = {"cell": cell, "processes": processes, "cost": cost}
+    parser.add_argument("trial", choices=("kill", "stop", *others))
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
     args = parser.parse_args()
     if args.trial in ("kill", "stop"):
         how = signal.SIGKILL if args.trial == "kill" else signal.SIGTERM
         counts = interrupt(how, args.trials, args.jobs)
-    elif args.trial == "processes":
-        counts = processes(args.trials)
     else:
-        counts = cost(args.trials)
+        counts = others[args.trial](args.trials)
     print(f"{args.trial}: " + ", ".join(f"{name} {n}" for name, n in counts.items()))
     bad = "unloadable", "lost", "different", "refused", "hung", "failed"
     return any(counts.get(name) for name in bad)

@@ -1,0 +1,151 @@
+"""Run the README and the script on machines of 1, 2, 3, ... cores.
+
+    python benchmarks/devices.py
+    python benchmarks/devices.py 3 16
+
+Each runs in a process of its own that is told of so many cores, and divides its CPU
+into as many virtual devices: `COMMANDS`, on few generated digits, and the README's
+Python, all of its blocks in order as they stand.  Each has to end with status 0, and
+the README's in the numbers that it says, to `TOLERANCES`; else the status is 1, after
+lines that say why.
+
+A row a machine has the layout of the README's five members; accuracy and NLL of their
+ensemble, and the lowest and highest NLL of a member; noise and disagreement of the
+regression, where there are data and where none; and the largest difference of a weight,
+after `STEPS` steps, from that on the first machine, in proportion to the largest of
+its array.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from interrupts import write_data
+
+import pjax_ensemble as pe
+
+ROOT = Path(__file__).resolve().parent.parent
+CORES = 1, 2, 3, 5, 6, 8, 10, 12, 16, 24, 64
+COMMANDS = [
+    "--members 2 --workdir runs/small",  # which the README reads
+    "--members 8",
+    "--members 3 --network batchnorm",
+    "--mode ensemble",
+    "--mode sync",
+]
+TOLERANCES = {"accuracy": 0.02, "NLL": 0.15, "variance": 0.03}
+STEPS = 5
+CHILD = """
+import os, runpy, sys
+cores = set(range(int(sys.argv[1])))
+os.sched_getaffinity, os.cpu_count = lambda pid: cores, lambda: len(cores)
+sys.path.insert(0, sys.argv[2])
+del sys.argv[:3]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+# The README's trainer again, for so few steps that rounding has not grown yet.
+FIRST_STEPS = f"""
+first = trainer.init(jax.random.key(0))
+first, _ = trainer.epoch(first, (x[:200], y[:200]), order[:{STEPS}])
+pe.save("first.safetensors", trainer.gather(first).params)
+"""
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """Return the blocks of a page's text: each one's language, or "", and its code."""
+    return re.findall(r"^```(\w*)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+
+
+def read_readme() -> tuple[list[str], np.ndarray]:
+    """Return the README's blocks of Python, and the numbers that it says they print."""
+    page = blocks((ROOT / "README.md").read_text("utf-8"))
+    code = [lines for language, lines in page if language == "python"]
+    return code, numbers("".join(lines for language, lines in page if not language))
+
+
+def numbers(text: str) -> np.ndarray:
+    return np.float64(re.findall(r"-?\d+\.\d+", text))
+
+
+def run(cores: int, folder: Path, script: Path, *flags: str) -> str:
+    """Run a script in `folder`, as on so many cores, and return what it prints."""
+    command = [sys.executable, "-c", CHILD, str(cores), str(ROOT), str(script), *flags]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=folder, env=env, text=True, capture_output=True)
+    if done.returncode:
+        lines = done.stderr.splitlines() or ["nothing"]
+        what = " ".join([script.name, *flags])
+        raise RuntimeError(f"{what}: status {done.returncode}, after {lines[-1]}")
+    return done.stdout
+
+
+def first_steps(cores: int, folder: Path, code: list[str]) -> tuple[str, dict]:
+    """Run blocks of the README; return what they print, and weights by their names."""
+    (folder / "readme.py").write_text("\n".join([*code, FIRST_STEPS]), "utf-8")
+    printed = run(cores, folder, folder / "readme.py")
+    return printed, pe.load(folder / "first.safetensors")
+
+
+def difference(weights: dict, others: dict) -> float:
+    """Return the largest difference, in proportion to the largest of its array."""
+    pairs = [(weights[name], others[name]) for name in others]
+    return max(float(abs(a - b).max() / abs(b).max()) for a, b in pairs)
+
+
+def complaints(printed: np.ndarray, said: np.ndarray) -> list[str]:
+    """Say which of the numbers that the README's Python printed are not those it says.
+
+    Pairs of accuracy and NLL, of members and ensemble, and then variances of two parts.
+    """
+    names = ["accuracy", "NLL"] * (len(said) // 2 - 2) + ["variance"] * 4
+    if len(printed) != len(said):
+        return [f"the README prints {len(printed)} numbers, and says {len(said)}"]
+    return [
+        f"{name} {a}, and the README says {b}"
+        for name, a, b in zip(names, printed, said)
+        if abs(a - b) > TOLERANCES[name]
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cores", type=int, nargs="*", default=CORES, metavar="N")
+    args = parser.parse_args()
+    (code, said), reference, wrong = read_readme(), {}, []
+    columns = "cores", "devices x members", "replicas", "accuracy", "NLL"
+    columns += "a member's NLL", "noise + disagreement", "where no data"
+    columns += (f"difference after {STEPS} steps",)
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
+    for cores in args.cores:
+        try:
+            with tempfile.TemporaryDirectory() as name:
+                folder, few = Path(name), ("--epochs", "1", "--data-dir", name)
+                write_data(folder)
+                for flags in COMMANDS:
+                    run(cores, folder, ROOT / "train_mnist.py", *flags.split(), *few)
+                printed, weights = first_steps(cores, folder, code)
+        except RuntimeError as error:
+            wrong.append(f"{cores} cores: {error}")
+            continue
+        found, reference = numbers(printed), reference or weights
+        wrong += [f"{cores} cores: {each}" for each in complaints(found, said)]
+        _, devices, shared, replicas = pe.layout(5, cores)
+        *members, nll = found[1:-4:2]
+        cells = [cores, f"{devices} x {shared}", replicas, f"{found[-6]:.3f}"]
+        cells += [f"{nll:.3f}", f"{min(members):.3f} to {max(members):.3f}"]
+        cells += ["{:.3f} + {:.3f}".format(*found[i:][:2]) for i in (-4, -2)]
+        cells += [f"{difference(weights, reference):.0e}"]
+        print(f"| {' | '.join(map(str, cells))} |", flush=True)
+    print("", *wrong, sep="\n")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
