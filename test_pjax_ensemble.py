@@ -2788,7 +2788,10 @@ def interrupts(monkeypatch):
         return result
 
     monkeypatch.setattr(pe, "_run", interrupted)
-    return times
+    # A suite that runs in the background of a shell ignores it.
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield times
+    signal.signal(signal.SIGINT, old)
 
 
 @pytest.mark.parametrize("kind", ["trainer", "by hand"])
@@ -2939,7 +2942,7 @@ test_trainer_is_not_made_of = refuses(
         r"\[\(\)\]; expected arrays .*; a list holds numbers: nu",
     ),
     (making(hyper=np.array([1, 2**40 + 5])), "hyper hold 1099511627781, beyond int32"),
-    (making(hyper=np.array([0.1, -1]), optimizer=pe.sgd), "learning_rate is -1.0; exp"),
+    (making(hyper=np.array([0.1, -1]), optimizer=pe.sgd), r"learning_rate is .*-1.0\)?; exp"),
 )
 
 

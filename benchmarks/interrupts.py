@@ -270,10 +270,13 @@ def cell(trials: int) -> dict:
     names = "loops", "interrupts", "dropped", "lost", "different"
     total = collections.Counter(dict.fromkeys(names, 0))
     forms = [*itertools.product((1, 4), ("update", "epoch"), (True, False))]
+    # A shell has what runs in its background ignore it.
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
     for number, form in enumerate(forms, 1):
         trainer, train = make_loop(*form)
         while total["interrupts"] < trials * number / len(forms):
             total.update(loops=1, **interrupt_loop(trainer, train))
+    signal.signal(signal.SIGINT, old)
     return total
 
 
