@@ -1138,6 +1138,12 @@ def _full_loss(loss_fn, hyper, has_aux, stateful) -> Callable:
         given = f"it is given {len(batch)} of the batch or data"
         result = _call("loss_fn", given, loss_fn, *model, *batch, *hyper)
         value, rest = result if has_aux or stateful else (result, ())
+        shapes = [jnp.shape(x) for x in jax.tree.leaves(value)]
+        if shapes != [()]:
+            raise ValueError(
+                f"loss_fn returns a loss of shapes {shapes}; expected one number, the "
+                "mean over examples, and what else there is with has_aux=True"
+            )
         if not stateful:
             rest = model_state, rest
         elif not has_aux:
@@ -1390,7 +1396,8 @@ def _is_consumed(state: PyTree) -> bool:
 def _check_form(state: Any) -> None:
     """Raise ValueError for what is no state."""
     if getattr(state, "_fields", ()) != TrainState._fields:  # a reloaded module's too
-        raise ValueError(f"the state is {type(state).__name__}; expected a TrainState")
+        expected = "a TrainState, as init returns it, or load with like"
+        raise ValueError(f"the state is {type(state).__name__}; expected {expected}")
 
 
 def _check_usable(state: Any) -> None:
