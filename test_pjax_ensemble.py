@@ -802,17 +802,18 @@ def test_batch_norm_cnn_is_the_guides_network():
         assert x.shape == (5, 6, 6, 32)
         return two_dense(p, norm_relu(x, p.norm3, stats_of(2, x)).mean(axis=(1, 2)))
 
-    forward = jax.jit(tm.batch_norm_cnn, static_argnames="dropout_rate")
-    logits, kept = forward(params, stats, images)
+    forward = tm.batch_norm_cnn
+    logits, kept = jax.jit(forward)(params, stats, images)
     assert_close(logits, network(lambda i, x: stats[i]))
     assert leaves_equal(kept, stats)
 
     key = jax.random.key(1)
-    logits, new = forward(params, stats, images, key, dropout_rate=0)
+    with mock.patch.object(pe, "dropout", lambda key, x, rate: x):
+        logits, new = jax.jit(lambda p: forward(p, stats, images, key))(params)
     expected = network(lambda i, x: pe.BatchStats(x.mean((0, 1, 2)), x.var((0, 1, 2))))
     assert_close(logits, expected)
     assert not any(np.allclose(a.mean, b.mean) for a, b in zip(new, stats))
-    dropped, _ = forward(params, stats, images, key)
+    dropped, _ = jax.jit(forward)(params, stats, images, key)
     assert not np.allclose(dropped, logits, rtol=0.01)
 
 

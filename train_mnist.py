@@ -192,12 +192,7 @@ def batch_norm_cnn_init(
 
 
 def batch_norm_cnn(
-    params: BatchNormCNN,
-    stats: tuple,
-    images: jax.Array,
-    key: jax.Array | None = None,
-    *,
-    dropout_rate: float = 0.5,
+    params: BatchNormCNN, stats: tuple, images: jax.Array, key: jax.Array | None = None
 ) -> tuple[jax.Array, tuple]:
     """Map images [B, H, W, I], pixels in [0, 1], to logits [B, C] and new stats.
 
@@ -215,7 +210,7 @@ def batch_norm_cnn(
     x = norm_relu(params.norm2, pe.conv(params.conv2, x, stride=2, padding="VALID"))
     x = norm_relu(params.norm3, pe.conv(params.conv3, x, stride=2))
     x = jax.nn.relu(pe.dense(params.dense1, x.mean(axis=(1, 2))))
-    return pe.dense(params.dense2, pe.dropout(key, x, dropout_rate)), tuple(new_stats)
+    return pe.dense(params.dense2, pe.dropout(key, x, 0.5)), tuple(new_stats)
 
 
 class Network(NamedTuple):
