@@ -761,10 +761,6 @@ def read_idx(path: Path) -> tuple[np.ndarray, str]:
     there are, and each of them as a big-endian 32-bit number.  No more is read than it
     promises, plus one byte.  Raises Failure.
     """
-
-    def bad(reason: Any) -> Failure:
-        return Failure(f"{path}: {reason}")
-
     num_dims = 3 if "images" in path.name else 1
     magic, length = bytes((0, 0, 8, num_dims)), 4 + 4 * num_dims
     packed = path.suffix == ".gz"
@@ -774,28 +770,24 @@ def read_idx(path: Path) -> tuple[np.ndarray, str]:
             if not head.startswith(magic) or len(head) < length:
                 form = f"0x{magic.hex()}: unsigned bytes in {num_dims} dimensions"
                 found = f"header 0x{head.hex()}"
-                raise bad(f"{found}; expected {length} bytes, at first {form}")
+                raise ValueError(f"{found}; expected {length} bytes, at first {form}")
             shape = np.frombuffer(head, ">u4", offset=4).tolist()
             size = math.prod(shape)
             if not 0 < size <= MAX_BYTES:
-                raise bad(f"declares {shape}, {size} bytes; expected 1 to {MAX_BYTES}")
+                declared = f"declares {shape}, {size} bytes"
+                raise ValueError(f"{declared}; expected 1 to {MAX_BYTES}")
             # What a header merely promises takes no memory: gzip packs 1032 to 1.
             most = path.stat().st_size * (1032 if packed else 1)
             body = file.read(min(size, most) + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        # gzip's own errors: cut short, a wrong checksum, not gzip at all
-        raise bad(getattr(error, "strerror", None) or error) from error
-    if len(body) != size:
-        amount = "more than" if len(body) > size else f"{len(body)} of"
-        raise bad(f"holds {amount} the {size} bytes that {shape} takes")
+        if len(body) != size:
+            amount = "more than" if len(body) > size else f"{len(body)} of"
+            raise ValueError(f"holds {amount} the {size} bytes that {shape} takes")
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        # gzip's among them: cut short, a wrong checksum, not gzip at all
+        reason = getattr(error, "strerror", None) or error
+        raise Failure(f"{path}: {reason}") from error
     digest = hashlib.sha256(head + body).hexdigest()
     return np.frombuffer(body, np.uint8).reshape(shape), digest
-
-
-def fetch(url: str) -> bytes:
-    """Return what `url` holds, MAX_DOWNLOAD bytes at most."""
-    with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
-        return response.read(MAX_DOWNLOAD)
 
 
 def download(folder: Path, name: str) -> Path:
@@ -808,7 +800,8 @@ def download(folder: Path, name: str) -> Path:
         url = f"{mirror}{path.name}"
         print(f"downloading {url}", flush=True)
         try:
-            packed = fetch(url)
+            with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
+                packed = response.read(MAX_DOWNLOAD)
             content = zlib.decompressobj(wbits=31).decompress(packed, MAX_DOWNLOAD)
             if hashlib.sha256(content).hexdigest() != MNIST_FILES[name]:
                 raise ValueError("content is not MNIST's (its SHA-256 differs)")
@@ -849,10 +842,9 @@ def load_mnist(folder: Path) -> Dataset:
     """
     if folder.exists() and not folder.is_dir():
         raise Failure(f"--data-dir {folder}: not a folder")
-    paths, found, foreign = {}, {}, []
-    for name in MNIST_FILES:
-        both = folder / name, folder / f"{name}.gz"
-        paths[name] = next(filter(Path.exists, both), None)
+    found, foreign = {}, []
+    both = {name: (folder / name, folder / f"{name}.gz") for name in MNIST_FILES}
+    paths = {name: next(filter(Path.exists, two), None) for name, two in both.items()}
     for name in sorted(paths, key=lambda name: not paths[name]):  # missing ones last
         if foreign and not paths[name]:
             other = f"{name} is missing, and {foreign[0]} is not MNIST's"
