@@ -483,23 +483,24 @@ class Run:
                 print(f"notice: member {i} skipped {steps}: not finite")
 
     def record(self, epoch: int, train: dict, test: dict, test_seconds: float) -> None:
-        """Print an epoch, and write its line of metrics."""
-        loss = "negative_log_likelihood"
+        """Print the guide's line, in nats and percent, and write the metrics."""
+        nll = "negative_log_likelihood"
         num_images = self.losses.size * self.recipe.batch_size
-        metrics = {
-            "epoch": epoch,
-            "train_loss": mean_loss(train),
-            "train_accuracy": train["ensemble"]["accuracy"],
-            "test_loss": mean_loss(test),
-            "test_accuracy": test["ensemble"]["accuracy"],
-            "ensemble_test_loss": test["ensemble"][loss],
-            "member_test_loss": [m and m[loss] for m in test["member"]],
+        metrics: dict = {"epoch": epoch}
+        said = f"epoch: {epoch:2d}"
+        for part, report in (("train", train), ("test", test)):
+            loss, accuracy = mean_loss(report), report["ensemble"]["accuracy"]
+            metrics |= {f"{part}_loss": loss, f"{part}_accuracy": accuracy}
+            said += f", {part}_loss: {loss:.4f}, {part}_accuracy: {100 * accuracy:.2f}"
+        metrics |= {
+            "ensemble_test_loss": test["ensemble"][nll],
+            "member_test_loss": [m and m[nll] for m in test["member"]],
             "member_test_accuracy": [m and m["accuracy"] for m in test["member"]],
             "train_seconds": self.seconds,
             "test_seconds": test_seconds,
             "member_images_per_second": num_images / (self.seconds or math.inf) or None,
         }
-        print_epoch(metrics)
+        print(said, flush=True)
         self.metrics.append(metrics)
         if self.folder:
             write_json(self.folder / "metrics.jsonl", *self.metrics)
@@ -568,15 +569,6 @@ def report_finite(member_probs: np.ndarray, labels: np.ndarray) -> dict | None:
 def mean_loss(report: dict) -> float:
     """Average the negative log-likelihood over the members, in nats."""
     return float(np.mean([m["negative_log_likelihood"] for m in report["member"] if m]))
-
-
-def print_epoch(metrics: dict) -> None:
-    """Print the guide's line: losses in nats, accuracies in percent."""
-    parts = [f"epoch: {metrics['epoch']:2d}"]
-    for part in ("train", "test"):
-        parts.append(f"{part}_loss: {metrics[f'{part}_loss']:.4f}")
-        parts.append(f"{part}_accuracy: {100 * metrics[f'{part}_accuracy']:.2f}")
-    print(", ".join(parts), flush=True)
 
 
 def print_table(title: str, rows: Sequence[tuple[str, dict | None]]) -> None:
