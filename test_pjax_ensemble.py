@@ -4079,9 +4079,7 @@ def test_picture_of_one_model(tmp_path, drawn):
     over_epochs = curves.axes[0]
     low, high = over_epochs.get_xlim()
     assert [x for x in over_epochs.get_xticks() if low <= x <= high] == [1]
-    assert all(
-        line.get_marker() in "xso" for line in over_epochs.lines
-    )  # a point shows
+    assert {x.get_marker() for x in over_epochs.lines} == {*"xso"}  # a point shows
 
 
 # ---------------------------------------------------------------------------------
@@ -4163,12 +4161,12 @@ def test_what_is_promised_takes_no_memory(tmp_path, monkeypatch, content, messag
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 4e6
+
+
 class Answer(io.BytesIO):
     def read(self, size):
         assert size == tm.MAX_DOWNLOAD  # bytes that are read, no more
         return super().read(size)
-
-
 
 
 @pytest.fixture

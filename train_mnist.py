@@ -96,7 +96,6 @@ import inspect
 import json
 import math
 import os
-import platform
 import re
 import signal
 import socket
@@ -247,13 +246,10 @@ def scale(images: jax.Array) -> jax.Array:
     return images.astype(jnp.float32) / 255
 
 
-CHUNK_ROWS = 32  # images that a device predicts at a time
-
-
 def init_of(recipe: Recipe, form: dict) -> Callable:
     """Return the network's init, of a key alone, for the form of a data set."""
     sizes = {"image_shape": form["image_shape"], "num_classes": len(form["classes"])}
-    return lambda key: NETWORKS[recipe.network].init(key, **sizes)
+    return lambda key, *_: NETWORKS[recipe.network].init(key, **sizes)
 
 
 def make_trainer(
@@ -269,7 +265,7 @@ def make_trainer(
     `hyper` has numbers of the optimizer in which members differ, by their names in the
     recipe, each [K].
     """
-    network, init = NETWORKS[recipe.network], init_of(recipe, form)
+    network = NETWORKS[recipe.network]
 
     def loss_fn(params, model_state, key, images, labels, *_):
         shift_key, key = jax.random.split(key)
@@ -285,18 +281,11 @@ def make_trainer(
         rate = SCHEDULES[its.schedule](its.learning_rate, num_steps)
         return pe.adam(rate) if its.optimizer == "adam" else pe.sgd(rate, its.momentum)
 
+    functions = init_of(recipe, form), loss_fn, optimizer if hyper else optimizer({})
     where = {"members": members, "devices": devices, "at_once": recipe.at_once}
-    fixed = {"stateful": True, "microbatch": "auto", "chunk": CHUNK_ROWS}
-    return pe.make_trainer(
-        lambda key, *_: init(key),
-        loss_fn,
-        optimizer if hyper else optimizer({}),
-        apply_fn=apply_fn,
-        hyper=hyper,
-        skip_nonfinite=recipe.skip_nonfinite,
-        **where,
-        **fixed,
-    )
+    fixed = {"stateful": True, "microbatch": "auto"}
+    own = {"hyper": hyper, "skip_nonfinite": recipe.skip_nonfinite}
+    return pe.make_trainer(*functions, apply_fn=apply_fn, **where, **fixed, **own)
 
 
 # ---------------------------------------------------------------------------------
@@ -327,8 +316,7 @@ class Run:
         a_step = layout.members_per_device * recipe.batch_size // layout.replicas
         self.segment_steps = min(max(1, self.segment_images // a_step), 256)
         total = recipe.epochs * self.num_steps
-        where = layout.members, layout.devices
-        self.trainer = make_trainer(recipe, *where, total, data.form())
+        self.trainer = make_trainer(recipe, *layout[:2], total, data.form())
         self.images = self.trainer.place((data.train_images, data.train_labels))
         self.signals = Signals()
         self.state = self.trainer.init(jax.random.key(args.seed))
@@ -366,15 +354,14 @@ class Run:
         size, step = len(self.data.train_images), self.done - epoch * self.num_steps
         which = {n: self.settings[n] for n in ("members", "seed", "bootstrap")}
         order = pe.epoch_order(size, self.recipe.batch_size, epoch=epoch, **which)
-        what, done = f"epoch {epoch + 1} of {self.recipe.epochs}", order[:, :step]
-        with progress_bar(what, order.size, done.size) as advance:
-            while step < self.num_steps:
+        what, left = f"epoch {epoch + 1} of {self.recipe.epochs}", order[:, step:]
+        with progress_bar(what, order.size, order.size - left.size) as advance:
+            while left.size:
                 until_saved = self.save_steps - self.done % self.save_steps
-                end = step + min(self.segment_steps, until_saved)
-                segment = order[:, step:end]
+                count = min(self.segment_steps, until_saved)
+                segment, left = np.split(left, [count], axis=1)
                 self.advance(segment)
                 self.save()
-                step += segment.shape[1]
                 advance(segment.size)
 
     def advance(self, order: np.ndarray) -> None:
@@ -391,8 +378,7 @@ class Run:
 
     def look(self) -> None:
         """If a process has received a signal, save, and raise Failure."""
-        number = self.signals.agree()
-        if not number:
+        if not (number := self.signals.agree()):
             return
         self.save(whenever=True)
         self.signals.agree()  # nobody leaves before the first process has saved
@@ -430,9 +416,8 @@ class Run:
 
     def diverged(self) -> Failure:
         text = f"no model is finite after step {self.done}; lower --learning-rate"
-        if self.saved >= 0:
-            text += f" (the checkpoint of step {self.saved} is good)"
-        return Failure(text, status=3)
+        good = f" (the checkpoint of step {self.saved} is good)" * (self.saved >= 0)
+        return Failure(text + good, status=3)
 
     def evaluate(self) -> tuple[dict, np.ndarray]:
         """Evaluate on the test images, and on half as many training images, alike.
@@ -457,8 +442,8 @@ class Run:
     def predict(self, images: np.ndarray) -> np.ndarray:
         """Predict [K, N, C] part by part; look for signals between."""
         members, _, a_device, replicas = self.trainer.layout
-        chunks = max(1, self.segment_images // CHUNK_ROWS // a_device)
-        rows = chunks * CHUNK_ROWS * replicas
+        chunk = self.trainer.chunk
+        rows = max(1, self.segment_images // chunk // a_device) * chunk * replicas
         parts = []
         with progress_bar("predicting", members * len(images)) as advance:
             for start in range(0, len(images), rows):
@@ -585,22 +570,19 @@ def print_report(mode: str, report: dict) -> None:
     """Print the final tables: members and ensemble, or the one model; then by size."""
     rows = [(f"member {i}", scores) for i, scores in enumerate(report["member"])]
     rows.append(("ensemble", report["ensemble"]))
-    if mode == "sync":
-        rows = [("model", report["ensemble"])]
+    rows = [("model", report["ensemble"])] if mode == "sync" else rows
     print_table(f"{report['dataset']}, {report['test_examples']} test images", rows)
     if report["members"] == 1:
         return
     sizes = [(f"first {n}", scores) for n, scores in enumerate(report["by_size"], 1)]
     print_table("ensemble by size, of the members that are finite", sizes)
-    print(
-        f"\ndisagreement {100 * report['disagreement']:.2f}% of pairs, predictive "
-        f"entropy {report['predictive_entropy']:.4f} nats, of which mutual information "
-        f"{report['mutual_information']:.4f}"
-    )
+    entropy = f"predictive entropy {report['predictive_entropy']:.4f} nats"
+    shared = f"of which mutual information {report['mutual_information']:.4f}"
+    print(f"\ndisagreement {report['disagreement']:.2%} of pairs, {entropy}, {shared}")
 
 
 VERSIONS = {module.__name__: module.__version__ for module in (pe, jax, jaxlib, np)}
-VERSIONS["python"] = platform.python_version()
+VERSIONS["python"] = sys.version.split()[0]
 
 
 # ---------------------------------------------------------------------------------
@@ -965,11 +947,10 @@ def locked(folder: Path) -> Iterator[None]:
             if fcntl:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            used = f"in use by process {file.read(100).strip()}"
-            choice = "wait for it, or choose another folder"
-            raise Failure(f"--workdir {folder}: {used}; {choice}") from None
+            used = f"--workdir {folder}: in use by process {file.read(100).strip()}"
+            raise Failure(f"{used}; wait for it, or choose another folder") from None
         file.truncate(0)
-        print(os.getpid(), "on", platform.node(), file=file, flush=True)
+        print(os.getpid(), "on", socket.gethostname(), file=file, flush=True)
         yield
 
 
@@ -1128,9 +1109,8 @@ def load_run(workdir: str | os.PathLike, devices: int | None = None) -> Trained:
                 raise ValueError(f"{has}; config.json has {members}")
         state = load_members(path, done, state, recipe)
     except (OSError, ValueError, Failure) as error:
-        resume = f"python train_mnist.py --resume --workdir {folder}"
-        reason = f"{error}; to go on with one: {resume}"
-        raise ValueError(f"{folder} holds no finished run: {reason}") from error
+        hint = f"to go on with one: python train_mnist.py --resume --workdir {folder}"
+        raise ValueError(f"{folder} holds no finished run: {error}; {hint}") from error
     trainer = make_trainer(recipe, sum(scored), devices, num_steps, config)
     state = trainer.scatter(jax.tree.map(lambda x: x[np.array(scored)], state))
     return Trained(trainer, state, np.array(config["classes"]), config)
@@ -1315,8 +1295,7 @@ class Parser(argparse.ArgumentParser):
 
 def given_flags(argv: Sequence[str] | None) -> dict:
     """Return the values of the flags that are given, by name.  Raises Failure."""
-    missing = argparse.SUPPRESS
-    parser = Parser("train_mnist.py", allow_abbrev=False, argument_default=missing)
+    parser = Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for name, (kind, _) in FLAGS.items():
         takes = {"type": kind} if callable(kind) else {"choices": tuple(kind)}
         takes = {"action": "store_true"} if kind is bool else takes
@@ -1393,11 +1372,10 @@ def lay_out(args: argparse.Namespace) -> pe.Layout:
     if processes == 1 and not args.devices:  # as many replicas as divide the batch
         n = max(r for r in range(1, n + 1) if args.batch_size % r == 0)
         devices = min(devices, args.members * n)
-    rest = args.batch_size % n
-    other = f"use a multiple of {n}, for example {args.batch_size - rest or n}"
+    other = f"use a multiple of {n}, for example {args.batch_size // n * n or n}"
     other += ", or leave out --devices" * (processes == 1)
     split = f"does not split over the {n} devices of a model; {other}"
-    check(args, "batch_size", rest == 0, split)
+    check(args, "batch_size", args.batch_size % n == 0, split)
     return pe.layout(args.members, devices, processes)
 
 
@@ -1406,10 +1384,9 @@ def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
 
     Raises Failure where flags do not fit.
     """
-    for name, package in (("show_batch", "rich"), ("plot", "matplotlib")):
-        if getattr(args, name) and not importlib.util.find_spec(package):
-            needs = f"needs {package}: python -m pip install {package}"
-            raise Failure(f"{flag(name)} {needs}")
+    for name, tool in (("show_batch", "rich"), ("plot", "matplotlib")):
+        if getattr(args, name) and not importlib.util.find_spec(tool):
+            raise Failure(f"{flag(name)} needs {tool}: python -m pip install {tool}")
     data = load_data(args.data, args.data_dir)
     images, labels = data.train_images, data.train_labels
     args.train_size = size = args.train_size or len(images)
