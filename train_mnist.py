@@ -96,7 +96,6 @@ import inspect
 import json
 import math
 import os
-import platform
 import re
 import signal
 import socket
@@ -192,12 +191,7 @@ def batch_norm_cnn_init(
 
 
 def batch_norm_cnn(
-    params: BatchNormCNN,
-    stats: tuple,
-    images: jax.Array,
-    key: jax.Array | None = None,
-    *,
-    dropout_rate: float = 0.5,
+    params: BatchNormCNN, stats: tuple, images: jax.Array, key: jax.Array | None = None
 ) -> tuple[jax.Array, tuple]:
     """Map images [B, H, W, I], pixels in [0, 1], to logits [B, C] and new stats.
 
@@ -215,7 +209,7 @@ def batch_norm_cnn(
     x = norm_relu(params.norm2, pe.conv(params.conv2, x, stride=2, padding="VALID"))
     x = norm_relu(params.norm3, pe.conv(params.conv3, x, stride=2))
     x = jax.nn.relu(pe.dense(params.dense1, x.mean(axis=(1, 2))))
-    return pe.dense(params.dense2, pe.dropout(key, x, dropout_rate)), tuple(new_stats)
+    return pe.dense(params.dense2, pe.dropout(key, x, 0.5)), tuple(new_stats)
 
 
 class Network(NamedTuple):
@@ -252,13 +246,10 @@ def scale(images: jax.Array) -> jax.Array:
     return images.astype(jnp.float32) / 255
 
 
-CHUNK_ROWS = 32  # images that a device predicts at a time
-
-
 def init_of(recipe: Recipe, form: dict) -> Callable:
     """Return the network's init, of a key alone, for the form of a data set."""
     sizes = {"image_shape": form["image_shape"], "num_classes": len(form["classes"])}
-    return lambda key: NETWORKS[recipe.network].init(key, **sizes)
+    return lambda key, *_: NETWORKS[recipe.network].init(key, **sizes)
 
 
 def make_trainer(
@@ -274,7 +265,7 @@ def make_trainer(
     `hyper` has numbers of the optimizer in which members differ, by their names in the
     recipe, each [K].
     """
-    network, init = NETWORKS[recipe.network], init_of(recipe, form)
+    network = NETWORKS[recipe.network]
 
     def loss_fn(params, model_state, key, images, labels, *_):
         shift_key, key = jax.random.split(key)
@@ -290,18 +281,11 @@ def make_trainer(
         rate = SCHEDULES[its.schedule](its.learning_rate, num_steps)
         return pe.adam(rate) if its.optimizer == "adam" else pe.sgd(rate, its.momentum)
 
+    functions = init_of(recipe, form), loss_fn, optimizer if hyper else optimizer({})
     where = {"members": members, "devices": devices, "at_once": recipe.at_once}
-    fixed = {"stateful": True, "microbatch": "auto", "chunk": CHUNK_ROWS}
-    return pe.make_trainer(
-        lambda key, *_: init(key),
-        loss_fn,
-        optimizer if hyper else optimizer({}),
-        apply_fn=apply_fn,
-        hyper=hyper,
-        skip_nonfinite=recipe.skip_nonfinite,
-        **where,
-        **fixed,
-    )
+    fixed = {"stateful": True, "microbatch": "auto"}
+    own = {"hyper": hyper, "skip_nonfinite": recipe.skip_nonfinite}
+    return pe.make_trainer(*functions, apply_fn=apply_fn, **where, **fixed, **own)
 
 
 # ---------------------------------------------------------------------------------
@@ -332,8 +316,7 @@ class Run:
         a_step = layout.members_per_device * recipe.batch_size // layout.replicas
         self.segment_steps = min(max(1, self.segment_images // a_step), 256)
         total = recipe.epochs * self.num_steps
-        where = layout.members, layout.devices
-        self.trainer = make_trainer(recipe, *where, total, data.form())
+        self.trainer = make_trainer(recipe, *layout[:2], total, data.form())
         self.images = self.trainer.place((data.train_images, data.train_labels))
         self.signals = Signals()
         self.state = self.trainer.init(jax.random.key(args.seed))
@@ -371,15 +354,14 @@ class Run:
         size, step = len(self.data.train_images), self.done - epoch * self.num_steps
         which = {n: self.settings[n] for n in ("members", "seed", "bootstrap")}
         order = pe.epoch_order(size, self.recipe.batch_size, epoch=epoch, **which)
-        what, done = f"epoch {epoch + 1} of {self.recipe.epochs}", order[:, :step]
-        with progress_bar(what, order.size, done.size) as advance:
-            while step < self.num_steps:
+        what, left = f"epoch {epoch + 1} of {self.recipe.epochs}", order[:, step:]
+        with progress_bar(what, order.size, order.size - left.size) as advance:
+            while left.size:
                 until_saved = self.save_steps - self.done % self.save_steps
-                end = step + min(self.segment_steps, until_saved)
-                segment = order[:, step:end]
+                count = min(self.segment_steps, until_saved)
+                segment, left = np.split(left, [count], axis=1)
                 self.advance(segment)
                 self.save()
-                step += segment.shape[1]
                 advance(segment.size)
 
     def advance(self, order: np.ndarray) -> None:
@@ -396,8 +378,7 @@ class Run:
 
     def look(self) -> None:
         """If a process has received a signal, save, and raise Failure."""
-        number = self.signals.agree()
-        if not number:
+        if not (number := self.signals.agree()):
             return
         self.save(whenever=True)
         self.signals.agree()  # nobody leaves before the first process has saved
@@ -435,9 +416,8 @@ class Run:
 
     def diverged(self) -> Failure:
         text = f"no model is finite after step {self.done}; lower --learning-rate"
-        if self.saved >= 0:
-            text += f" (the checkpoint of step {self.saved} is good)"
-        return Failure(text, status=3)
+        good = f" (the checkpoint of step {self.saved} is good)" * (self.saved >= 0)
+        return Failure(text + good, status=3)
 
     def evaluate(self) -> tuple[dict, np.ndarray]:
         """Evaluate on the test images, and on half as many training images, alike.
@@ -462,8 +442,8 @@ class Run:
     def predict(self, images: np.ndarray) -> np.ndarray:
         """Predict [K, N, C] part by part; look for signals between."""
         members, _, a_device, replicas = self.trainer.layout
-        chunks = max(1, self.segment_images // CHUNK_ROWS // a_device)
-        rows = chunks * CHUNK_ROWS * replicas
+        chunk = self.trainer.chunk
+        rows = max(1, self.segment_images // chunk // a_device) * chunk * replicas
         parts = []
         with progress_bar("predicting", members * len(images)) as advance:
             for start in range(0, len(images), rows):
@@ -488,23 +468,24 @@ class Run:
                 print(f"notice: member {i} skipped {steps}: not finite")
 
     def record(self, epoch: int, train: dict, test: dict, test_seconds: float) -> None:
-        """Print an epoch, and write its line of metrics."""
-        loss = "negative_log_likelihood"
+        """Print the guide's line, in nats and percent, and write the metrics."""
+        nll = "negative_log_likelihood"
         num_images = self.losses.size * self.recipe.batch_size
-        metrics = {
-            "epoch": epoch,
-            "train_loss": mean_loss(train),
-            "train_accuracy": train["ensemble"]["accuracy"],
-            "test_loss": mean_loss(test),
-            "test_accuracy": test["ensemble"]["accuracy"],
-            "ensemble_test_loss": test["ensemble"][loss],
-            "member_test_loss": [m and m[loss] for m in test["member"]],
+        metrics: dict = {"epoch": epoch}
+        said = f"epoch: {epoch:2d}"
+        for part, report in (("train", train), ("test", test)):
+            loss, accuracy = mean_loss(report), report["ensemble"]["accuracy"]
+            metrics |= {f"{part}_loss": loss, f"{part}_accuracy": accuracy}
+            said += f", {part}_loss: {loss:.4f}, {part}_accuracy: {100 * accuracy:.2f}"
+        metrics |= {
+            "ensemble_test_loss": test["ensemble"][nll],
+            "member_test_loss": [m and m[nll] for m in test["member"]],
             "member_test_accuracy": [m and m["accuracy"] for m in test["member"]],
             "train_seconds": self.seconds,
             "test_seconds": test_seconds,
             "member_images_per_second": num_images / (self.seconds or math.inf) or None,
         }
-        print_epoch(metrics)
+        print(said, flush=True)
         self.metrics.append(metrics)
         if self.folder:
             write_json(self.folder / "metrics.jsonl", *self.metrics)
@@ -575,15 +556,6 @@ def mean_loss(report: dict) -> float:
     return float(np.mean([m["negative_log_likelihood"] for m in report["member"] if m]))
 
 
-def print_epoch(metrics: dict) -> None:
-    """Print the guide's line: losses in nats, accuracies in percent."""
-    parts = [f"epoch: {metrics['epoch']:2d}"]
-    for part in ("train", "test"):
-        parts.append(f"{part}_loss: {metrics[f'{part}_loss']:.4f}")
-        parts.append(f"{part}_accuracy: {100 * metrics[f'{part}_accuracy']:.2f}")
-    print(", ".join(parts), flush=True)
-
-
 def print_table(title: str, rows: Sequence[tuple[str, dict | None]]) -> None:
     print(f"\n{title}\n{'':10}{'accuracy':>10}{'NLL':>10}{'Brier':>10}{'ECE':>10}")
     for name, scores in rows:
@@ -598,22 +570,19 @@ def print_report(mode: str, report: dict) -> None:
     """Print the final tables: members and ensemble, or the one model; then by size."""
     rows = [(f"member {i}", scores) for i, scores in enumerate(report["member"])]
     rows.append(("ensemble", report["ensemble"]))
-    if mode == "sync":
-        rows = [("model", report["ensemble"])]
+    rows = [("model", report["ensemble"])] if mode == "sync" else rows
     print_table(f"{report['dataset']}, {report['test_examples']} test images", rows)
     if report["members"] == 1:
         return
     sizes = [(f"first {n}", scores) for n, scores in enumerate(report["by_size"], 1)]
     print_table("ensemble by size, of the members that are finite", sizes)
-    print(
-        f"\ndisagreement {100 * report['disagreement']:.2f}% of pairs, predictive "
-        f"entropy {report['predictive_entropy']:.4f} nats, of which mutual information "
-        f"{report['mutual_information']:.4f}"
-    )
+    entropy = f"predictive entropy {report['predictive_entropy']:.4f} nats"
+    shared = f"of which mutual information {report['mutual_information']:.4f}"
+    print(f"\ndisagreement {report['disagreement']:.2%} of pairs, {entropy}, {shared}")
 
 
 VERSIONS = {module.__name__: module.__version__ for module in (pe, jax, jaxlib, np)}
-VERSIONS["python"] = platform.python_version()
+VERSIONS["python"] = sys.version.split()[0]
 
 
 # ---------------------------------------------------------------------------------
@@ -766,10 +735,6 @@ def read_idx(path: Path) -> tuple[np.ndarray, str]:
     there are, and each of them as a big-endian 32-bit number.  No more is read than it
     promises, plus one byte.  Raises Failure.
     """
-
-    def bad(reason: Any) -> Failure:
-        return Failure(f"{path}: {reason}")
-
     num_dims = 3 if "images" in path.name else 1
     magic, length = bytes((0, 0, 8, num_dims)), 4 + 4 * num_dims
     packed = path.suffix == ".gz"
@@ -779,28 +744,24 @@ def read_idx(path: Path) -> tuple[np.ndarray, str]:
             if not head.startswith(magic) or len(head) < length:
                 form = f"0x{magic.hex()}: unsigned bytes in {num_dims} dimensions"
                 found = f"header 0x{head.hex()}"
-                raise bad(f"{found}; expected {length} bytes, at first {form}")
+                raise ValueError(f"{found}; expected {length} bytes, at first {form}")
             shape = np.frombuffer(head, ">u4", offset=4).tolist()
             size = math.prod(shape)
             if not 0 < size <= MAX_BYTES:
-                raise bad(f"declares {shape}, {size} bytes; expected 1 to {MAX_BYTES}")
+                declared = f"declares {shape}, {size} bytes"
+                raise ValueError(f"{declared}; expected 1 to {MAX_BYTES}")
             # What a header merely promises takes no memory: gzip packs 1032 to 1.
             most = path.stat().st_size * (1032 if packed else 1)
             body = file.read(min(size, most) + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        # gzip's own errors: cut short, a wrong checksum, not gzip at all
-        raise bad(getattr(error, "strerror", None) or error) from error
-    if len(body) != size:
-        amount = "more than" if len(body) > size else f"{len(body)} of"
-        raise bad(f"holds {amount} the {size} bytes that {shape} takes")
+        if len(body) != size:
+            amount = "more than" if len(body) > size else f"{len(body)} of"
+            raise ValueError(f"holds {amount} the {size} bytes that {shape} takes")
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        # gzip's among them: cut short, a wrong checksum, not gzip at all
+        reason = getattr(error, "strerror", None) or error
+        raise Failure(f"{path}: {reason}") from error
     digest = hashlib.sha256(head + body).hexdigest()
     return np.frombuffer(body, np.uint8).reshape(shape), digest
-
-
-def fetch(url: str) -> bytes:
-    """Return what `url` holds, MAX_DOWNLOAD bytes at most."""
-    with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
-        return response.read(MAX_DOWNLOAD)
 
 
 def download(folder: Path, name: str) -> Path:
@@ -813,7 +774,8 @@ def download(folder: Path, name: str) -> Path:
         url = f"{mirror}{path.name}"
         print(f"downloading {url}", flush=True)
         try:
-            packed = fetch(url)
+            with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
+                packed = response.read(MAX_DOWNLOAD)
             content = zlib.decompressobj(wbits=31).decompress(packed, MAX_DOWNLOAD)
             if hashlib.sha256(content).hexdigest() != MNIST_FILES[name]:
                 raise ValueError("content is not MNIST's (its SHA-256 differs)")
@@ -854,10 +816,9 @@ def load_mnist(folder: Path) -> Dataset:
     """
     if folder.exists() and not folder.is_dir():
         raise Failure(f"--data-dir {folder}: not a folder")
-    paths, found, foreign = {}, {}, []
-    for name in MNIST_FILES:
-        both = folder / name, folder / f"{name}.gz"
-        paths[name] = next(filter(Path.exists, both), None)
+    found, foreign = {}, []
+    both = {name: (folder / name, folder / f"{name}.gz") for name in MNIST_FILES}
+    paths = {name: next(filter(Path.exists, two), None) for name, two in both.items()}
     for name in sorted(paths, key=lambda name: not paths[name]):  # missing ones last
         if foreign and not paths[name]:
             other = f"{name} is missing, and {foreign[0]} is not MNIST's"
@@ -986,11 +947,10 @@ def locked(folder: Path) -> Iterator[None]:
             if fcntl:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            used = f"in use by process {file.read(100).strip()}"
-            choice = "wait for it, or choose another folder"
-            raise Failure(f"--workdir {folder}: {used}; {choice}") from None
+            used = f"--workdir {folder}: in use by process {file.read(100).strip()}"
+            raise Failure(f"{used}; wait for it, or choose another folder") from None
         file.truncate(0)
-        print(os.getpid(), "on", platform.node(), file=file, flush=True)
+        print(os.getpid(), "on", socket.gethostname(), file=file, flush=True)
         yield
 
 
@@ -1149,9 +1109,8 @@ def load_run(workdir: str | os.PathLike, devices: int | None = None) -> Trained:
                 raise ValueError(f"{has}; config.json has {members}")
         state = load_members(path, done, state, recipe)
     except (OSError, ValueError, Failure) as error:
-        resume = f"python train_mnist.py --resume --workdir {folder}"
-        reason = f"{error}; to go on with one: {resume}"
-        raise ValueError(f"{folder} holds no finished run: {reason}") from error
+        hint = f"to go on with one: python train_mnist.py --resume --workdir {folder}"
+        raise ValueError(f"{folder} holds no finished run: {error}; {hint}") from error
     trainer = make_trainer(recipe, sum(scored), devices, num_steps, config)
     state = trainer.scatter(jax.tree.map(lambda x: x[np.array(scored)], state))
     return Trained(trainer, state, np.array(config["classes"]), config)
@@ -1336,8 +1295,7 @@ class Parser(argparse.ArgumentParser):
 
 def given_flags(argv: Sequence[str] | None) -> dict:
     """Return the values of the flags that are given, by name.  Raises Failure."""
-    missing = argparse.SUPPRESS
-    parser = Parser("train_mnist.py", allow_abbrev=False, argument_default=missing)
+    parser = Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for name, (kind, _) in FLAGS.items():
         takes = {"type": kind} if callable(kind) else {"choices": tuple(kind)}
         takes = {"action": "store_true"} if kind is bool else takes
@@ -1414,11 +1372,10 @@ def lay_out(args: argparse.Namespace) -> pe.Layout:
     if processes == 1 and not args.devices:  # as many replicas as divide the batch
         n = max(r for r in range(1, n + 1) if args.batch_size % r == 0)
         devices = min(devices, args.members * n)
-    rest = args.batch_size % n
-    other = f"use a multiple of {n}, for example {args.batch_size - rest or n}"
+    other = f"use a multiple of {n}, for example {args.batch_size // n * n or n}"
     other += ", or leave out --devices" * (processes == 1)
     split = f"does not split over the {n} devices of a model; {other}"
-    check(args, "batch_size", rest == 0, split)
+    check(args, "batch_size", args.batch_size % n == 0, split)
     return pe.layout(args.members, devices, processes)
 
 
@@ -1427,10 +1384,9 @@ def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
 
     Raises Failure where flags do not fit.
     """
-    for name, package in (("show_batch", "rich"), ("plot", "matplotlib")):
-        if getattr(args, name) and not importlib.util.find_spec(package):
-            needs = f"needs {package}: python -m pip install {package}"
-            raise Failure(f"{flag(name)} {needs}")
+    for name, tool in (("show_batch", "rich"), ("plot", "matplotlib")):
+        if getattr(args, name) and not importlib.util.find_spec(tool):
+            raise Failure(f"{flag(name)} needs {tool}: python -m pip install {tool}")
     data = load_data(args.data, args.data_dir)
     images, labels = data.train_images, data.train_labels
     args.train_size = size = args.train_size or len(images)
