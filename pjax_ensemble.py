@@ -1769,13 +1769,11 @@ def _padded(order: Any, members: int, num_rows: int) -> tuple[np.ndarray, int]:
     Steps of zeros are added, up to a multiple of `_STEPS`.
     """
     order = np.asarray(_numbers("order", order))
-    if order.dtype.kind not in "iu":
-        raise ValueError("order holds no integers; expected rows of the data")
     fits = order.ndim == 2 or (order.ndim == 3 and len(order) == members)
-    if not fits or not order.size:
+    if not (fits and order.size and order.dtype.kind in "iu"):
         raise ValueError(
-            f"order has shape {order.shape}; expected [steps, B], or [K, steps, B] "
-            f"with K = {members}, and not empty"
+            f"order has shape {order.shape}; expected integers, rows of the data, "
+            f"[steps, B], or [K, steps, B] with K = {members}, and not empty"
         )
     # On a device, a row outside the data would be clamped without a word.
     if not 0 <= order.min() <= order.max() < num_rows:
@@ -1915,11 +1913,6 @@ class Trainer:
             expected = f"arrays [K, ...], an entry for each of the {members} members"
             _check_axes("hyper", hyper, members, expected=expected)
             vars(self)["_hyper"] = _lay("hyper", hyper, self.layout)
-            if not callable(self.optimizer):
-                raise ValueError(
-                    f"optimizer is {type(self.optimizer).__name__}; with hyper, "
-                    "expected a function of a member's, such as lambda h: sgd(h)"
-                )
         for i in range(members if hyper else 1):  # raises for what cannot be
             self._make_step(*jax.tree.map(operator.itemgetter(i), hyper))
 
@@ -1943,10 +1936,9 @@ class Trainer:
         if f.__name__ not in self._programs:
             how = self.layout, consume, self.at_once
             self._programs[f.__name__] = _over_members(_weakly(f), *how)
-        program, args = self._programs[f.__name__], (self._hyper, of_member, of_device)
-        if consume:
-            return _consume(self, program, state, args, of_all)
-        return program(state, args, of_all)
+        program = self._programs[f.__name__]
+        call = functools.partial(_consume, self, program) if consume else program
+        return call(state, (self._hyper, of_member, of_device), of_all)
 
     def _admit(self, state: TrainState) -> TrainState:
         """Return a state on the devices, once it is seen to be one of this trainer."""
@@ -1958,17 +1950,15 @@ class Trainer:
         _check_axes("state", state, *member.shape, expected=expected)
         if state.key is not None:
             _check_draws(state.key, self.at_once)
-            keys = np.asarray(jax.random.key_data(state.key))
-            try:
-                _check_keys(keys.reshape(member.size, -1), member.ravel())
-            except ValueError as error:
-                raise ValueError(
-                    f"a state of another trainer: {error}; {expected}"
-                ) from error
+            keys = np.asarray(jax.random.key_data(state.key)).reshape(member.size, -1)
+            both = keys, member.ravel()
+            _call("a state of another trainer", expected, _check_keys, *both)
         return jax.device_put(_private("state", state), sharding)
 
     def _make_optimizer(self, *hyper):
-        return self.optimizer(*hyper) if hyper else self.optimizer
+        expected = "with hyper, expected a function, such as lambda h: sgd(h)"
+        make = functools.partial(_call, "optimizer", expected, self.optimizer)
+        return make(*hyper) if hyper else self.optimizer
 
     def _make_step(self, *hyper):
         axis = _axis(self.layout) if self.layout.replicas > 1 else None
