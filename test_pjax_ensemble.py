@@ -456,21 +456,6 @@ def conv_case(batch, height, width, channels, features, kernel, stride):
 PADDINGS = "SAME", "VALID"
 
 
-@pytest.mark.parametrize("case", CONVS, ids=str)
-def test_both_forms_of_conv_equal_numpy(case):
-    params, images, stride = conv_case(*case)
-    arrays, forms = (images, params.weight), (pe._conv_patches, pe._conv_library)
-
-    @jax.jit
-    def outputs(*arrays):
-        how = [dict(stride=stride, padding=name) for name in PADDINGS]
-        return [[form(*arrays, **each) for form in forms] for each in how]
-
-    for found, name in zip(outputs(*arrays), PADDINGS, strict=True):
-        expected = conv_by_windows(*map(np.asarray, arrays), stride, name)
-        assert_close(found, [expected] * 2)
-
-
 def conv_library(params, images, stride, padding="SAME"):
     outputs = pe._conv_library(images, params.weight, stride=stride, padding=padding)
     return outputs if params.bias is None else outputs + params.bias[None, None, None]
@@ -484,12 +469,15 @@ def with_gradients(f):
 
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("case", CONVS, ids=str)
-def test_conv_and_its_gradients_equal_the_library_convolutions(case, padding):
+def test_conv_equals_numpy_and_the_library_with_its_gradients(case, padding):
     params, images, strides = conv_case(*case)
     ours = functools.partial(pe.conv, stride=case[-1], padding=padding)
     theirs = functools.partial(conv_library, stride=strides, padding=padding)
     results, expected = (with_gradients(f)(params, images) for f in (ours, theirs))
     assert_close(results, expected)
+    arrays = map(np.asarray, (images, params.weight))
+    outputs = conv_by_windows(*arrays, strides, padding) + np.asarray(params.bias)
+    assert_close(results[0], outputs)
 
 
 AROUND = {
@@ -548,14 +536,13 @@ def test_conv_is_a_matrix_product_on_cpu():
         assert (" convolution(" in program) == has
 
 
+@pytest.mark.filterwarnings("error")  # of float64, which JAX's arrays do not hold
 def test_conv_promotes_integers_and_keeps_half_precision():
     params = pe.conv_init(jax.random.key(0), 1, 2)
     assert pe.conv(params, jnp.ones((1, 4, 4, 1), jnp.uint8)).dtype == jnp.float32
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     assert pe.conv(half, jnp.ones((1, 4, 4, 1), jnp.bfloat16)).dtype == jnp.bfloat16
-    with warnings.catch_warnings():  # of float64, which JAX's arrays do not hold
-        warnings.simplefilter("error")
-        assert pe.conv(params, np.ones((1, 4, 4, 1))).dtype == jnp.float32
+    assert pe.conv(params, np.ones((1, 4, 4, 1))).dtype == jnp.float32
 
 
 def test_init_has_zero_bias_and_the_variance_of_he():
@@ -914,6 +901,7 @@ def scores_by_loops(probs, labels):
 
 def test_report_equals_loops_for_members_ensemble_and_sizes():
     probs, labels = random_probs(0, 3, 200, 5), np.arange(200) % 5
+    probs[:, 0] = probs[0, 0]  # in which the members agree
     report = pe.ensemble_report(probs, labels)
     sizes = [probs[:k].mean(axis=0) for k in (1, 2, 3)]
     assert report["ensemble"] == report["by_size"][-1]
@@ -926,12 +914,15 @@ def test_report_equals_loops_for_members_ensemble_and_sizes():
     assert_allclose(report["disagreement"], disagreement)
 
     def entropy(p):
-        return np.mean([-sum(x * np.log(x) for x in row if x > 0) for row in p])
+        return np.array([-sum(x * np.log(x) for x in row if x > 0) for row in p])
 
     total = entropy(probs.mean(axis=0))
-    assert_allclose(report["predictive_entropy"], total)
-    expected = total - np.mean([entropy(p) for p in probs])
-    assert_allclose(report["mutual_information"], expected)
+    expected = total, total - np.mean([entropy(p) for p in probs], axis=0)
+    found = pe.predictive_entropy(probs), pe.mutual_information(probs)
+    assert_allclose(found, expected, atol=1e-12)
+    assert (found[1] >= 0).all() and found[1][0] < 1e-12 < found[1][1:].min()
+    means = report["predictive_entropy"], report["mutual_information"]
+    assert_allclose(means, np.mean(found, axis=1))
     json.dumps(report, allow_nan=False)
 
 
@@ -975,19 +966,6 @@ def test_report_agrees_with_scikit_learn_and_torchmetrics():
         assert_allclose(scores["expected_calibration_error"], expected[3], rtol=1e-6)
 
 
-def test_uncertainty_of_each_example_averages_to_the_reports():
-    probs, labels = random_probs(0, 3, 50, 5), np.arange(50) % 5
-    probs[:, 0] = probs[0, 0]
-    report = pe.ensemble_report(probs, labels)
-    entropy, information = pe.predictive_entropy(probs), pe.mutual_information(probs)
-    assert entropy.shape == information.shape == (50,)
-    assert_allclose(entropy.mean(), report["predictive_entropy"])
-    assert_allclose(information.mean(), report["mutual_information"])
-    assert_allclose(information[0], 0, atol=1e-12)
-    assert (information[1:] > 0).all() and (information >= 0).all()
-    assert (information <= entropy).all()
-
-
 def gaussian_scores_by_loops(mean, variance, targets):
     normals = [statistics.NormalDist(*each) for each in zip(mean, np.sqrt(variance))]
     pairs = list(zip(normals, targets))
@@ -999,14 +977,14 @@ def gaussian_scores_by_loops(mean, variance, targets):
     }
 
 
-@pytest.mark.parametrize("offset", [0, 2**20])
-def test_regression_report_equals_loops_for_members_ensemble_and_sizes(offset):
+@cases("members, offset", (1, 0), (3, 0), (3, 2**20))
+def test_regression_report_equals_loops_for_members_and_sizes(members, offset):
     # Multiples of 1 / 1024, so that adding the offset rounds nothing off.
-    draws = np.round(1024 * np.float64(randn(0, 4, 60))) / 1024
-    means, targets, variances = draws[:3], draws[3], np.abs(randn(1, 3, 60)) + 0.1
+    *means, targets = np.round(1024 * np.float64(randn(0, members + 1, 60))) / 1024
+    means, variances = np.array(means), np.float64(np.abs(randn(1, members, 60)) + 0.1)
     report = regression(means + offset, jnp.asarray(variances), targets + offset)
     totals = (np.cumsum(x, axis=0) for x in (means, variances + means**2))
-    mean, square = (total / [[1], [2], [3]] for total in totals)
+    mean, square = (total / np.c_[1 : members + 1] for total in totals)
     sizes = zip(mean, square - mean**2)
     assert report["ensemble"] == report["by_size"][-1]
     all_scores = report["member"] + report["by_size"]
@@ -1016,30 +994,6 @@ def test_regression_report_equals_loops_for_members_ensemble_and_sizes(offset):
     assert_allclose(parts, [variances.mean(), means.var(axis=0).mean()])
     assert_allclose(report["predictive_variance"], sum(parts))
     json.dumps(report, allow_nan=False)
-
-
-def test_regression_report_of_two_members_by_hand():
-    report = regression([[0, 1], [2, 1]], [[1, 2], [3, 2]], [1, 3])
-    # The mixture is N(1, 2 + 1) and N(1, 2 + 0); the targets are 0 and 2 away.
-    ensemble = report["ensemble"]
-    assert_allclose(ensemble["root_mean_squared_error"], math.sqrt(2))
-    nll = (math.log(2 * math.pi * 3) + math.log(2 * math.pi * 2) + 2) / 4
-    assert_allclose(ensemble["negative_log_likelihood"], nll)
-    assert ensemble["coverage"] == {"50%": 0.5, "90%": 1, "95%": 1}
-    assert report["member"][0]["coverage"] == {"50%": 0, "90%": 1, "95%": 1}
-    parts = "predictive_variance", "mean_of_variances", "variance_of_means"
-    assert [report[name] for name in parts] == [2.5, 2, 0.5]
-    alone = regression([[0, 1]], [[1, 2]], [1, 3])
-    assert [alone[name] for name in parts] == [1.5, 1.5, 0]
-    assert alone["ensemble"] == alone["member"][0] == report["member"][0]
-
-
-def test_regression_report_covers_what_is_drawn_from_the_model():
-    rng = np.random.default_rng(0)
-    mean, variance = rng.normal(size=(1, 20_000)), rng.uniform(0.1, 9, (1, 20_000))
-    targets = rng.normal(mean, np.sqrt(variance))[0]
-    coverage = regression(mean, variance, targets)["ensemble"]["coverage"]
-    assert_allclose(list(coverage.values()), [0.5, 0.9, 0.95], atol=0.01)
 
 
 def test_auroc_counts_pairs_and_agrees_with_scikit_learn():
@@ -1110,10 +1064,8 @@ test_metric_names_what_does_not_fit = refuses(
     (lambda: pe.accuracy(ONE_HOT, COLUMN), r"labels have shape \(3, 1\)"),
     (lambda: pe.accuracy(ONE_HOT, THREE), "labels are float64; expected integers"),
     (lambda: pe.reliability(ONE_HOT, COLUMN), r"labels have shape \(3, 1\)"),
-    *(
-        (lambda f=f: f(8 * HALVES), r"s\[0, 0\] begin with 4.0 and add up to 8.0; pass")
-        for f in (pe.predictive_entropy, pe.mutual_information)
-    ),
+    (lambda: pe.predictive_entropy(8 * HALVES), r"\[0, 0\] begin with 4.0 and add up"),
+    (lambda: pe.mutual_information(8 * HALVES), "add up to 8.0; pass softmax"),
     (lambda: pe.reliability(8 * ONE_HOT, [0] * 3), "add up to 8.0; pass softmax"),
     (lambda: pe.ensemble_report(ONE_HOT, [0]), r"shape \(3, 4\); expected \[K, N, C\]"),
     (lambda: pe.ensemble_report(HALVES, [0]), r"labels have shape \(1,\)"),
@@ -1151,6 +1103,7 @@ test_metric_names_what_does_not_fit = refuses(
 
 
 RATES = {"constant": 0.1, "linear": pe.linear_schedule(0.3, 8)}
+RATES["cosine"] = pe.cosine_schedule(1, 8.0)
 OPTIONS = [
     *[("sgd", dict(momentum=m, nesterov=n)) for m in (0.0, 0.9) for n in (False, True)],
     ("adam", {}),
@@ -1164,7 +1117,7 @@ def steps_of(optimizer, apply_updates):
     params, steps = {"w": jnp.asarray(randn(0, 3, 2), float), "b": jnp.zeros(2)}, []
     state = optimizer.init(params)
     for i in range(8):
-        grads = {"w": randn(i, 3, 2), "b": randn(i, 2)}
+        grads = {"w": randn(i, 3, 2), "b": randn(i, 2) * [1, 0]}
         grads = jax.tree.map(lambda g: jnp.asarray(g, float), grads)
         updates, state = optimizer.update(grads, state, params)
         params = apply_updates(params, updates)
@@ -1178,7 +1131,8 @@ def steps_of(optimizer, apply_updates):
 def test_optimizer_equals_optax_step_by_step(name, options, rate, x64, tolerance):
     make, like = getattr(pe, name), getattr(optax, name)
     with enable_x64(x64):
-        steps, state = steps_of(make(RATES[rate], **options), pe.apply_updates)
+        with jax.numpy_dtype_promotion("strict"):
+            steps, state = steps_of(make(RATES[rate], **options), pe.apply_updates)
         expected, _ = steps_of(like(RATES[rate], **options), optax.apply_updates)
     assert state.num_steps == 8
     assert_close(steps, expected, tolerance)
@@ -1228,14 +1182,6 @@ def test_our_optimizer_drops_into_an_optax_step(name):
     assert_close(clipped(pe), clipped(optax))
 
 
-def test_sgd_accumulates_velocity_outside_the_rate():
-    optimizer = pe.sgd(lambda step: jnp.where(step == 0, 1.0, 0.5), momentum=0.5)
-    state = optimizer.init(jnp.zeros(()))
-    first, state = optimizer.update(jnp.ones(()), state)
-    second, state = optimizer.update(jnp.ones(()), state)
-    assert (first, second, state.velocity) == (-1, -0.5 * 1.5, 1.5)
-
-
 def test_defaults_are_those_that_the_docstrings_name():
     defaults = {"momentum": 0.9}, {"momentum": 0.99, "eps": 1e-3}, {"rate": 0.5}
     for f, expected in zip((pe.sgd, pe.batch_norm, pe.dropout), defaults):
@@ -1252,22 +1198,6 @@ def test_optimizer_keeps_half_precision(make):
     traced = jax.jit(lambda *h: make(*h).update(params, optimizer.init(params)))
     updates, (_, *state) = traced(0.1, 0.9)
     assert {x.dtype for x in (updates, *state)} == {jnp.dtype(jnp.bfloat16)}
-
-
-def test_adam_stands_still_without_gradients():
-    optimizer = pe.adam(0.1)
-    updates, _ = optimizer.update(jnp.zeros(3), optimizer.init(jnp.ones(3)))
-    assert_array_equal(updates, np.zeros(3))
-
-
-@pytest.mark.parametrize(
-    "rate", [0.1, pe.linear_schedule(0.3, 8), pe.cosine_schedule(1, 8.0)], ids=str
-)
-@pytest.mark.parametrize("make", [pe.adam, NESTEROV], ids=str)
-def test_optimizer_promotes_by_itself(make, rate):
-    expected = steps_of(make(rate), pe.apply_updates)
-    with jax.numpy_dtype_promotion("strict"):
-        assert leaves_equal(steps_of(make(rate), pe.apply_updates), expected)
 
 
 SHAPES = {pe.linear_schedule: lambda t: t}
@@ -1292,9 +1222,8 @@ def test_schedule_equals_numpy_at_every_step(make, warmup, num_steps, x64, toler
 
 test_optimizer_names_what_does_not_fit = refuses(
     *out_of_range("learning_rate", np.inf, pe.sgd, -0.1, np.nan, np.inf, "1e-3", None),
-    *out_of_range("learning_rate", np.inf, pe.adam, np.array([0.1, 0.2])),
     *out_of_range("momentum", 1, lambda x: pe.sgd(1, x), -0.1, 1.0, np.nan),
-    *out_of_range("learning_rate", np.inf, pe.adam, -1, np.nan),
+    *out_of_range("learning_rate", np.inf, pe.adam, -1, np.nan, np.array([0.1, 0.2])),
     *out_of_range("b1", 1, lambda x: pe.adam(0.1, b1=x), 1),
     *out_of_range("b2", 1, lambda x: pe.adam(0.1, b2=x), -1),
     *out_of_range("eps", np.inf, lambda x: pe.adam(0.1, eps=x), -1),
@@ -1303,18 +1232,10 @@ test_optimizer_names_what_does_not_fit = refuses(
     *out_of_range("warmup", 1, lambda x: pe.linear_schedule(0.1, 9, warmup=x), -0.1),
     *out_of_range("peak", np.inf, lambda x: pe.linear_schedule(x, 9), -0.1),
     *out_of_range("peak", np.inf, lambda x: pe.cosine_schedule(x, 9), np.inf),
-    *(
-        (
-            functools.partial(pe.train_state, {"w": w}, each),
-            f"'\\['w'\\]' is {dtype}; expec",
-        )
-        for w, dtype in ((np.complex64(1j), "complex64"), (3, "int32"))
-        for each in (SGD, pe.adam(0.1))
-    ),
-    (
-        lambda: jax.eval_shape(SGD.init, [1j]),
-        r"parameter '\[0\]' is complex64; expected",
-    ),
+    (lambda: pe.train_state({"w": 3}, SGD), r"'\['w'\]' is int32; expected floating"),
+    (lambda: pe.train_state([3], pe.adam(1)), "is int32; expected floating point"),
+    (lambda: pe.train_state([1j], pe.adam(1)), r"'\[0\]' is complex64; expected"),
+    (lambda: jax.eval_shape(SGD.init, [1j]), r"'\[0\]' is complex64; expected"),
 )
 
 
@@ -1346,9 +1267,8 @@ def test_replicate_puts_a_copy_on_each_device(num_devices):
     half, key = jnp.ones(2, jnp.bfloat16), jax.random.key(7)
     tree = {"w": randn(0, 2, 3), "half": half, "count": 3, "key": key}
     copies = pe.replicate(tree, num_devices)
-    shapes = {name: leaf.shape for name, leaf in copies.items()}
-    expected = {"w": (2, 3), "half": (2,), "count": (), "key": ()}
-    assert shapes == {name: (num_devices, *rest) for name, rest in expected.items()}
+    for name, leaf in copies.items():
+        assert leaf.shape == (num_devices, *np.shape(tree[name]))
     shards = copies["w"].addressable_shards
     assert [shard.device for shard in shards] == jax.local_devices()[:num_devices]
     for shard in shards:
@@ -1372,9 +1292,7 @@ LATE = jax.__version_info__ < (0, 6)  # which does not say that it has begun
 
 @pytest.mark.skipif(LATE, reason="JAX 0.5.0 does not notice")
 def test_devices_that_are_asked_for_too_late_are_warned_of():
-    with pytest.warns(
-        UserWarning, match="9 devices are asked for; there are 8 "
-    ) as said:
+    with pytest.warns(UserWarning, match="9 devices are asked for; there a") as said:
         pe.use_cpu_devices(9)
     assert len(said) == 1 and said[0].filename == __file__
     with warnings.catch_warnings():
