@@ -901,7 +901,7 @@ def scores_by_loops(probs, labels):
 
 def test_report_equals_loops_for_members_ensemble_and_sizes():
     probs, labels = random_probs(0, 3, 200, 5), np.arange(200) % 5
-    probs[:, 0] = probs[0, 0]  # in which the members agree
+    probs[:, :20] = probs[0, :20]  # in which the members agree
     report = pe.ensemble_report(probs, labels)
     sizes = [probs[:k].mean(axis=0) for k in (1, 2, 3)]
     assert report["ensemble"] == report["by_size"][-1]
@@ -920,7 +920,7 @@ def test_report_equals_loops_for_members_ensemble_and_sizes():
     expected = total, total - np.mean([entropy(p) for p in probs], axis=0)
     found = pe.predictive_entropy(probs), pe.mutual_information(probs)
     assert_allclose(found, expected, atol=1e-12)
-    assert (found[1] >= 0).all() and found[1][0] < 1e-12 < found[1][1:].min()
+    assert found[1].min() >= 0 and found[1][:20].max() < 1e-12 < found[1][20:].min()
     means = report["predictive_entropy"], report["mutual_information"]
     assert_allclose(means, np.mean(found, axis=1))
     json.dumps(report, allow_nan=False)
@@ -1371,6 +1371,10 @@ def keys_of(seed, count, style="new"):
     return jax.random.split(make(seed), count)
 
 
+def one_net():
+    return pe.replicate(pe.train_state(net_init(jax.random.key(0)), SGD))
+
+
 class Way(NamedTuple):
     """A way to train `members` models on `devices`: every law below holds for all."""
 
@@ -1495,20 +1499,19 @@ def test_members_never_touch_each_other(way, what):
 
 
 def test_members_equal_those_trained_alone_on_their_own_batches():
-    keys = keys_of(0, D)
     update = pe.make_ensemble_update(net_loss, SGD)
-    state = members_state(keys)
-    batches = [pe.split(batch) for batch in net_batches(3, 16 * D)]
-    losses = []
-    for batch in batches:
-        state, loss = update(state, *batch)
-        losses.append(loss)
+    keys, batches = keys_of(0, D), [pe.split(x) for x in net_batches(3, 16 * D)]
+
+    def ends_of(which):
+        state, losses = members_state(keys[which]), []
+        for batch in batches:
+            state, loss = update(state, *(x[which] for x in batch))
+            losses.append(loss)
+        return state[:2], losses
+
+    together = ends_of(slice(None))
     for i in (0, 3, 7):
-        alone = members_state(keys[i : i + 1])
-        for batch, together in zip(batches, losses):
-            alone, loss = update(alone, *(x[i : i + 1] for x in batch))
-            assert leaves_equal(loss[0], together[i])
-        assert leaves_equal(member(alone[:2], 0), member(state[:2], i))
+        assert leaves_equal(member(ends_of(slice(i, i + 1)), 0), member(together, i))
 
 
 @every_way
@@ -1645,8 +1648,7 @@ def losses_of_an_epoch(x):
 
 def losses_by_hand(x):
     update = pe.make_sync_update(net_loss, SGD)
-    state = pe.replicate(pe.train_state(net_init(jax.random.key(0)), SGD), 2)
-    return update(state, *pe.split((x, image_data()[1]), 2))[1]
+    return update(one_net(), *pe.split((x, image_data()[1])))[1]
 
 
 @pytest.mark.parametrize("use", [placed, losses_of_an_epoch, losses_by_hand])
@@ -1686,33 +1688,21 @@ def test_a_step_that_is_not_finite_can_be_skipped(way):
 
 
 @every_way
-@pytest.mark.parametrize("what", ["used", "half used", "shared", "empty", "value_fn"])
-def test_step_refuses_what_would_end_the_process_or_be_wrong(way, what):
-    optimizer = optax.lbfgs() if what == "value_fn" else SGD
-    first = members_state(keys_of(0, way.members), optimizer=optimizer)
-    state, update = start(way, net_loss, first, optimizer)
-    (batch,) = net_batches(1)
-    if what != "value_fn":
-        state, _ = update(state, *batch)
-    used = state
-    if what.endswith("used"):
-        state, _ = update(used, *batch)
-    if what == "half used":  # some of its leaves are
-        used = state._replace(opt_state=used.opt_state)
-    if what == "shared":
-        used = state._replace(opt_state=state.opt_state._replace(velocity=state.params))
-    message = {
-        "used": "consumed by an earlier update or epoch; go on with the one",
-        "half used": "consumed by an earlier update or epoch",
-        "shared": "'.params.hidden.weight' and '.opt_state.velocity.hidden.weight' "
-        "of the state are one buffer",
-        "empty": "the batch is empty; expected one or more examples",
-        "value_fn": "the optimizer's update: .*'value_fn'; it is given .* value=loss",
-    }[what]
-    with pytest.raises(ValueError, match=message):
-        update(used, *(x[: 0 if what == "empty" else None] for x in batch))
-    if what != "value_fn":
-        update(state, *batch)  # nothing was lost
+def test_step_refuses_what_would_end_the_process_or_be_wrong(way):
+    first, (batch,) = members_state(keys_of(0, way.members)), net_batches(1)
+    state, update = start(way, net_loss, first)
+    for _ in range(2):
+        used, (state, _) = state, update(state, *batch)
+    shared = state.opt_state._replace(velocity=state.params)
+    names = "'.params.hidden.weight' and '.opt_state.velocity.hidden.weight'"
+    for message, bad, rows in (
+        ("consumed by an earlier update or epoch; go on with the one", used, batch),
+        ("consumed by an", state._replace(opt_state=used.opt_state), batch),
+        (f"{names} of the state are one", state._replace(opt_state=shared), batch),
+        ("batch is empty; expected one or more", state, [x[:0] for x in batch]),
+    ):
+        assert re.search(message, said_by(ValueError, update, bad, *rows))
+    update(state, *batch)  # nothing was lost
 
 
 def test_steps_of_replicas_never_pile_up():
@@ -1770,13 +1760,7 @@ REFUSED_STEPS = [
     (sync, one_number, dict(microbatch="all"), (D, 8), "'all'; expected an int"),
     (sync, one_number, {}, 16, r"axes .* \[\(8,\), \(16,\)\]; expected the number of"),
     (sync, two_numbers, {}, (D, 2), r"axes .* \[\(2,\), \(8,\)\]; expected"),
-    (
-        sync,
-        lambda: one_number().params,
-        {},
-        (D, 2),
-        "state is ArrayImpl; expected a Tr",
-    ),
+    (sync, lambda: one_number().params, {}, (D, 2), "state is ArrayImpl; expected a"),
 ]
 
 
@@ -1838,12 +1822,10 @@ def test_replica_mean_gives_floats_on_any_number_of_replicas():
         types.append([mean.dtype.name for mean in means])
         return w * means[0]
 
-    for devices in (1, 2):
-        trainer = pe.make_trainer(
-            jax.random.normal, loss, SGD, members=1, devices=devices
-        )
-        trainer.update(trainer.init(jax.random.key(0)), jnp.arange(8.0))
-        loss(1, jnp.arange(8.0))
+    make = functools.partial(pe.make_trainer, jax.random.normal, loss, SGD, members=1)
+    for trainer, state in (begin(make(devices=n)) for n in (1, 2)):
+        trainer.update(state, jnp.arange(8.0))
+    loss(1, jnp.arange(8.0))
     assert {*map(tuple, types)} == {("float32", "float32", "float32", "bfloat16")}
 
 
@@ -1921,6 +1903,13 @@ def noisy_trainer(members, devices, **more):
 
     options = dict(members=members, devices=devices, stateful=True) | more
     return pe.make_trainer(init, noisy_loss, pe.adam(0.01), **options)
+
+
+def uses(trainer):
+    """List the calls that take a state of a trainer, with what they take besides."""
+    data = image_data()
+    update, epoch = (trainer.update, *data), (trainer.epoch, data, orders(1)[0])
+    return [update, epoch, (trainer.predict, data[0]), (trainer.gather,)]
 
 
 def assert_same(trainer, found, alone):
@@ -2013,12 +2002,9 @@ def test_keys_that_draw_otherwise_together_are_refused(impl):
     state, batch = one.init(key), net_batches(1)[0]
     two = noisy_trainer.__wrapped__(3, 1, at_once=2)
     with mock.patch.object(pe, "_run") as run:
-        for call, *args in (
-            (two.init, key),
-            (two.update, state, *batch),
-            (two.epoch, state, image_data(), orders(1)[0]),
-        ):
-            assert f"at_once=2 with keys of {impl}" in said_by(ValueError, call, *args)
+        said = [said_by(ValueError, two.init, key)]
+        said += [said_by(ValueError, f, state, *args) for f, *args in uses(two)[:2]]
+    assert all(f"at_once=2 with keys of {impl}" in each for each in said)
     assert not run.called
     one.update(state, *batch)  # nothing was lost
 
@@ -2193,13 +2179,11 @@ ROWS_OF = [(1, 4, (4,)), (2, 4, (2, 2)), (5, 3, (4,)), (5, 3, (2, 2))]
 
 
 def test_probabilities_of_half_precision_are_distributions():
-    def half(params, images):
-        return (9 * net(params, images)).astype(jnp.bfloat16)
+    def half(*args):
+        return (9 * net(*args)).astype(jnp.bfloat16)
 
     trainer, state = begin(net_trainer(2, 2, apply_fn=half))
-    images, labels = image_data()
-    report = pe.ensemble_report(trainer.predict_members(state, images), labels)
-    assert report["ensemble"]["accuracy"] >= 0
+    pe.predictive_entropy(trainer.predict_members(state, image_data()[0]))
 
 
 SMALL_TYPES = ["int4", "uint4", "float8_e4m3fn", "float16", "bfloat16", "bool", "int32"]
@@ -2473,7 +2457,8 @@ def test_members_computed_together_are_those_one_by_one():
     def loss_fn(params, count, key, images, labels, h):
         loss, count = noisy_loss(params, count, key, images, labels)
         spoiled = (h.rate == HYPER.rate[1]) & (labels[0] == 3)  # one member, sometimes
-        return loss * jnp.where(spoiled, jnp.nan, 1), (count, {"pair": (loss, -loss)})
+        aux = {"pair": jnp.stack([loss, -loss])}
+        return loss * jnp.where(spoiled, jnp.nan, 1), (count, aux)
 
     def apply_fn(params, count, inputs, h):
         return net(params, inputs["images"]) * inputs["scale"][:, None] / h.temperature
@@ -2493,6 +2478,9 @@ def test_members_computed_together_are_those_one_by_one():
     assert_close(*ends)
     spoiled = np.isnan(losses)
     assert 0 < spoiled[1].sum() == spoiled.sum() < spoiled.shape[1]
+    assert losses.shape == (7, 10)
+    losses = np.where(spoiled, aux["pair"][..., 0], losses)
+    assert_array_equal(aux["pair"], np.stack([losses, -losses], axis=2))
 
 
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 0.03)])
@@ -2519,25 +2507,16 @@ def test_at_once_changes_no_bit_of_members_that_share_no_device():
 
 
 def test_a_sweep_trains_as_plain_numbers_do():
-    def optimizer(h):
-        return pe.sgd(h["rate"], momentum=h["momentum"], nesterov=True)
+    def losses(optimizer, **hyper):
+        functions = lambda key, *h: net_init(key), lambda *args: net_loss(*args[:3])
+        made = pe.make_trainer(*functions, optimizer, members=2, devices=2, **hyper)
+        return made.epoch(begin(made)[1], image_data(), orders(1)[0])[1]
 
-    def loss_fn(params, images, labels, h):
-        return net_loss(params, images, labels)
-
-    def ends(trainer):
-        state = trainer.init(jax.random.key(0))
-        for _ in range(3):
-            state, _ = trainer.update(state, *net_batches(1)[0])
-        return trainer.gather(state).params
-
-    hyper = {"rate": np.array([0.1, 0.2]), "momentum": np.array([0.9, 0.0])}
-    options = dict(members=2, devices=2, hyper=hyper)
-    sweep = pe.make_trainer(lambda key, h: net_init(key), loss_fn, optimizer, **options)
-    found = ends(sweep)
-    for k, numbers in enumerate([(0.1, 0.9), (0.2, 0.0)]):
-        alone = net_trainer(2, 2, optimizer=pe.sgd(*numbers, nesterov=True))
-        assert_close(member(found, k), member(ends(alone), k))
+    hyper = {"learning_rate": np.array([0.1, 0.2]), "momentum": np.array([0.9, 0.0])}
+    found = losses(lambda h: NESTEROV(**h), hyper=hyper)
+    for k in range(2):
+        plain = NESTEROV(**{name: x.tolist()[k] for name, x in hyper.items()})
+        assert_close(found[k], losses(plain)[k])
 
 
 def heads_init(pretrained):
@@ -2614,21 +2593,13 @@ def test_members_move_to_any_devices(make):
     assert leaves_equal(eight.gather(eight.scatter(gathered)), gathered)
 
 
-@pytest.mark.parametrize(
-    "ours, theirs", [((4, 2), (3, 2)), ((3, 2), (4, 2)), ((1, 4), (4, 4))]
-)
+@cases("ours, theirs", ((4, 2), (3, 2)), ((3, 2), (4, 2)), ((1, 4), (4, 4)))
 def test_a_state_of_another_trainer_is_refused(ours, theirs):
-    trainer, other = net_trainer(*ours), net_trainer(*theirs)
-    state, batch = other.init(jax.random.key(0)), net_batches(1)[0]
+    other, state = begin(net_trainer(*theirs))
     message = "^a state of another trainer: .* equal keys|.* different keys"
-    for call, *args in (
-        (trainer.update, *batch),
-        (trainer.epoch, image_data(), orders(1)[0]),
-        (trainer.predict, image_data()[0]),
-        (trainer.gather,),
-    ):
+    for call, *args in uses(net_trainer(*ours)):
         assert re.match(message, said_by(ValueError, call, state, *args))
-    other.update(state, *batch)  # nothing was lost
+    other.update(state, *net_batches(1)[0])  # nothing was lost
 
 
 def test_a_state_that_lies_elsewhere_is_placed():
@@ -2649,19 +2620,14 @@ def test_a_state_that_lies_elsewhere_is_placed():
     update(jax.tree.map(np.asarray, one_net()), *pe.split(net_batches(1)[0]))
 
 
-def one_net():
-    return pe.replicate(pe.train_state(net_init(jax.random.key(0)), SGD))
-
-
 def test_torch_tensors_are_taken_as_data():
     torch = pytest.importorskip("torch")
-    trainer, state = begin(net_trainer(2, 2))
-    tensors, order = [torch.tensor(x) for x in image_data()], orders(1)[0]
-    expected = trainer.predict(state, tensors[0].numpy())
-    assert leaves_equal(trainer.predict(state, tensors[0]), expected)
-    ends = [trainer.epoch(begin(trainer)[1], x, order) for x in (tensors, image_data())]
-    assert leaves_equal(*ends)
-    ends = [trainer.update(begin(trainer)[1], *x) for x in (tensors, image_data())]
+    ends = []
+    for data in image_data(), [torch.tensor(x) for x in image_data()]:
+        trainer, state = begin(net_trainer(2, 2))
+        probs = trainer.predict(state, data[0])
+        state, losses = trainer.epoch(state, data, orders(1)[0])
+        ends.append((probs, losses, trainer.update(state, *data)))
     assert leaves_equal(*ends)
 
 
@@ -2752,48 +2718,30 @@ def test_gather_names_the_leaf_and_device_of_a_replica_that_differs():
 
 
 def test_a_model_state_keeps_its_form():
-    trainer = pe.make_trainer(
-        lambda key: (net_init(key), {"count": jnp.int32(0)}),
-        lambda params, old, *rest: (net_loss(params, *rest[1:]), {"count": 0.5}),
-        SGD,
-        members=2,
-        stateful=True,
-    )
-    state = trainer.init(jax.random.key(0))
+    def init(key):
+        return net_init(key), {"count": jnp.int32(0)}
+
+    def loss_fn(params, model_state, key, *batch):
+        return net_loss(params, *batch), {"count": 0.5}
+
+    made = pe.make_trainer(init, loss_fn, SGD, members=2, stateful=True)
     message = r"model state of .*float32\[\].* of one of .*int32\[\].*; return it in"
-    for call, *args in (
-        (trainer.update, *net_batches(1)[0]),
-        (trainer.epoch, image_data(), orders(1)[0]),
-    ):
-        assert re.search(message, said_by(ValueError, call, state, *args))
-
-
-def test_epoch_returns_aux_of_each_member():
-    def loss_fn(params, images, labels):
-        loss = net_loss(params, images, labels)
-        return loss, {"pair": jnp.stack([loss, -loss])}
-
-    for members, devices in ((1, 2), (3, 2)):
-        trainer, state = begin(net_trainer(members, devices, loss_fn, has_aux=True))
-        _, (loss, aux) = trainer.epoch(state, image_data(), orders(1)[0])
-        assert loss.shape == (members, 10)
-        assert_array_equal(aux["pair"], np.stack([loss, -loss], axis=2))
+    for call, *args in uses(made)[:2]:
+        assert re.search(message, said_by(ValueError, call, begin(made)[1], *args))
 
 
 def test_microbatches_are_chosen_by_platform_and_batch(monkeypatch):
     def sizes(*rows, **options):
-        seen = []
+        seen, one = [], jnp.ones(())
+        made = (one, one) if "stateful" in options else one
 
         def loss_fn(params, *rest):
             seen.append(len(rest[-1]))
             loss = jnp.mean(params * rest[-1])
             return (loss, loss) if options.keys() & {"has_aux", "stateful"} else loss
 
-        def init(key):
-            return (jnp.ones(()),) * 2 if "stateful" in options else jnp.ones(())
-
-        trainer = pe.make_trainer(init, loss_fn, SGD, members=1, devices=1, **options)
-        state = trainer.init(jax.random.key(0))
+        make = functools.partial(pe.make_trainer, members=1, devices=1, **options)
+        trainer, state = begin(make(lambda _: made, loss_fn, SGD))
         for size in rows:
             state, _ = trainer.update(state, np.ones((size, 1)))
         return seen
@@ -2826,45 +2774,22 @@ test_trainer_is_not_made_of = refuses(
     (making(hyper=np.ones(2)), "is Optimizer; with hyper, expected a function"),
     (making(hyper=np.ones(3)), r"\[\(3,\)\]; expected arrays \[K, ...\].* 2 members"),
     (making(hyper=np.array(["a", "b"])), "hyper hold a ndarray of <U1; expected num"),
-    (
-        making(hyper=[0.1, 0.2]),
-        r"\[\(\)\]; expected arrays .*; a list holds numbers: nu",
-    ),
+    (making(hyper=[0.1, 0.2]), r"\[\(\)\]; expected arrays .*; a list holds numbers:"),
     (making(hyper=np.array([1, 2**40 + 5])), "hyper hold 1099511627781, beyond int32"),
-    (making(hyper=np.array([0.1, -1]), optimizer=pe.sgd), "learning_rate is -1.0; exp"),
+    (making(hyper=np.array([0.1, -1]), optimizer=pe.sgd), "learning_rate is .*-1.0"),
 )
 
 
-def initialize(key):
-    return net_trainer(2).init(key)
+def initializing(init_fn=net_init, key=KEY, **options):
+    made = functools.partial(pe.make_trainer, init_fn, net_loss, SGD, members=2)
+    return lambda: made(**options).init(key)
 
 
-test_init_refuses_key = refuses(
-    (
-        lambda: initialize(keys_of(0, 3)),
-        r"^key: .*\(3,\).*; expected one random key, such",
-    ),
-    (
-        lambda: initialize(keys_of(0, 3, "old")),
-        "^key: .*; expected one random key, such",
-    ),
-    (
-        lambda: initialize(0),
-        r"^key: .*expected one random key, such as jax.random.key\(0",
-    ),
-    (
-        lambda: initialize(np.zeros(3, "u4")),
-        r"^key: .*\(3,\).*; expected one random key",
-    ),
-)
+NO_KEYS = keys_of(0, 3), keys_of(0, 3, "old"), 0, np.zeros(3, "u4")
+ONE_KEY = r"^key: .*; expected one random key, such as jax.random.key\(0\)"
 
-
-def initializing(init_fn, **options):
-    trainer = pe.make_trainer(init_fn, net_loss, SGD, members=2, **options)
-    return lambda: begin(trainer)
-
-
-test_init_refuses_what_is_no_array_and_a_model_without_its_state = refuses(
+test_init_refuses_keys_and_what_is_no_array_or_model_with_its_state = refuses(
+    *((initializing(key=key), ONE_KEY) for key in NO_KEYS),
     (initializing(lambda _: {"act": 1.0}), r"returns \w*float\w* at .*act.*array"),
     (initializing(lambda _: {"act": len}), r"returns builtin\w* at .*act.*array"),
     (initializing(lambda _: {"act": "relu"}), r"returns str at .*act.*array"),
@@ -2878,6 +2803,7 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
     three, data, rows = other.gather(others), image_data(), np.zeros((1, 4), int)
     equal = three._replace(key=three.key[np.array([0, 1, 0])])
     ten, blind = [x[:10] for x in data], net_trainer(2, D, apply_fn=None)
+    odd, odds = begin(net_trainer(2, D, optimizer=optax.lbfgs()))
     large = np.full(NUM_IMAGES, 2**40)
     own = functools.partial(trainer.update, per_member=True)
     for message, call, *args in [
@@ -2891,12 +2817,8 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         ("data is ndarray; expected a tuple of", trainer.epoch, data[0], rows),
         ("loss_fn: .*'labels'; it is given 1 of the", trainer.epoch, data[:1], rows),
         ("loss_fn: .*'labels'; it is given 1 of the", trainer.update, data[0]),
-        (
-            "data hold 1099511627776, beyond int32",
-            trainer.epoch,
-            (data[0], large),
-            rows,
-        ),
+        ("data hold 1099511627776, beyond", trainer.epoch, (data[0], large), rows),
+        ("update: .*'value_fn'; it is .*=loss", lambda _: odd.update(odds, *data)),
         (r"data .*\[\(10,\), \(240,\)\]", trainer.epoch, (data[0], ten[1]), rows),
         ("batch hold 1099511627776, beyond int32", trainer.update, *data[:1], large),
         ("inputs hold a MaskedArray of", trainer.predict, np.ma.array(data[0])),
@@ -2914,18 +2836,14 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         ("first axes of the batch", own),
         (r"\(3,\)\]; expected .* 2 members", lambda _: trainer.scatter(three)),
         ("members 0 and 2 have equal keys", lambda _: other.scatter(equal)),
-        (
-            "state is tuple; expected a TrainState",
-            lambda s: trainer.epoch(data, s, rows),
-        ),
+        ("state is tuple; expected a Tr", lambda s: trainer.epoch(data, s, rows)),
         ("state is Net; exp", lambda s: trainer.predict(s.params, data[0])),
         ("state is Net; exp", lambda s: trainer.scatter(trainer.gather(s).params)),
         ("state is Net; exp", lambda s: trainer.gather(s.params)),
     ]:
         assert re.search(message, said_by(ValueError, call, state, *args))
     trainer.epoch(state, data, rows)  # nothing was lost
-    epoch, predict = (trainer.epoch, data, rows), (trainer.predict, data[0])
-    for call, *args in (epoch, predict, [trainer.gather]):
+    for call, *args in uses(trainer):
         said = said_by(ValueError, call, state, *args)
         assert "was consumed by an earlier update or" in said
 
@@ -3055,7 +2973,7 @@ def test_each_member_has_an_order_and_with_bootstrap_a_resample_of_its_own(boots
     assert np.abs(np.corrcoef(counts) - np.eye(3)).max() < 0.05
 
 
-test_order_is_refused = refuses(
+test_order_or_size_is_refused = refuses(
     (lambda: pe.epoch_order(40, 50), "batch_size=50, num_examples=40; expected batch_"),
     *out_of_range("batch_size", None, lambda v: pe.epoch_order(9, v), 0, 2.0),
     *out_of_range("num_examples", None, lambda v: pe.epoch_order(v, 1), -1, np.ones(9)),
@@ -3063,6 +2981,7 @@ test_order_is_refused = refuses(
     (lambda: pe.epoch_order(9, 3, seed=-1), "^seed=-1, epoch=0; expected ints, 0 <= e"),
     (lambda: pe.epoch_order(9, 3, seed=0.5), "^seed=0.5, epoch=0; expected ints"),
     (lambda: pe.epoch_order(9, 3, epoch=2**32), "epoch=4294967296; expected ints"),
+    *out_of_range("size", None, lambda v: pe.prefetch([], v), 0),
 )
 
 
@@ -3103,18 +3022,13 @@ def test_prefetch_ends_its_thread_when_the_loop_is_left():
 
 
 def test_prefetch_raises_what_its_source_raises_in_its_place():
-    def batches():
-        yield 0
-        yield 1
-        raise OSError("no such file")
+    def fail(i):
+        if i == 2:
+            raise OSError("no such file")
 
-    got = []
-    with pytest.raises(OSError, match="no such file"):
-        for batch in pe.prefetch(batches(), 5):
-            got.append(batch)
-    assert got == [0, 1]
-    with pytest.raises(ValueError, match="size is 0; expected an int >= 1"):
-        pe.prefetch([], 0)
+    ahead = pe.prefetch(ten([], fail), 5)
+    assert [next(ahead), next(ahead)] == [0, 1]
+    assert "no such file" in said_by(OSError, next, ahead)
 
 
 @pytest.fixture
