@@ -1483,12 +1483,10 @@ def test_step_traces_its_loss_once_and_reuses_its_state(way, options):
 @pytest.mark.parametrize("way", WAYS[1::2], ids=str)
 def test_members_never_touch_each_other(way, what):
     first = members_state(keys_of(0, way.members), model_state=jnp.zeros(()))
-    changed = first
-    if what == "key":
-        changed = first._replace(key=first.key.at[2].set(jax.random.key(99)))
-    else:
-        bad = jax.tree.map(lambda x: x.at[2].set(np.nan), first.params.dense)
-        changed = first._replace(params=first.params._replace(dense=bad))
+    changed = first._replace(key=first.key.at[2].set(jax.random.key(99)))
+    if what == "nan":
+        bad = jax.tree.map(lambda x: x.at[2].set(np.nan), first.params)
+        changed = first._replace(params=bad)
     run = functools.partial(train, way, noisy_loss, stateful=True)
     ends = [run(state, net_batches(3)) for state in (first, changed)]
     for i in range(way.members):
@@ -2139,14 +2137,12 @@ def test_epoch_is_an_update_for_each_row_of_the_order(members, devices):
 def test_an_epoch_in_pieces_ends_in_the_same_bits(members, devices):
     trainer, order = noisy_trainer(members, devices), orders(members)
     ends = []
-    for sizes in ([10], [1, 2, 7], [5, 5]):
-        state, start, losses = trainer.init(jax.random.key(1)), 0, []
-        for size in sizes:
-            part = order[:, start : start + size]
+    for cuts in ([], [1, 3], [5]):
+        state, losses = trainer.init(jax.random.key(1)), []
+        for part in np.split(order, cuts, axis=1):
             state, loss = trainer.epoch(state, image_data(), part)
-            assert loss.shape == (members, size)
+            assert loss.shape == part.shape[:2]
             losses.append(loss)
-            start += size
         ends.append((trainer.gather(state), np.concatenate(losses, axis=1)))
     assert leaves_equal(ends[0], ends[1]) and leaves_equal(ends[0], ends[2])
 
@@ -2174,16 +2170,13 @@ def test_epochs_share_a_program_reuse_the_state_and_leave_the_data_where_they_ar
     assert all(x.is_deleted() for x in before)
 
 
-AXES = {(4,): net, (2, 2): lambda *args: net(*args).reshape(-1, 2, 2)}
-ROWS_OF = [(1, 4, (4,)), (2, 4, (2, 2)), (5, 3, (4,)), (5, 3, (2, 2))]
-
-
 def test_probabilities_of_half_precision_are_distributions():
-    def half(*args):
-        return (9 * net(*args)).astype(jnp.bfloat16)
+    def half(*args):  # logits [B, 2, 2]
+        return (9 * net(*args)).astype(jnp.bfloat16).reshape(-1, 2, 2)
 
     trainer, state = begin(net_trainer(2, 2, apply_fn=half))
-    pe.predictive_entropy(trainer.predict_members(state, image_data()[0]))
+    probs = trainer.predict_members(state, image_data()[0])
+    assert pe.predictive_entropy(probs).shape == (NUM_IMAGES, 2)
 
 
 SMALL_TYPES = ["int4", "uint4", "float8_e4m3fn", "float16", "bfloat16", "bool", "int32"]
@@ -2191,36 +2184,18 @@ SMALL_TYPES = ["int4", "uint4", "float8_e4m3fn", "float16", "bfloat16", "bool", 
 
 @pytest.mark.parametrize("name", SMALL_TYPES)
 def test_means_of_any_type_are_of_float32(name):
-    def apply_fn(params, x):
-        return x.astype(name)
-
-    options = dict(members=2, apply_fn=apply_fn, output=None)
-    trainer = pe.make_trainer(lambda _: jnp.ones(1), net_loss, SGD, **options)
-    state, x = trainer.init(jax.random.key(0)), np.array([0, 1, 3])
+    options = dict(apply_fn=lambda params, x: x.astype(name), output=None)
+    (trainer, state), x = begin(net_trainer(2, **options)), np.array([0, 1, 3])
     assert trainer.predict_members(state, x).dtype == np.dtype(name)
     found = trainer.predict(state, x)
     assert found.dtype == np.float32
     assert found.tolist() == ([0, 1, 1] if name == "bool" else [0, 1, 3])
 
 
-@pytest.mark.parametrize("members, devices, axes", ROWS_OF)
-def test_predictions_count_each_example_once(members, devices, axes):
-    trainer, state = begin(net_trainer(members, devices, chunk=7, apply_fn=AXES[axes]))
-    params = trainer.gather(state).params
-    alone = jax.jit(lambda *args: jax.nn.softmax(AXES[axes](*args)))
-    for count in (1, 7, 20, 50):
-        images = image_data()[0][:count]
-        probs = trainer.predict_members(state, images)
-        expected = [alone(member(params, k), images) for k in range(members)]
-        assert probs.shape == (members, count, *axes)
-        assert_close(probs, expected)
-        assert_close(trainer.predict(state, images), np.mean(expected, axis=0))
-
-
 def test_a_member_that_is_not_finite_leaves_the_others_predictions():
-    trainer, images = net_trainer(5, 3, chunk=7, apply_fn=net), image_data()[0]
-    gathered = trainer.gather(trainer.init(jax.random.key(0)))
-    probs = trainer.predict_members(trainer.scatter(gathered), images)
+    (trainer, state), images = begin(net_trainer(5, 3, chunk=7)), image_data()[0]
+    gathered = trainer.gather(state)
+    probs = trainer.predict_members(state, images)
     gathered.params.dense.weight[1] = np.nan
     state = trainer.scatter(gathered)
     spoiled = trainer.predict_members(state, images)
@@ -2291,7 +2266,7 @@ def test_predictions_are_any_tree_of_any_tree(members, devices):
     made = pe.make_trainer(tree_init, net_loss, SGD, chunk=3, **options)
     trainer, state = begin(made)
     params, rng = trainer.gather(state).params, np.random.default_rng(0)
-    for count in (1, 13):
+    for count in (1, 12, 13):
         inputs = {"position": randn(1, count, 2), "keys": keys_of(2, count)}
         inputs["tokens"] = rng.integers(9, size=(count, 5))
         found = trainer.predict_members(state, inputs)
@@ -2837,15 +2812,13 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         (r"\(3,\)\]; expected .* 2 members", lambda _: trainer.scatter(three)),
         ("members 0 and 2 have equal keys", lambda _: other.scatter(equal)),
         ("state is tuple; expected a Tr", lambda s: trainer.epoch(data, s, rows)),
-        ("state is Net; exp", lambda s: trainer.predict(s.params, data[0])),
         ("state is Net; exp", lambda s: trainer.scatter(trainer.gather(s).params)),
-        ("state is Net; exp", lambda s: trainer.gather(s.params)),
     ]:
         assert re.search(message, said_by(ValueError, call, state, *args))
     trainer.epoch(state, data, rows)  # nothing was lost
     for call, *args in uses(trainer):
-        said = said_by(ValueError, call, state, *args)
-        assert "was consumed by an earlier update or" in said
+        assert "state is Net; exp" in said_by(ValueError, call, state.params, *args)
+        assert "was consumed by an" in said_by(ValueError, call, state, *args)
 
 
 PROCESS = """
@@ -3301,21 +3274,16 @@ def test_a_file_is_replaced_when_it_is_whole_and_not_before(tmp_path):
 @pytest.mark.parametrize("name", ["x" * 255, "é" * 127, b"x"])
 def test_a_file_may_have_any_name_and_keeps_its_permissions(tmp_path, name):
     path = Path(os.fsdecode(os.path.join(os.fsencode(tmp_path), os.fsencode(name))))
-    modes = []
-
-    def replace():
-        with pe.replace_file(os.fsencode(path) if name == b"x" else path):
-            (temporary,) = {*tmp_path.iterdir()} - {path}
-            assert re.fullmatch(r"\.[xé]{1,60}\.\w{8}\.tmp", temporary.name)
-            modes.append(temporary.stat().st_mode & 0o777)  # while it is empty
-        modes.append(path.stat().st_mode & 0o777)
-
-    umask = os.umask(0o027)
+    modes, umask = [], os.umask(0o027)
     try:
         for mode in (None, 0o600, 0o664):
             if mode:
                 path.chmod(mode)
-            replace()
+            with pe.replace_file(os.fsencode(path) if name == b"x" else path):
+                (temporary,) = {*tmp_path.iterdir()} - {path}
+                assert re.fullmatch(r"\.[xé]{1,60}\.\w{8}\.tmp", temporary.name)
+                modes.append(temporary.stat().st_mode & 0o777)  # while it is empty
+            modes.append(path.stat().st_mode & 0o777)
     finally:
         os.umask(umask)
     assert modes == [0o640, 0o640, 0o600, 0o600, 0o664, 0o664]
