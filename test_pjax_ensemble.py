@@ -482,21 +482,6 @@ def conv_case(batch, height, width, channels, features, kernel, stride):
 PADDINGS = "SAME", "VALID"
 
 
-@pytest.mark.parametrize("case", CONVS, ids=str)
-def test_both_forms_of_conv_equal_numpy(case):
-    params, images, stride = conv_case(*case)
-    arrays, forms = (images, params.weight), (pe._conv_patches, pe._conv_library)
-
-    @jax.jit
-    def outputs(*arrays):
-        how = [dict(stride=stride, padding=name) for name in PADDINGS]
-        return [[form(*arrays, **each) for form in forms] for each in how]
-
-    for found, name in zip(outputs(*arrays), PADDINGS, strict=True):
-        expected = conv_by_windows(*map(np.asarray, arrays), stride, name)
-        assert_close(found, [expected] * 2)
-
-
 def conv_library(params, images, stride, padding="SAME"):
     outputs = pe._conv_library(images, params.weight, stride=stride, padding=padding)
     return outputs if params.bias is None else outputs + params.bias[None, None, None]
@@ -510,12 +495,15 @@ def with_gradients(f):
 
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("case", CONVS, ids=str)
-def test_conv_and_its_gradients_equal_the_library_convolutions(case, padding):
+def test_conv_equals_numpy_and_the_library_with_its_gradients(case, padding):
     params, images, strides = conv_case(*case)
     ours = functools.partial(pe.conv, stride=case[-1], padding=padding)
     theirs = functools.partial(conv_library, stride=strides, padding=padding)
     results, expected = (with_gradients(f)(params, images) for f in (ours, theirs))
     assert_close(results, expected)
+    arrays = map(np.asarray, (images, params.weight))
+    outputs = conv_by_windows(*arrays, strides, padding) + np.asarray(params.bias)
+    assert_close(results[0], outputs)
 
 
 AROUND = {
@@ -574,14 +562,13 @@ def test_conv_is_a_matrix_product_on_cpu():
         assert (" convolution(" in program) == has
 
 
+@pytest.mark.filterwarnings("error")  # of float64, which JAX's arrays do not hold
 def test_conv_promotes_integers_and_keeps_half_precision():
     params = pe.conv_init(jax.random.key(0), 1, 2)
     assert pe.conv(params, jnp.ones((1, 4, 4, 1), jnp.uint8)).dtype == jnp.float32
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     assert pe.conv(half, jnp.ones((1, 4, 4, 1), jnp.bfloat16)).dtype == jnp.bfloat16
-    with warnings.catch_warnings():  # of float64, which JAX's arrays do not hold
-        warnings.simplefilter("error")
-        assert pe.conv(params, np.ones((1, 4, 4, 1))).dtype == jnp.float32
+    assert pe.conv(params, np.ones((1, 4, 4, 1))).dtype == jnp.float32
 
 
 def test_init_has_zero_bias_and_the_variance_of_he():
@@ -941,6 +928,7 @@ def scores_by_loops(probs, labels):
 
 def test_report_equals_loops_for_members_ensemble_and_sizes():
     probs, labels = random_probs(0, 3, 200, 5), np.arange(200) % 5
+    probs[:, :20] = probs[0, :20]  # in which the members agree
     report = pe.ensemble_report(probs, labels)
     sizes = [probs[:k].mean(axis=0) for k in (1, 2, 3)]
     assert report["ensemble"] == report["by_size"][-1]
@@ -953,12 +941,15 @@ def test_report_equals_loops_for_members_ensemble_and_sizes():
     assert_allclose(report["disagreement"], disagreement)
 
     def entropy(p):
-        return np.mean([-sum(x * np.log(x) for x in row if x > 0) for row in p])
+        return np.array([-sum(x * np.log(x) for x in row if x > 0) for row in p])
 
     total = entropy(probs.mean(axis=0))
-    assert_allclose(report["predictive_entropy"], total)
-    expected = total - np.mean([entropy(p) for p in probs])
-    assert_allclose(report["mutual_information"], expected)
+    expected = total, total - np.mean([entropy(p) for p in probs], axis=0)
+    found = pe.predictive_entropy(probs), pe.mutual_information(probs)
+    assert_allclose(found, expected, atol=1e-12)
+    assert found[1].min() >= 0 and found[1][:20].max() < 1e-12 < found[1][20:].min()
+    means = report["predictive_entropy"], report["mutual_information"]
+    assert_allclose(means, np.mean(found, axis=1))
     json.dumps(report, allow_nan=False)
 
 
@@ -1002,19 +993,6 @@ def test_report_agrees_with_scikit_learn_and_torchmetrics():
         assert_allclose(scores["expected_calibration_error"], expected[3], rtol=1e-6)
 
 
-def test_uncertainty_of_each_example_averages_to_the_reports():
-    probs, labels = random_probs(0, 3, 50, 5), np.arange(50) % 5
-    probs[:, 0] = probs[0, 0]
-    report = pe.ensemble_report(probs, labels)
-    entropy, information = pe.predictive_entropy(probs), pe.mutual_information(probs)
-    assert entropy.shape == information.shape == (50,)
-    assert_allclose(entropy.mean(), report["predictive_entropy"])
-    assert_allclose(information.mean(), report["mutual_information"])
-    assert_allclose(information[0], 0, atol=1e-12)
-    assert (information[1:] > 0).all() and (information >= 0).all()
-    assert (information <= entropy).all()
-
-
 def gaussian_scores_by_loops(mean, variance, targets):
     normals = [statistics.NormalDist(*each) for each in zip(mean, np.sqrt(variance))]
     pairs = list(zip(normals, targets))
@@ -1026,14 +1004,14 @@ def gaussian_scores_by_loops(mean, variance, targets):
     }
 
 
-@pytest.mark.parametrize("offset", [0, 2**20])
-def test_regression_report_equals_loops_for_members_ensemble_and_sizes(offset):
+@cases("members, offset", (1, 0), (3, 0), (3, 2**20))
+def test_regression_report_equals_loops_for_members_and_sizes(members, offset):
     # Multiples of 1 / 1024, so that adding the offset rounds nothing off.
-    draws = np.round(1024 * np.float64(randn(0, 4, 60))) / 1024
-    means, targets, variances = draws[:3], draws[3], np.abs(randn(1, 3, 60)) + 0.1
+    *means, targets = np.round(1024 * np.float64(randn(0, members + 1, 60))) / 1024
+    means, variances = np.array(means), np.float64(np.abs(randn(1, members, 60)) + 0.1)
     report = regression(means + offset, jnp.asarray(variances), targets + offset)
     totals = (np.cumsum(x, axis=0) for x in (means, variances + means**2))
-    mean, square = (total / [[1], [2], [3]] for total in totals)
+    mean, square = (total / np.c_[1 : members + 1] for total in totals)
     sizes = zip(mean, square - mean**2)
     assert report["ensemble"] == report["by_size"][-1]
     all_scores = report["member"] + report["by_size"]
@@ -1043,30 +1021,6 @@ def test_regression_report_equals_loops_for_members_ensemble_and_sizes(offset):
     assert_allclose(parts, [variances.mean(), means.var(axis=0).mean()])
     assert_allclose(report["predictive_variance"], sum(parts))
     json.dumps(report, allow_nan=False)
-
-
-def test_regression_report_of_two_members_by_hand():
-    report = regression([[0, 1], [2, 1]], [[1, 2], [3, 2]], [1, 3])
-    # The mixture is N(1, 2 + 1) and N(1, 2 + 0); the targets are 0 and 2 away.
-    ensemble = report["ensemble"]
-    assert_allclose(ensemble["root_mean_squared_error"], math.sqrt(2))
-    nll = (math.log(2 * math.pi * 3) + math.log(2 * math.pi * 2) + 2) / 4
-    assert_allclose(ensemble["negative_log_likelihood"], nll)
-    assert ensemble["coverage"] == {"50%": 0.5, "90%": 1, "95%": 1}
-    assert report["member"][0]["coverage"] == {"50%": 0, "90%": 1, "95%": 1}
-    parts = "predictive_variance", "mean_of_variances", "variance_of_means"
-    assert [report[name] for name in parts] == [2.5, 2, 0.5]
-    alone = regression([[0, 1]], [[1, 2]], [1, 3])
-    assert [alone[name] for name in parts] == [1.5, 1.5, 0]
-    assert alone["ensemble"] == alone["member"][0] == report["member"][0]
-
-
-def test_regression_report_covers_what_is_drawn_from_the_model():
-    rng = np.random.default_rng(0)
-    mean, variance = rng.normal(size=(1, 20_000)), rng.uniform(0.1, 9, (1, 20_000))
-    targets = rng.normal(mean, np.sqrt(variance))[0]
-    coverage = regression(mean, variance, targets)["ensemble"]["coverage"]
-    assert_allclose(list(coverage.values()), [0.5, 0.9, 0.95], atol=0.01)
 
 
 def test_auroc_counts_pairs_and_agrees_with_scikit_learn():
@@ -1137,10 +1091,8 @@ test_metric_names_what_does_not_fit = refuses(
     (lambda: pe.accuracy(ONE_HOT, COLUMN), r"labels have shape \(3, 1\)"),
     (lambda: pe.accuracy(ONE_HOT, THREE), "labels are float64; expected integers"),
     (lambda: pe.reliability(ONE_HOT, COLUMN), r"labels have shape \(3, 1\)"),
-    *(
-        (lambda f=f: f(8 * HALVES), r"s\[0, 0\] begin with 4.0 and add up to 8.0; pass")
-        for f in (pe.predictive_entropy, pe.mutual_information)
-    ),
+    (lambda: pe.predictive_entropy(8 * HALVES), r"\[0, 0\] begin with 4.0 and add up"),
+    (lambda: pe.mutual_information(8 * HALVES), "add up to 8.0; pass softmax"),
     (lambda: pe.reliability(8 * ONE_HOT, [0] * 3), "add up to 8.0; pass softmax"),
     (lambda: pe.ensemble_report(ONE_HOT, [0]), r"shape \(3, 4\); expected \[K, N, C\]"),
     (lambda: pe.ensemble_report(HALVES, [0]), r"labels have shape \(1,\)"),
@@ -1178,6 +1130,7 @@ test_metric_names_what_does_not_fit = refuses(
 
 
 RATES = {"constant": 0.1, "linear": pe.linear_schedule(0.3, 8)}
+RATES["cosine"] = pe.cosine_schedule(1, 8.0)
 OPTIONS = [
     *[("sgd", dict(momentum=m, nesterov=n)) for m in (0.0, 0.9) for n in (False, True)],
     ("adam", {}),
@@ -1191,7 +1144,7 @@ def steps_of(optimizer, apply_updates):
     params, steps = {"w": jnp.asarray(randn(0, 3, 2), float), "b": jnp.zeros(2)}, []
     state = optimizer.init(params)
     for i in range(8):
-        grads = {"w": randn(i, 3, 2), "b": randn(i, 2)}
+        grads = {"w": randn(i, 3, 2), "b": randn(i, 2) * [1, 0]}
         grads = jax.tree.map(lambda g: jnp.asarray(g, float), grads)
         updates, state = optimizer.update(grads, state, params)
         params = apply_updates(params, updates)
@@ -1205,7 +1158,8 @@ def steps_of(optimizer, apply_updates):
 def test_optimizer_equals_optax_step_by_step(name, options, rate, x64, tolerance):
     make, like = getattr(pe, name), getattr(optax, name)
     with enable_x64(x64):
-        steps, state = steps_of(make(RATES[rate], **options), pe.apply_updates)
+        with jax.numpy_dtype_promotion("strict"):
+            steps, state = steps_of(make(RATES[rate], **options), pe.apply_updates)
         expected, _ = steps_of(like(RATES[rate], **options), optax.apply_updates)
     assert state.num_steps == 8
     assert_close(steps, expected, tolerance)
@@ -1255,14 +1209,6 @@ def test_our_optimizer_drops_into_an_optax_step(name):
     assert_close(clipped(pe), clipped(optax))
 
 
-def test_sgd_accumulates_velocity_outside_the_rate():
-    optimizer = pe.sgd(lambda step: jnp.where(step == 0, 1.0, 0.5), momentum=0.5)
-    state = optimizer.init(jnp.zeros(()))
-    first, state = optimizer.update(jnp.ones(()), state)
-    second, state = optimizer.update(jnp.ones(()), state)
-    assert (first, second, state.velocity) == (-1, -0.5 * 1.5, 1.5)
-
-
 def test_defaults_are_those_that_the_docstrings_name():
     defaults = {"momentum": 0.9}, {"momentum": 0.99, "eps": 1e-3}, {"rate": 0.5}
     for f, expected in zip((pe.sgd, pe.batch_norm, pe.dropout), defaults):
@@ -1279,22 +1225,6 @@ def test_optimizer_keeps_half_precision(make):
     traced = jax.jit(lambda *h: make(*h).update(params, optimizer.init(params)))
     updates, (_, *state) = traced(0.1, 0.9)
     assert {x.dtype for x in (updates, *state)} == {jnp.dtype(jnp.bfloat16)}
-
-
-def test_adam_stands_still_without_gradients():
-    optimizer = pe.adam(0.1)
-    updates, _ = optimizer.update(jnp.zeros(3), optimizer.init(jnp.ones(3)))
-    assert_array_equal(updates, np.zeros(3))
-
-
-@pytest.mark.parametrize(
-    "rate", [0.1, pe.linear_schedule(0.3, 8), pe.cosine_schedule(1, 8.0)], ids=str
-)
-@pytest.mark.parametrize("make", [pe.adam, NESTEROV], ids=str)
-def test_optimizer_promotes_by_itself(make, rate):
-    expected = steps_of(make(rate), pe.apply_updates)
-    with jax.numpy_dtype_promotion("strict"):
-        assert leaves_equal(steps_of(make(rate), pe.apply_updates), expected)
 
 
 SHAPES = {pe.linear_schedule: lambda t: t}
@@ -1319,9 +1249,8 @@ def test_schedule_equals_numpy_at_every_step(make, warmup, num_steps, x64, toler
 
 test_optimizer_names_what_does_not_fit = refuses(
     *out_of_range("learning_rate", np.inf, pe.sgd, -0.1, np.nan, np.inf, "1e-3", None),
-    *out_of_range("learning_rate", np.inf, pe.adam, np.array([0.1, 0.2])),
     *out_of_range("momentum", 1, lambda x: pe.sgd(1, x), -0.1, 1.0, np.nan),
-    *out_of_range("learning_rate", np.inf, pe.adam, -1, np.nan),
+    *out_of_range("learning_rate", np.inf, pe.adam, -1, np.nan, np.array([0.1, 0.2])),
     *out_of_range("b1", 1, lambda x: pe.adam(0.1, b1=x), 1),
     *out_of_range("b2", 1, lambda x: pe.adam(0.1, b2=x), -1),
     *out_of_range("eps", np.inf, lambda x: pe.adam(0.1, eps=x), -1),
@@ -1330,18 +1259,10 @@ test_optimizer_names_what_does_not_fit = refuses(
     *out_of_range("warmup", 1, lambda x: pe.linear_schedule(0.1, 9, warmup=x), -0.1),
     *out_of_range("peak", np.inf, lambda x: pe.linear_schedule(x, 9), -0.1),
     *out_of_range("peak", np.inf, lambda x: pe.cosine_schedule(x, 9), np.inf),
-    *(
-        (
-            functools.partial(pe.train_state, {"w": w}, each),
-            f"'\\['w'\\]' is {dtype}; expec",
-        )
-        for w, dtype in ((np.complex64(1j), "complex64"), (3, "int32"))
-        for each in (SGD, pe.adam(0.1))
-    ),
-    (
-        lambda: jax.eval_shape(SGD.init, [1j]),
-        r"parameter '\[0\]' is complex64; expected",
-    ),
+    (lambda: pe.train_state({"w": 3}, SGD), r"'\['w'\]' is int32; expected floating"),
+    (lambda: pe.train_state([3], pe.adam(1)), "is int32; expected floating point"),
+    (lambda: pe.train_state([1j], pe.adam(1)), r"'\[0\]' is complex64; expected"),
+    (lambda: jax.eval_shape(SGD.init, [1j]), r"'\[0\]' is complex64; expected"),
 )
 
 
@@ -1373,9 +1294,8 @@ def test_replicate_puts_a_copy_on_each_device(num_devices):
     half, key = jnp.ones(2, jnp.bfloat16), jax.random.key(7)
     tree = {"w": randn(0, 2, 3), "half": half, "count": 3, "key": key}
     copies = pe.replicate(tree, num_devices)
-    shapes = {name: leaf.shape for name, leaf in copies.items()}
-    expected = {"w": (2, 3), "half": (2,), "count": (), "key": ()}
-    assert shapes == {name: (num_devices, *rest) for name, rest in expected.items()}
+    for name, leaf in copies.items():
+        assert leaf.shape == (num_devices, *np.shape(tree[name]))
     shards = copies["w"].addressable_shards
     assert [shard.device for shard in shards] == jax.local_devices()[:num_devices]
     for shard in shards:
@@ -1399,15 +1319,10 @@ LATE = jax.__version_info__ < (0, 6)  # which does not say that it has begun
 
 @pytest.mark.skipif(LATE, reason="JAX 0.5.0 does not notice")
 def test_devices_that_are_asked_for_too_late_are_warned_of():
-    with pytest.warns(
-        UserWarning, match="9 devices are asked for; there are 8 "
-    ) as said:
-        pe.use_cpu_devices(9)
+    with pytest.warns(UserWarning, match="9 devices are asked for; there a") as said:
+        for count in (9, D, 2):
+            pe.use_cpu_devices(count)
     assert len(said) == 1 and said[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        pe.use_cpu_devices(D)
-        pe.use_cpu_devices(2)
     assert jax.local_device_count() == D
 
 
@@ -1478,6 +1393,10 @@ def members_state(keys, init=net_init, optimizer=SGD, **kwargs):
 def keys_of(seed, count, style="new"):
     make = jax.random.key if style == "new" else jax.random.PRNGKey
     return jax.random.split(make(seed), count)
+
+
+def one_net():
+    return pe.replicate(pe.train_state(net_init(jax.random.key(0)), SGD))
 
 
 class Way(NamedTuple):
@@ -1588,12 +1507,10 @@ def test_step_traces_its_loss_once_and_reuses_its_state(way, options):
 @pytest.mark.parametrize("way", WAYS[1::2], ids=str)
 def test_members_never_touch_each_other(way, what):
     first = members_state(keys_of(0, way.members), model_state=jnp.zeros(()))
-    changed = first
-    if what == "key":
-        changed = first._replace(key=first.key.at[2].set(jax.random.key(99)))
-    else:
-        bad = jax.tree.map(lambda x: x.at[2].set(np.nan), first.params.dense)
-        changed = first._replace(params=first.params._replace(dense=bad))
+    changed = first._replace(key=first.key.at[2].set(jax.random.key(99)))
+    if what == "nan":
+        bad = jax.tree.map(lambda x: x.at[2].set(np.nan), first.params)
+        changed = first._replace(params=bad)
     run = functools.partial(train, way, noisy_loss, stateful=True)
     ends = [run(state, net_batches(3)) for state in (first, changed)]
     for i in range(way.members):
@@ -1604,20 +1521,19 @@ def test_members_never_touch_each_other(way, what):
 
 
 def test_members_equal_those_trained_alone_on_their_own_batches():
-    keys = keys_of(0, D)
     update = pe.make_ensemble_update(net_loss, SGD)
-    state = members_state(keys)
-    batches = [pe.split(batch) for batch in net_batches(3, 16 * D)]
-    losses = []
-    for batch in batches:
-        state, loss = update(state, *batch)
-        losses.append(loss)
+    keys, batches = keys_of(0, D), [pe.split(x) for x in net_batches(3, 16 * D)]
+
+    def ends_of(which):
+        state, losses = members_state(keys[which]), []
+        for batch in batches:
+            state, loss = update(state, *(x[which] for x in batch))
+            losses.append(loss)
+        return state[:2], losses
+
+    together = ends_of(slice(None))
     for i in (0, 3, 7):
-        alone = members_state(keys[i : i + 1])
-        for batch, together in zip(batches, losses):
-            alone, loss = update(alone, *(x[i : i + 1] for x in batch))
-            assert leaves_equal(loss[0], together[i])
-        assert leaves_equal(member(alone[:2], 0), member(state[:2], i))
+        assert leaves_equal(member(ends_of(slice(i, i + 1)), 0), member(together, i))
 
 
 @every_way
@@ -1711,26 +1627,24 @@ def test_any_batch_is_the_one_of_a_single_device(members, devices, batch):
     rows = np.arange(members * batch).reshape(members, 1, batch)
     own = [x[rows[:, 0]] for x in data]
     ends = []
-    for count in devices, members:
-        microbatch = batch // math.gcd(batch, replicas)  # each draws its own numbers
-        options = dict(members=members, stateful=True, microbatch=microbatch)
-        trainer = pe.make_trainer(print, noisy_loss, SGD, devices=count, **options)
-        state = trainer.scatter(members_state(keys))
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for count in devices, members:
+            microbatch = batch // math.gcd(
+                batch, replicas
+            )  # each draws its own numbers
+            options = dict(members=members, stateful=True, microbatch=microbatch)
+            trainer = pe.make_trainer(print, noisy_loss, SGD, devices=count, **options)
+            state = trainer.scatter(members_state(keys))
             state, _ = trainer.epoch(state, data, rows[0])
             state, second = trainer.epoch(state, data, rows)
             state, third = trainer.update(state, *[x[:batch] for x in data])
             state, fourth = trainer.update(state, *own, per_member=True)
-        ends.append((trainer.gather(state)._replace(key=None), second, third, fourth))
-        if count == devices:  # said once, of the first
-            (message,) = said
-            wanted = (
-                f"a batch of {batch} .* {batch // microbatch} parts, not {replicas}"
-            )
-            assert re.match(wanted, str(message.message))
-            assert message.filename == __file__
-    assert not said
+            end = trainer.gather(state)._replace(key=None)
+            ends.append((end, second, third, fourth))
+    (message,) = said  # once, of the first
+    wanted = f"a batch of {batch} .* {batch // microbatch} parts, not {replicas}"
+    assert re.match(wanted, str(message.message)) and message.filename == __file__
     assert_close(*ends)
 
 
@@ -1753,9 +1667,7 @@ def losses_of_an_epoch(x):
 
 
 def losses_by_hand(x):
-    update = pe.make_sync_update(net_loss, SGD)
-    state = pe.replicate(pe.train_state(net_init(jax.random.key(0)), SGD), 2)
-    return update(state, *pe.split((x, image_data()[1]), 2))[1]
+    return sync(net_loss, SGD)(one_net(), *pe.split((x, image_data()[1])))[1]
 
 
 @pytest.mark.parametrize("use", [placed, losses_of_an_epoch, losses_by_hand])
@@ -1795,33 +1707,21 @@ def test_a_step_that_is_not_finite_can_be_skipped(way):
 
 
 @every_way
-@pytest.mark.parametrize("what", ["used", "half used", "shared", "empty", "value_fn"])
-def test_step_refuses_what_would_end_the_process_or_be_wrong(way, what):
-    optimizer = optax.lbfgs() if what == "value_fn" else SGD
-    first = members_state(keys_of(0, way.members), optimizer=optimizer)
-    state, update = start(way, net_loss, first, optimizer)
-    (batch,) = net_batches(1)
-    if what != "value_fn":
-        state, _ = update(state, *batch)
-    used = state
-    if what.endswith("used"):
-        state, _ = update(used, *batch)
-    if what == "half used":  # some of its leaves are
-        used = state._replace(opt_state=used.opt_state)
-    if what == "shared":
-        used = state._replace(opt_state=state.opt_state._replace(velocity=state.params))
-    message = {
-        "used": "consumed by an earlier update or epoch; go on with the one",
-        "half used": "consumed by an earlier update or epoch",
-        "shared": "'.params.hidden.weight' and '.opt_state.velocity.hidden.weight' "
-        "of the state are one buffer",
-        "empty": "the batch is empty; expected one or more examples",
-        "value_fn": "the optimizer's update: .*'value_fn'; it is given .* value=loss",
-    }[what]
-    with pytest.raises(ValueError, match=message):
-        update(used, *(x[: 0 if what == "empty" else None] for x in batch))
-    if what != "value_fn":
-        update(state, *batch)  # nothing was lost
+def test_step_refuses_what_would_end_the_process_or_be_wrong(way):
+    first, (batch,) = members_state(keys_of(0, way.members)), net_batches(1)
+    state, update = start(way, net_loss, first)
+    for _ in range(2):
+        used, (state, _) = state, update(state, *batch)
+    shared = state.opt_state._replace(velocity=state.params)
+    names = "'.params.hidden.weight' and '.opt_state.velocity.hidden.weight'"
+    for message, bad, rows in (
+        ("consumed by an earlier update or epoch; go on with the one", used, batch),
+        ("consumed by an", state._replace(opt_state=used.opt_state), batch),
+        (f"{names} of the state are one", state._replace(opt_state=shared), batch),
+        ("batch is empty; expected one or more", state, [x[:0] for x in batch]),
+    ):
+        assert re.search(message, said_by(ValueError, update, bad, *rows))
+    update(state, *batch)  # nothing was lost
 
 
 def test_steps_of_replicas_never_pile_up():
@@ -1879,13 +1779,7 @@ REFUSED_STEPS = [
     (sync, one_number, dict(microbatch="all"), (D, 8), "'all'; expected an int"),
     (sync, one_number, {}, 16, r"axes .* \[\(8,\), \(16,\)\]; expected the number of"),
     (sync, two_numbers, {}, (D, 2), r"axes .* \[\(2,\), \(8,\)\]; expected"),
-    (
-        sync,
-        lambda: one_number().params,
-        {},
-        (D, 2),
-        "state is ArrayImpl; expected a Tr",
-    ),
+    (sync, lambda: one_number().params, {}, (D, 2), "state is ArrayImpl; expected a"),
 ]
 
 
@@ -1947,12 +1841,10 @@ def test_replica_mean_gives_floats_on_any_number_of_replicas():
         types.append([mean.dtype.name for mean in means])
         return w * means[0]
 
-    for devices in (1, 2):
-        trainer = pe.make_trainer(
-            jax.random.normal, loss, SGD, members=1, devices=devices
-        )
-        trainer.update(trainer.init(jax.random.key(0)), jnp.arange(8.0))
-        loss(1, jnp.arange(8.0))
+    make = functools.partial(pe.make_trainer, jax.random.normal, loss, SGD, members=1)
+    for trainer, state in (begin(make(devices=n)) for n in (1, 2)):
+        trainer.update(state, jnp.arange(8.0))
+    loss(1, jnp.arange(8.0))
     assert {*map(tuple, types)} == {("float32", "float32", "float32", "bfloat16")}
 
 
@@ -2030,6 +1922,13 @@ def noisy_trainer(members, devices, **more):
 
     options = dict(members=members, devices=devices, stateful=True) | more
     return pe.make_trainer(init, noisy_loss, pe.adam(0.01), **options)
+
+
+def uses(trainer):
+    """List the calls that take a state of a trainer, with what they take besides."""
+    data = image_data()
+    update, epoch = (trainer.update, *data), (trainer.epoch, data, orders(1)[0])
+    return [update, epoch, (trainer.predict, data[0]), (trainer.gather,)]
 
 
 def assert_same(trainer, found, alone):
@@ -2122,12 +2021,9 @@ def test_keys_that_draw_otherwise_together_are_refused(impl):
     state, batch = one.init(key), net_batches(1)[0]
     two = noisy_trainer.__wrapped__(3, 1, at_once=2)
     with mock.patch.object(pe, "_run") as run:
-        for call, *args in (
-            (two.init, key),
-            (two.update, state, *batch),
-            (two.epoch, state, image_data(), orders(1)[0]),
-        ):
-            assert f"at_once=2 with keys of {impl}" in said_by(ValueError, call, *args)
+        said = [said_by(ValueError, two.init, key)]
+        said += [said_by(ValueError, f, state, *args) for f, *args in uses(two)[:2]]
+    assert all(f"at_once=2 with keys of {impl}" in each for each in said)
     assert not run.called
     one.update(state, *batch)  # nothing was lost
 
@@ -2262,14 +2158,12 @@ def test_epoch_is_an_update_for_each_row_of_the_order(members, devices):
 def test_an_epoch_in_pieces_ends_in_the_same_bits(members, devices):
     trainer, order = noisy_trainer(members, devices), orders(members)
     ends = []
-    for sizes in ([10], [1, 2, 7], [5, 5]):
-        state, start, losses = trainer.init(jax.random.key(1)), 0, []
-        for size in sizes:
-            part = order[:, start : start + size]
+    for cuts in ([], [1, 3], [5]):
+        state, losses = trainer.init(jax.random.key(1)), []
+        for part in np.split(order, cuts, axis=1):
             state, loss = trainer.epoch(state, image_data(), part)
-            assert loss.shape == (members, size)
+            assert loss.shape == part.shape[:2]
             losses.append(loss)
-            start += size
         ends.append((trainer.gather(state), np.concatenate(losses, axis=1)))
     assert leaves_equal(ends[0], ends[1]) and leaves_equal(ends[0], ends[2])
 
@@ -2297,18 +2191,13 @@ def test_epochs_share_a_program_reuse_the_state_and_leave_the_data_where_they_ar
     assert all(x.is_deleted() for x in before)
 
 
-AXES = {(4,): net, (2, 2): lambda *args: net(*args).reshape(-1, 2, 2)}
-ROWS_OF = [(1, 4, (4,)), (2, 4, (2, 2)), (5, 3, (4,)), (5, 3, (2, 2))]
-
-
 def test_probabilities_of_half_precision_are_distributions():
-    def half(params, images):
-        return (9 * net(params, images)).astype(jnp.bfloat16)
+    def half(*args):  # logits [B, 2, 2]
+        return (9 * net(*args)).astype(jnp.bfloat16).reshape(-1, 2, 2)
 
     trainer, state = begin(net_trainer(2, 2, apply_fn=half))
-    images, labels = image_data()
-    report = pe.ensemble_report(trainer.predict_members(state, images), labels)
-    assert report["ensemble"]["accuracy"] >= 0
+    probs = trainer.predict_members(state, image_data()[0])
+    assert pe.predictive_entropy(probs).shape == (NUM_IMAGES, 2)
 
 
 SMALL_TYPES = ["int4", "uint4", "float8_e4m3fn", "float16", "bfloat16", "bool", "int32"]
@@ -2316,36 +2205,18 @@ SMALL_TYPES = ["int4", "uint4", "float8_e4m3fn", "float16", "bfloat16", "bool", 
 
 @pytest.mark.parametrize("name", SMALL_TYPES)
 def test_means_of_any_type_are_of_float32(name):
-    def apply_fn(params, x):
-        return x.astype(name)
-
-    options = dict(members=2, apply_fn=apply_fn, output=None)
-    trainer = pe.make_trainer(lambda _: jnp.ones(1), net_loss, SGD, **options)
-    state, x = trainer.init(jax.random.key(0)), np.array([0, 1, 3])
+    options = dict(apply_fn=lambda params, x: x.astype(name), output=None)
+    (trainer, state), x = begin(net_trainer(2, **options)), np.array([0, 1, 3])
     assert trainer.predict_members(state, x).dtype == np.dtype(name)
     found = trainer.predict(state, x)
     assert found.dtype == np.float32
     assert found.tolist() == ([0, 1, 1] if name == "bool" else [0, 1, 3])
 
 
-@pytest.mark.parametrize("members, devices, axes", ROWS_OF)
-def test_predictions_count_each_example_once(members, devices, axes):
-    trainer, state = begin(net_trainer(members, devices, chunk=7, apply_fn=AXES[axes]))
-    params = trainer.gather(state).params
-    alone = jax.jit(lambda *args: jax.nn.softmax(AXES[axes](*args)))
-    for count in (1, 7, 20, 50):
-        images = image_data()[0][:count]
-        probs = trainer.predict_members(state, images)
-        expected = [alone(member(params, k), images) for k in range(members)]
-        assert probs.shape == (members, count, *axes)
-        assert_close(probs, expected)
-        assert_close(trainer.predict(state, images), np.mean(expected, axis=0))
-
-
 def test_a_member_that_is_not_finite_leaves_the_others_predictions():
-    trainer, images = net_trainer(5, 3, chunk=7, apply_fn=net), image_data()[0]
-    gathered = trainer.gather(trainer.init(jax.random.key(0)))
-    probs = trainer.predict_members(trainer.scatter(gathered), images)
+    (trainer, state), images = begin(net_trainer(5, 3, chunk=7)), image_data()[0]
+    gathered = trainer.gather(state)
+    probs = trainer.predict_members(state, images)
     gathered.params.dense.weight[1] = np.nan
     state = trainer.scatter(gathered)
     spoiled = trainer.predict_members(state, images)
@@ -2416,7 +2287,7 @@ def test_predictions_are_any_tree_of_any_tree(members, devices):
     made = pe.make_trainer(tree_init, net_loss, SGD, chunk=3, **options)
     trainer, state = begin(made)
     params, rng = trainer.gather(state).params, np.random.default_rng(0)
-    for count in (1, 13):
+    for count in (1, 12, 13):
         inputs = {"position": randn(1, count, 2), "keys": keys_of(2, count)}
         inputs["tokens"] = rng.integers(9, size=(count, 5))
         found = trainer.predict_members(state, inputs)
@@ -2446,8 +2317,8 @@ def test_outputs_must_be_one_of_each_example(apply_fn, output, message):
     trainer = pe.make_trainer(lambda key: jnp.ones(()), net_loss, SGD, **options)
     state = trainer.init(jax.random.key(0))
     for predict in (trainer.predict, trainer.predict_members):
-        with pytest.raises(ValueError, match=message):
-            predict(state, np.ones((3, 4), np.float32))
+        said = said_by(ValueError, predict, state, np.ones((3, 4), np.float32))
+        assert re.search(message, said)
 
 
 LOSSES = {
@@ -2582,7 +2453,8 @@ def test_members_computed_together_are_those_one_by_one():
     def loss_fn(params, count, key, images, labels, h):
         loss, count = noisy_loss(params, count, key, images, labels)
         spoiled = (h.rate == HYPER.rate[1]) & (labels[0] == 3)  # one member, sometimes
-        return loss * jnp.where(spoiled, jnp.nan, 1), (count, {"pair": (loss, -loss)})
+        aux = {"pair": jnp.stack([loss, -loss])}
+        return loss * jnp.where(spoiled, jnp.nan, 1), (count, aux)
 
     def apply_fn(params, count, inputs, h):
         return net(params, inputs["images"]) * inputs["scale"][:, None] / h.temperature
@@ -2602,6 +2474,9 @@ def test_members_computed_together_are_those_one_by_one():
     assert_close(*ends)
     spoiled = np.isnan(losses)
     assert 0 < spoiled[1].sum() == spoiled.sum() < spoiled.shape[1]
+    assert losses.shape == (7, 10)
+    losses = np.where(spoiled, aux["pair"][..., 0], losses)
+    assert_array_equal(aux["pair"], np.stack([losses, -losses], axis=2))
 
 
 @pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 0.03)])
@@ -2628,25 +2503,16 @@ def test_at_once_changes_no_bit_of_members_that_share_no_device():
 
 
 def test_a_sweep_trains_as_plain_numbers_do():
-    def optimizer(h):
-        return pe.sgd(h["rate"], momentum=h["momentum"], nesterov=True)
+    def losses(optimizer, **hyper):
+        functions = lambda key, *h: net_init(key), lambda *args: net_loss(*args[:3])
+        made = pe.make_trainer(*functions, optimizer, members=2, devices=2, **hyper)
+        return made.epoch(begin(made)[1], image_data(), orders(1)[0])[1]
 
-    def loss_fn(params, images, labels, h):
-        return net_loss(params, images, labels)
-
-    def ends(trainer):
-        state = trainer.init(jax.random.key(0))
-        for _ in range(3):
-            state, _ = trainer.update(state, *net_batches(1)[0])
-        return trainer.gather(state).params
-
-    hyper = {"rate": np.array([0.1, 0.2]), "momentum": np.array([0.9, 0.0])}
-    options = dict(members=2, devices=2, hyper=hyper)
-    sweep = pe.make_trainer(lambda key, h: net_init(key), loss_fn, optimizer, **options)
-    found = ends(sweep)
-    for k, numbers in enumerate([(0.1, 0.9), (0.2, 0.0)]):
-        alone = net_trainer(2, 2, optimizer=pe.sgd(*numbers, nesterov=True))
-        assert_close(member(found, k), member(ends(alone), k))
+    hyper = {"learning_rate": np.array([0.1, 0.2]), "momentum": np.array([0.9, 0.0])}
+    found = losses(lambda h: NESTEROV(**h), hyper=hyper)
+    for k in range(2):
+        plain = NESTEROV(**{name: x.tolist()[k] for name, x in hyper.items()})
+        assert_close(found[k], losses(plain)[k])
 
 
 def heads_init(pretrained):
@@ -2723,21 +2589,13 @@ def test_members_move_to_any_devices(make):
     assert leaves_equal(eight.gather(eight.scatter(gathered)), gathered)
 
 
-@pytest.mark.parametrize(
-    "ours, theirs", [((4, 2), (3, 2)), ((3, 2), (4, 2)), ((1, 4), (4, 4))]
-)
+@cases("ours, theirs", ((4, 2), (3, 2)), ((3, 2), (4, 2)), ((1, 4), (4, 4)))
 def test_a_state_of_another_trainer_is_refused(ours, theirs):
-    trainer, other = net_trainer(*ours), net_trainer(*theirs)
-    state, batch = other.init(jax.random.key(0)), net_batches(1)[0]
+    other, state = begin(net_trainer(*theirs))
     message = "^a state of another trainer: .* equal keys|.* different keys"
-    for call, *args in (
-        (trainer.update, *batch),
-        (trainer.epoch, image_data(), orders(1)[0]),
-        (trainer.predict, image_data()[0]),
-        (trainer.gather,),
-    ):
+    for call, *args in uses(net_trainer(*ours)):
         assert re.match(message, said_by(ValueError, call, state, *args))
-    other.update(state, *batch)  # nothing was lost
+    other.update(state, *net_batches(1)[0])  # nothing was lost
 
 
 def test_a_state_that_lies_elsewhere_is_placed():
@@ -2754,23 +2612,17 @@ def test_a_state_that_lies_elsewhere_is_placed():
         ended, _ = trainer.epoch(other, batch, np.arange(16)[None])
         assert leaves_equal(trainer.gather(ended)[:3], after[:3])
     assert np.isfinite(host.params.dense.weight).all()
-    update = pe.make_sync_update(net_loss, SGD)
-    update(jax.tree.map(np.asarray, one_net()), *pe.split(net_batches(1)[0]))
-
-
-def one_net():
-    return pe.replicate(pe.train_state(net_init(jax.random.key(0)), SGD))
+    sync(net_loss, SGD)(jax.tree.map(np.asarray, one_net()), *pe.split(batch))
 
 
 def test_torch_tensors_are_taken_as_data():
     torch = pytest.importorskip("torch")
-    trainer, state = begin(net_trainer(2, 2))
-    tensors, order = [torch.tensor(x) for x in image_data()], orders(1)[0]
-    expected = trainer.predict(state, tensors[0].numpy())
-    assert leaves_equal(trainer.predict(state, tensors[0]), expected)
-    ends = [trainer.epoch(begin(trainer)[1], x, order) for x in (tensors, image_data())]
-    assert leaves_equal(*ends)
-    ends = [trainer.update(begin(trainer)[1], *x) for x in (tensors, image_data())]
+    ends = []
+    for data in image_data(), [torch.tensor(x) for x in image_data()]:
+        trainer, state = begin(net_trainer(2, 2))
+        probs = trainer.predict(state, data[0])
+        state, losses = trainer.epoch(state, data, orders(1)[0])
+        ends.append((probs, losses, trainer.update(state, *data)))
     assert leaves_equal(*ends)
 
 
@@ -2808,13 +2660,11 @@ def test_an_interrupt_loses_no_state(kind, interrupts):
     expected, _ = call(jax.tree.map(jnp.copy, state), *batch)
     assert owner.latest is expected
     ended, interrupts.before = interrupts.ended, 1
-    with pytest.raises(KeyboardInterrupt):
-        call(state, *batch)
+    said_by(KeyboardInterrupt, call, state, *batch)
     # At once, and the state is as it was.
     assert owner.latest is expected and interrupts.ended == ended
     interrupts.before, interrupts.after = 0, 2
-    with pytest.raises(KeyboardInterrupt):
-        call(state, *batch)
+    said_by(KeyboardInterrupt, call, state, *batch)
     assert interrupts.ended == ended + 1  # and not before its end
     assert "latest" in said_by(ValueError, call, state, *batch)
     assert leaves_equal(owner.latest.params, expected.params)
@@ -2864,48 +2714,30 @@ def test_gather_names_the_leaf_and_device_of_a_replica_that_differs():
 
 
 def test_a_model_state_keeps_its_form():
-    trainer = pe.make_trainer(
-        lambda key: (net_init(key), {"count": jnp.int32(0)}),
-        lambda params, old, *rest: (net_loss(params, *rest[1:]), {"count": 0.5}),
-        SGD,
-        members=2,
-        stateful=True,
-    )
-    state = trainer.init(jax.random.key(0))
+    def init(key):
+        return net_init(key), {"count": jnp.int32(0)}
+
+    def loss_fn(params, model_state, key, *batch):
+        return net_loss(params, *batch), {"count": 0.5}
+
+    made = pe.make_trainer(init, loss_fn, SGD, members=2, stateful=True)
     message = r"model state of .*float32\[\].* of one of .*int32\[\].*; return it in"
-    for call, *args in (
-        (trainer.update, *net_batches(1)[0]),
-        (trainer.epoch, image_data(), orders(1)[0]),
-    ):
-        assert re.search(message, said_by(ValueError, call, state, *args))
-
-
-def test_epoch_returns_aux_of_each_member():
-    def loss_fn(params, images, labels):
-        loss = net_loss(params, images, labels)
-        return loss, {"pair": jnp.stack([loss, -loss])}
-
-    for members, devices in ((1, 2), (3, 2)):
-        trainer, state = begin(net_trainer(members, devices, loss_fn, has_aux=True))
-        _, (loss, aux) = trainer.epoch(state, image_data(), orders(1)[0])
-        assert loss.shape == (members, 10)
-        assert_array_equal(aux["pair"], np.stack([loss, -loss], axis=2))
+    for call, *args in uses(made)[:2]:
+        assert re.search(message, said_by(ValueError, call, begin(made)[1], *args))
 
 
 def test_microbatches_are_chosen_by_platform_and_batch(monkeypatch):
     def sizes(*rows, **options):
-        seen = []
+        seen, one = [], jnp.ones(())
+        made = (one, one) if "stateful" in options else one
 
         def loss_fn(params, *rest):
             seen.append(len(rest[-1]))
             loss = jnp.mean(params * rest[-1])
             return (loss, loss) if options.keys() & {"has_aux", "stateful"} else loss
 
-        def init(key):
-            return (jnp.ones(()),) * 2 if "stateful" in options else jnp.ones(())
-
-        trainer = pe.make_trainer(init, loss_fn, SGD, members=1, devices=1, **options)
-        state = trainer.init(jax.random.key(0))
+        make = functools.partial(pe.make_trainer, members=1, devices=1, **options)
+        trainer, state = begin(make(lambda _: made, loss_fn, SGD))
         for size in rows:
             state, _ = trainer.update(state, np.ones((size, 1)))
         return seen
@@ -2938,48 +2770,22 @@ test_trainer_is_not_made_of = refuses(
     (making(hyper=np.ones(2)), "optimizer: .*; with hyper, expected a function"),
     (making(hyper=np.ones(3)), r"\[\(3,\)\]; expected arrays \[K, ...\].* 2 members"),
     (making(hyper=np.array(["a", "b"])), "hyper hold a ndarray of <U1; expected num"),
-    (
-        making(hyper=[0.1, 0.2]),
-        r"\[\(\)\]; expected arrays .*; a list holds numbers: nu",
-    ),
+    (making(hyper=[0.1, 0.2]), r"\[\(\)\]; expected arrays .*; a list holds numbers:"),
     (making(hyper=np.array([1, 2**40 + 5])), "hyper hold 1099511627781, beyond int32"),
-    (
-        making(hyper=np.array([0.1, -1]), optimizer=pe.sgd),
-        r"learning_rate is .*-1.0\)?; exp",
-    ),
+    (making(hyper=np.array([0.1, -1]), optimizer=pe.sgd), "learning_rate is .*-1.0"),
 )
 
 
-def initialize(key):
-    return net_trainer(2).init(key)
+def initializing(init_fn=net_init, key=KEY, **options):
+    made = functools.partial(pe.make_trainer, init_fn, net_loss, SGD, members=2)
+    return lambda: made(**options).init(key)
 
 
-test_init_refuses_key = refuses(
-    (
-        lambda: initialize(keys_of(0, 3)),
-        r"^key: .*\(3,\).*; expected one random key, such",
-    ),
-    (
-        lambda: initialize(keys_of(0, 3, "old")),
-        "^key: .*; expected one random key, such",
-    ),
-    (
-        lambda: initialize(0),
-        r"^key: .*expected one random key, such as jax.random.key\(0",
-    ),
-    (
-        lambda: initialize(np.zeros(3, "u4")),
-        r"^key: .*\(3,\).*; expected one random key",
-    ),
-)
+NO_KEYS = keys_of(0, 3), keys_of(0, 3, "old"), 0, np.zeros(3, "u4")
+ONE_KEY = r"^key: .*; expected one random key, such as jax.random.key\(0\)"
 
-
-def initializing(init_fn, **options):
-    trainer = pe.make_trainer(init_fn, net_loss, SGD, members=2, **options)
-    return lambda: begin(trainer)
-
-
-test_init_refuses_what_is_no_array_and_a_model_without_its_state = refuses(
+test_init_refuses_keys_and_what_is_no_array_or_model_with_its_state = refuses(
+    *((initializing(key=key), ONE_KEY) for key in NO_KEYS),
     (initializing(lambda _: {"act": 1.0}), r"returns \w*float\w* at .*act.*array"),
     (initializing(lambda _: {"act": len}), r"returns builtin\w* at .*act.*array"),
     (initializing(lambda _: {"act": "relu"}), r"returns str at .*act.*array"),
@@ -2993,6 +2799,7 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
     three, data, rows = other.gather(others), image_data(), np.zeros((1, 4), int)
     equal = three._replace(key=three.key[np.array([0, 1, 0])])
     ten, blind = [x[:10] for x in data], net_trainer(2, D, apply_fn=None)
+    odd, odds = begin(net_trainer(2, D, optimizer=optax.lbfgs()))
     large = np.full(NUM_IMAGES, 2**40)
     own = functools.partial(trainer.update, per_member=True)
     for message, call, *args in [
@@ -3006,12 +2813,8 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         ("data is ndarray; expected a tuple of", trainer.epoch, data[0], rows),
         ("loss_fn: .*'labels'; it is given 1 of the", trainer.epoch, data[:1], rows),
         ("loss_fn: .*'labels'; it is given 1 of the", trainer.update, data[0]),
-        (
-            "data hold 1099511627776, beyond int32",
-            trainer.epoch,
-            (data[0], large),
-            rows,
-        ),
+        ("data hold 1099511627776, beyond", trainer.epoch, (data[0], large), rows),
+        ("update: .*'value_fn'; it is .*=loss", lambda _: odd.update(odds, *data)),
         (r"data .*\[\(10,\), \(240,\)\]", trainer.epoch, (data[0], ten[1]), rows),
         ("batch hold 1099511627776, beyond int32", trainer.update, *data[:1], large),
         ("inputs hold a MaskedArray of", trainer.predict, np.ma.array(data[0])),
@@ -3029,20 +2832,14 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         ("first axes of the batch", own),
         (r"\(3,\)\]; expected .* 2 members", lambda _: trainer.scatter(three)),
         ("members 0 and 2 have equal keys", lambda _: other.scatter(equal)),
-        (
-            "state is tuple; expected a TrainState",
-            lambda s: trainer.epoch(data, s, rows),
-        ),
-        ("state is Net; exp", lambda s: trainer.predict(s.params, data[0])),
+        ("state is tuple; expected a Tr", lambda s: trainer.epoch(data, s, rows)),
         ("state is Net; exp", lambda s: trainer.scatter(trainer.gather(s).params)),
-        ("state is Net; exp", lambda s: trainer.gather(s.params)),
     ]:
         assert re.search(message, said_by(ValueError, call, state, *args))
     trainer.epoch(state, data, rows)  # nothing was lost
-    epoch, predict = (trainer.epoch, data, rows), (trainer.predict, data[0])
-    for call, *args in (epoch, predict, [trainer.gather]):
-        said = said_by(ValueError, call, state, *args)
-        assert "was consumed by an earlier update or" in said
+    for call, *args in uses(trainer):
+        assert "state is Net; exp" in said_by(ValueError, call, state.params, *args)
+        assert "was consumed by an" in said_by(ValueError, call, state, *args)
 
 
 PROCESS = """
@@ -3170,7 +2967,7 @@ def test_each_member_has_an_order_and_with_bootstrap_a_resample_of_its_own(boots
     assert np.abs(np.corrcoef(counts) - np.eye(3)).max() < 0.05
 
 
-test_order_is_refused = refuses(
+test_order_or_size_is_refused = refuses(
     (lambda: pe.epoch_order(40, 50), "batch_size=50, num_examples=40; expected batch_"),
     *out_of_range("batch_size", None, lambda v: pe.epoch_order(9, v), 0, 2.0),
     *out_of_range("num_examples", None, lambda v: pe.epoch_order(v, 1), -1, np.ones(9)),
@@ -3178,6 +2975,7 @@ test_order_is_refused = refuses(
     (lambda: pe.epoch_order(9, 3, seed=-1), "^seed=-1, epoch=0; expected ints, 0 <= e"),
     (lambda: pe.epoch_order(9, 3, seed=0.5), "^seed=0.5, epoch=0; expected ints"),
     (lambda: pe.epoch_order(9, 3, epoch=2**32), "epoch=4294967296; expected ints"),
+    *out_of_range("size", None, lambda v: pe.prefetch([], v), 0),
 )
 
 
@@ -3218,18 +3016,13 @@ def test_prefetch_ends_its_thread_when_the_loop_is_left():
 
 
 def test_prefetch_raises_what_its_source_raises_in_its_place():
-    def batches():
-        yield 0
-        yield 1
-        raise OSError("no such file")
+    def fail(i):
+        if i == 2:
+            raise OSError("no such file")
 
-    got = []
-    with pytest.raises(OSError, match="no such file"):
-        for batch in pe.prefetch(batches(), 5):
-            got.append(batch)
-    assert got == [0, 1]
-    with pytest.raises(ValueError, match="size is 0; expected an int >= 1"):
-        pe.prefetch([], 0)
+    ahead = pe.prefetch(ten([], fail), 5)
+    assert [next(ahead), next(ahead)] == [0, 1]
+    assert "no such file" in said_by(OSError, next, ahead)
 
 
 @pytest.fixture
@@ -3502,21 +3295,16 @@ def test_a_file_is_replaced_when_it_is_whole_and_not_before(tmp_path):
 @pytest.mark.parametrize("name", ["x" * 255, "é" * 127, b"x"])
 def test_a_file_may_have_any_name_and_keeps_its_permissions(tmp_path, name):
     path = Path(os.fsdecode(os.path.join(os.fsencode(tmp_path), os.fsencode(name))))
-    modes = []
-
-    def replace():
-        with pe.replace_file(os.fsencode(path) if name == b"x" else path):
-            (temporary,) = {*tmp_path.iterdir()} - {path}
-            assert re.fullmatch(r"\.[xé]{1,60}\.\w{8}\.tmp", temporary.name)
-            modes.append(temporary.stat().st_mode & 0o777)  # while it is empty
-        modes.append(path.stat().st_mode & 0o777)
-
-    umask = os.umask(0o027)
+    modes, umask = [], os.umask(0o027)
     try:
         for mode in (None, 0o600, 0o664):
             if mode:
                 path.chmod(mode)
-            replace()
+            with pe.replace_file(os.fsencode(path) if name == b"x" else path):
+                (temporary,) = {*tmp_path.iterdir()} - {path}
+                assert re.fullmatch(r"\.[xé]{1,60}\.\w{8}\.tmp", temporary.name)
+                modes.append(temporary.stat().st_mode & 0o777)  # while it is empty
+            modes.append(path.stat().st_mode & 0o777)
     finally:
         os.umask(umask)
     assert modes == [0o640, 0o640, 0o600, 0o600, 0o664, 0o664]
