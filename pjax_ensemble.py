@@ -74,12 +74,10 @@ __version__ = "0.1.0"
 
 # fmt: off
 __all__ = [
-    # Layers
+    # Layers, Network
     "Conv", "conv_init", "conv", "Dense", "dense_init", "dense", "avg_pool", "max_pool",
     "replica_mean", "BatchNorm", "BatchStats", "batch_norm_init", "batch_norm",
-    "dropout",
-    # Network
-    "CNN", "cnn_init", "cnn",
+    "dropout", "CNN", "cnn_init", "cnn",
     # Losses and metrics
     "softmax_cross_entropy", "gaussian_nll", "accuracy", "predictive_entropy",
     "mutual_information", "reliability", "ensemble_report", "regression_report",
@@ -94,10 +92,8 @@ __all__ = [
     "make_ensemble_update",
     # Trainer
     "Layout", "layout", "Trainer", "make_trainer", "epoch_order", "prefetch",
-    # Checkpoints
-    "replace_file", "save", "load",
-    # Demo
-    "main",
+    # Checkpoints, Demo
+    "replace_file", "save", "load", "main",
 ]
 # fmt: on
 
@@ -2546,11 +2542,6 @@ def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
 # ---------------------------------------------------------------------------------
 
 
-class Params(NamedTuple):
-    weight: Array  # []
-    bias: Array  # []
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Fit y = 2 x - 1 + noise in sync mode on every device: JAX's pmap tutorial."""
     parser = argparse.ArgumentParser("pjax_ensemble.py", description=main.__doc__)
@@ -2564,11 +2555,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     ys = 2 * xs - 1 + 0.5 * noise
 
     def loss_fn(params, xs, ys):
-        return jnp.mean((params.weight * xs + params.bias - ys) ** 2)
+        weight, bias = params
+        return jnp.mean((weight * xs + bias - ys) ** 2)
 
     optimizer = sgd(0.005, momentum=0.9)
     update = make_sync_update(loss_fn, optimizer)
-    params = Params(*jax.random.normal(jax.random.key(0), (2,)))
+    params = tuple(jax.random.normal(jax.random.key(0), (2,)))
     state, batch = replicate(train_state(params, optimizer), d), split((xs, ys), d)
     print(f"{d} devices: {[str(device) for device in jax.local_devices()[:d]]}")
     for step in range(1000):
