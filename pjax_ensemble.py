@@ -74,12 +74,10 @@ __version__ = "0.1.0"
 
 # fmt: off
 __all__ = [
-    # Layers
+    # Layers, Network
     "Conv", "conv_init", "conv", "Dense", "dense_init", "dense", "avg_pool", "max_pool",
     "replica_mean", "BatchNorm", "BatchStats", "batch_norm_init", "batch_norm",
-    "dropout",
-    # Network
-    "CNN", "cnn_init", "cnn",
+    "dropout", "CNN", "cnn_init", "cnn",
     # Losses and metrics
     "softmax_cross_entropy", "gaussian_nll", "accuracy", "predictive_entropy",
     "mutual_information", "reliability", "ensemble_report", "regression_report",
@@ -94,10 +92,8 @@ __all__ = [
     "make_ensemble_update",
     # Trainer
     "Layout", "layout", "Trainer", "make_trainer", "epoch_order", "prefetch",
-    # Checkpoints
-    "replace_file", "save", "load",
-    # Demo
-    "main",
+    # Checkpoints, Demo
+    "replace_file", "save", "load", "main",
 ]
 # fmt: on
 
@@ -162,10 +158,8 @@ def _output_size(images, size, stride, padding):
     axes = zip(images.shape[1:3], pads, size, stride)
     rows, columns = ((n + sum(pad) - k) // s + 1 for n, pad, k, s in axes)
     if min(rows, columns) < 1:
-        raise ValueError(
-            f"a window of {size[0]}x{size[1]} does not fit images of "
-            f"{images.shape[1]}x{images.shape[2]}; use a smaller window or 'SAME'"
-        )
+        found = f"images of shape {images.shape}; use a smaller window or 'SAME'"
+        raise ValueError(f"a window of {size[0]}x{size[1]} does not fit {found}")
     return (rows, columns), (pads[0][0], pads[1][0])
 
 
@@ -179,10 +173,8 @@ def _check_features(inputs: Array, weight: Array, axis: int = -2) -> None:
     """Check inputs [..., I] against the axis of a layer's parameters that has I."""
     features = weight.shape[axis]
     if inputs.shape[-1:] != (features,):
-        raise ValueError(
-            f"inputs of shape {inputs.shape} do not end in the {features} features "
-            f"or channels that parameters of shape {weight.shape} take"
-        )
+        expected = f"[..., {features}], as parameters of shape {weight.shape} take"
+        raise ValueError(f"inputs have shape {inputs.shape}; expected {expected}")
 
 
 def _add_bias(outputs: Array, bias: Array) -> Array:
@@ -255,18 +247,17 @@ def _conv_patches(images, weight, *, stride, padding):
             outputs.append(lax.pad(product, zero, [no, edge, no, no]))
         return sum(outputs[1:], outputs[0])
 
-    num_images = images.shape[0]
-    numbers = min(by_windows, by_groups) * patch_rows * columns
-    image_bytes = numbers * images.dtype.itemsize
-    if num_images * image_bytes <= _FEW_BYTES:
+    numbers = len(images) * patch_rows * columns * min(by_windows, by_groups)
+    num_bytes = numbers * images.dtype.itemsize
+    if num_bytes <= _FEW_BYTES:
         return convolve(images)
-    chunks = min(-(-num_images * image_bytes // _CHUNK_BYTES), num_images)
-    chunk = -(-num_images // chunks)
-    x = jnp.pad(images, [(0, -num_images % chunk), (0, 0), (0, 0), (0, 0)])
+    chunks = min(-(-num_bytes // _CHUNK_BYTES), len(images))
+    chunk = -(-len(images) // chunks)
+    x = jnp.pad(images, [(0, -len(images) % chunk), (0, 0), (0, 0), (0, 0)])
     x = x.reshape(-1, chunk, *images.shape[1:])
     # Patches are formed again for the gradient: cheaper than to keep them.
     outputs = lax.map(jax.checkpoint(convolve, prevent_cse=False), x)
-    return outputs.reshape(-1, rows, columns, features)[:num_images]
+    return outputs.reshape(-1, rows, columns, features)[: len(images)]
 
 
 def _conv_library(x, weight, *, stride, padding):
@@ -412,10 +403,7 @@ def batch_norm(
     _check_features(inputs, params.bias, axis=0)
     if training and 0 in inputs.shape[:-1]:
         raise ValueError(f"inputs of shape {inputs.shape} have no row to train on")
-
-    def expand(x):
-        return jnp.broadcast_to(x, inputs.shape)
-
+    expand = functools.partial(jnp.broadcast_to, shape=inputs.shape)
     inputs = _floats(inputs, stats.mean.dtype)
     x, used = inputs.astype(stats.mean.dtype), stats
     if training:
@@ -424,20 +412,18 @@ def batch_norm(
         used = BatchStats(mean, replica_mean(jnp.square(x - expand(mean)).mean(axes)))
         moved = (momentum * old + (1 - momentum) * new for old, new in zip(stats, used))
         stats = BatchStats(*moved)
-    factor = lax.rsqrt(used.var + eps)
-    if params.scale is not None:
-        factor = factor * params.scale
+    factor = lax.rsqrt(used.var + eps) * (1 if params.scale is None else params.scale)
     outputs = (x - expand(used.mean)) * expand(factor) + expand(params.bias)
     return outputs.astype(inputs.dtype), stats
 
 
 def _check_range(name: str, value: Real, limit: float) -> None:
     """Raise ValueError unless 0 <= value < limit; a traced value is not known yet."""
-    if isinstance(value, jax.core.Tracer):
-        return
+    known = not isinstance(value, jax.core.Tracer)
     number = np.ndim(value) == 0 and not isinstance(value, str | None)
-    if not (number and 0 <= value < limit):
-        raise ValueError(f"{name} is {value!r}; expected 0 <= {name} < {limit}")
+    if known and not (number and 0 <= value < limit):
+        value = value if number else repr(value)
+        raise ValueError(f"{name} is {value}; expected 0 <= {name} < {limit}")
 
 
 def _times(number: Real, x: Array) -> Array:
@@ -486,10 +472,8 @@ def cnn_init(
     """
     sizes = image_shape if np.shape(image_shape) == (3,) else (0, 0, 0)
     if not all(map(_is_int, sizes)) or min(sizes[:2]) < 4 or sizes[2] < 1:
-        raise ValueError(
-            f"image_shape is {image_shape!r}; expected (H, W, channels), ints, for "
-            "this network with H and W >= 4: pad smaller images"
-        )
+        expected = "(H, W, channels), ints, with H and W >= 4: pad smaller images"
+        raise ValueError(f"image_shape is {image_shape!r}; expected {expected}")
     height, width, channels = sizes
     keys = jax.random.split(key, 4)
     return CNN(
@@ -515,13 +499,10 @@ def cnn(params: CNN, images: Array) -> Array:
 
 
 def _check_labels(logits: Array, labels: Array) -> None:
-    if logits.shape[:-1] != labels.shape:
-        raise ValueError(
-            f"labels have shape {labels.shape}; logits of shape {logits.shape} "
-            f"take {logits.shape[:-1]}, one class index each"
-        )
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise ValueError(f"labels are {labels.dtype}; expected integers, class indices")
+    shape = logits.shape[:-1]
+    if labels.shape != shape or not jnp.issubdtype(labels.dtype, jnp.integer):
+        found, expected = f"{labels.dtype}{[*labels.shape]}", f"integers {[*shape]}"
+        raise ValueError(f"labels are {found}; expected {expected}, class indices")
 
 
 def softmax_cross_entropy(logits: Array, labels: Array) -> Array:
@@ -548,10 +529,8 @@ def gaussian_nll(mean: Array, variance: Array, targets: Array) -> Array:
     mean, variance, targets = map(_floats, (mean, variance, targets))
     shapes = [x.shape for x in (mean, variance, targets)]
     if len(set(shapes)) > 1:
-        raise ValueError(
-            f"mean, variance and targets have shapes {shapes}; expected the same; take "
-            "[..., 0] of what ends in 1"
-        )
+        remedy = "expected the same; take [..., 0] of what ends in 1"
+        raise ValueError(f"mean, variance and targets have shapes {shapes}; {remedy}")
     # By the deviation, whose square is finite in the gradient for any variance.
     deviation = jnp.sqrt(variance)
     error = (targets - mean) / deviation
@@ -582,11 +561,9 @@ def _distributions(probs: Any) -> np.ndarray:
     # Written so that nan fails too.
     wrong = ~((np.abs(sums - 1) < 1e-3) & (probs >= 0).all(axis=-1))
     if wrong.any():
-        at = tuple(np.argwhere(wrong)[0].tolist())
-        raise ValueError(
-            f"probabilities{[*at]} begin with {probs[at][0]} and add up to {sums[at]}; "
-            "pass softmax(logits), computed in float32"
-        )
+        i = tuple(np.argwhere(wrong)[0].tolist())
+        found = f"probabilities{[*i]} begin with {probs[i][0]} and add up to {sums[i]}"
+        raise ValueError(f"{found}; pass softmax(logits), computed in float32")
     return probs
 
 
@@ -707,13 +684,12 @@ def _gaussian_scores(mean, variance, targets) -> dict:
     """Score Gaussians [N] against targets [N]; formulas in `regression_report`."""
     errors, deviation = targets - mean, np.sqrt(variance)
     far = np.abs(errors) / deviation
-    quantile = statistics.NormalDist().inv_cdf
-    inside = {f"{p}%": far <= quantile(0.5 + p / 200) for p in (50, 90, 95)}
+    bounds = {p: statistics.NormalDist().inv_cdf(0.5 + p / 200) for p in (50, 90, 95)}
     nll = np.log(deviation) + (math.log(2 * math.pi) + far**2) / 2
     return {
         "root_mean_squared_error": float(np.sqrt((errors**2).mean())),
         "negative_log_likelihood": float(nll.mean()),
-        "coverage": {name: float(hits.mean()) for name, hits in inside.items()},
+        "coverage": {f"{p}%": float((far <= z).mean()) for p, z in bounds.items()},
     }
 
 
@@ -750,10 +726,11 @@ def regression_report(means: Any, variances: Any, targets: Any) -> dict:
     wrong = ~(finite & (variances > 0))
     if wrong.any():
         k, n = np.argwhere(wrong)[0]
-        raise ValueError(
-            f"member {k}, example {n}: mean {means[k, n]}, variance {variances[k, n]} "
-            f"and target {targets[n]}; expected finite numbers, a variance above 0"
+        found = (
+            f"mean {means[k, n]}, variance {variances[k, n]} and target {targets[n]}"
         )
+        expected = "finite numbers, a variance above 0"
+        raise ValueError(f"member {k}, example {n}: {found}; expected {expected}")
     firsts = [(means[:k], variances[:k]) for k in range(1, len(means) + 1)]
     by_size = [(m.mean(axis=0), v.mean(axis=0) + m.var(axis=0)) for m, v in firsts]
     return {
@@ -780,13 +757,10 @@ def auroc(scores_in: Any, scores_out: Any) -> float:
     inside, outside = _real("scores_in", scores_in), _real("scores_out", scores_out)
     for name, scores in ("scores_in", inside), ("scores_out", outside):
         if scores.ndim != 1 or not scores.size or np.isnan(scores).any():
-            raise ValueError(
-                f"{name} have shape {scores.shape} and {np.isnan(scores).sum()} nan; "
-                "expected [N], not empty, without nan"
-            )
+            found = f"shape {scores.shape} and {np.isnan(scores).sum()} nan"
+            raise ValueError(f"{name} have {found}; expected [N], N >= 1, without nan")
     inside = np.sort(inside)
-    below = np.searchsorted(inside, outside, side="left")
-    up_to = np.searchsorted(inside, outside, side="right")
+    below, up_to = (np.searchsorted(inside, outside, s) for s in ("left", "right"))
     return float((below + up_to).mean() / (2 * len(inside)))
 
 
@@ -864,10 +838,9 @@ def sgd(
 
     def update(grads, opt_state, params=None):
         num_steps, velocity = opt_state
-        velocity = jax.tree.map(lambda v, g: _times(momentum, v) + g, velocity, grads)
-        steps = velocity
-        if nesterov:
-            steps = jax.tree.map(lambda v, g: g + _times(momentum, v), velocity, grads)
+        add = functools.partial(jax.tree.map, lambda v, g: _times(momentum, v) + g)
+        velocity = add(velocity, grads)
+        steps = add(velocity, grads) if nesterov else velocity
         updates = jax.tree.map(functools.partial(_times, -schedule(num_steps)), steps)
         return updates, SGDState(num_steps + 1, velocity)
 
@@ -993,14 +966,12 @@ def use_cpu_devices(num_devices: int | None = None) -> None:
             warnings.warn(lack, stacklevel=2)
 
 
-def _lack(num_devices: int) -> str:
+def _lack(asked: int) -> str:
     """Say what there is and what to do where local devices are fewer; else nothing."""
     there = jax.local_device_count()
-    text = (
-        f"{num_devices} devices are asked for; there are {there} (on CPU, "
-        f"use_cpu_devices({num_devices}) before JAX runs, in a new process, makes more)"
-    )
-    return text if there < num_devices else ""
+    more = f"use_cpu_devices({asked}) before JAX runs, in a new process, makes more"
+    text = f"{asked} devices are asked for; there are {there} (on CPU, {more})"
+    return text if there < asked else ""
 
 
 def _num_devices(number: int | None) -> int:
@@ -1014,10 +985,8 @@ def _split_axis(x, axis, d):
     x = x if hasattr(x, "reshape") else np.asarray(x)
     n = x.shape[axis]
     if n % d:
-        raise ValueError(
-            f"a batch of {n} does not split over {d} devices; use a multiple of "
-            f"{d}, for example {n - n % d or d}"
-        )
+        remedy = f"use a multiple of {d}, for example {n - n % d or d}"
+        raise ValueError(f"a batch of {n} does not split over {d} devices; {remedy}")
     return x.reshape(*x.shape[:axis], d, n // d, *x.shape[axis + 1 :])
 
 
@@ -1060,13 +1029,12 @@ def replicate(tree: PyTree, num_devices: int | None = None) -> PyTree:
     D defaults to the number of local devices.  The copies are new buffers: consuming
     them leaves `tree` as it was.  Raises ValueError when there are fewer devices.
     """
-    num_devices = _num_devices(num_devices)
-    sharding = _device_sharding(num_devices)
+    sharding = _device_sharding(_num_devices(num_devices))
 
     def copy(x):
         x = jnp.asarray(x)[None]  # computed, so a buffer that nobody else holds
         shards = [jax.device_put(x, d) for d in sharding.mesh.devices]
-        shape = num_devices, *x.shape[1:]
+        shape = len(shards), *x.shape[1:]
         return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
     return jax.tree.map(copy, tree)
@@ -1081,9 +1049,7 @@ def unreplicate(tree: PyTree) -> PyTree:
     def first(x):
         if np.ndim(x) < 1:
             raise ValueError("a leaf without axes is not [D, ...]; it is one copy")
-        if not isinstance(x, jax.Array):
-            return x[0]
-        copy = x.addressable_shards[0].data
+        copy = x.addressable_shards[0].data if isinstance(x, jax.Array) else x
         return copy if copy.ndim < x.ndim else copy[0]
 
     return jax.tree.map(first, tree)
@@ -2316,8 +2282,7 @@ def epoch_order(
     if not all(_is_int(n) and 0 <= n < 2**32 for n in (seed, epoch)):
         raise ValueError(f"{seed=}, {epoch=}; expected ints, 0 <= each < 2**32")
     if _count("batch_size", batch_size) > _count("num_examples", num_examples):
-        expected = "batch_size <= num_examples"
-        raise ValueError(f"{batch_size=}, {num_examples=}; expected {expected}")
+        raise ValueError(f"{batch_size=}; expected at most {num_examples=}")
     steps, orders = num_examples // batch_size, []
     for member in range(1 if members is None else _count("members", members)):
         rows = np.random.default_rng([seed, epoch, member]).permutation(num_examples)
@@ -2507,10 +2472,8 @@ def _unpack(file: Any) -> dict[str, Any]:
     a header that `save` does not write.
     """
     if file.read(_DIGEST.start)[8:] != _START:
-        raise ValueError(
-            "has no digest of save's: damaged, or written by another program, whose "
-            "files safetensors.numpy.load_file reads"
-        )
+        other = "another program, whose files safetensors.numpy.load_file reads"
+        raise ValueError(f"has no digest of save's: damaged, or written by {other}")
     file.seek(0)
     content = np.empty(os.fstat(file.fileno()).st_size, np.uint8)
     file.readinto(content.data)
