@@ -422,8 +422,8 @@ def _check_range(name: str, value: Real, limit: float) -> None:
     known = not isinstance(value, jax.core.Tracer)
     number = np.ndim(value) == 0 and not isinstance(value, str | None)
     if known and not (number and 0 <= value < limit):
-        value = value if number else repr(value)
-        raise ValueError(f"{name} is {value}; expected 0 <= {name} < {limit}")
+        shown = value if number else repr(value)
+        raise ValueError(f"{name} is {shown}; expected 0 <= {name} < {limit}")
 
 
 def _times(number: Real, x: Array) -> Array:
