@@ -1276,8 +1276,10 @@ def _numbers(what: str, x: Any) -> Any:
     if given.dtype.kind in "OSUMm" or isinstance(x, np.ma.MaskedArray):
         kind = f"{type(x).__name__} of {given.dtype}"
         raise ValueError(f"the {what} hold a {kind}; expected numbers, none masked")
+    if given.dtype.itemsize < 8:  # JAX has it
+        return given
     held = given.astype(jnp.result_type(given), copy=False)
-    if held is not given and held.dtype.kind in "iu" and (held != given).any():
+    if held.dtype.kind in "iu" and (held != given).any():
         raise ValueError(
             f"the {what} hold {given[held != given][0]}, beyond {held.dtype}, JAX's "
             f"type for {given.dtype}; use smaller numbers, or set jax_enable_x64"
@@ -1426,8 +1428,8 @@ def _consume(owner: Any, program: Callable, state: PyTree, *rest) -> tuple:
         result = program(state, *rest)
         vars(owner)["latest"] = result[0]
     finally:
-        if signal.getsignal(signal.SIGINT) is wait:  # and no handler's own successor
-            signal.signal(signal.SIGINT, handler)
+        if can_wait and (last := signal.signal(signal.SIGINT, handler)) is not wait:
+            signal.signal(signal.SIGINT, last)  # which the handler had set
     for interrupt in late:
         handler(*interrupt)
     return result
@@ -2052,13 +2054,13 @@ class Trainer:
                 f"{replicas}, such as {whole}, use them all",
                 stacklevel=3,
             )
-        part = replica % num_parts
+        part, sharding = replica % num_parts, _layout_sharding(self.layout)
         at = (member, part[:, None]) if axis else part
 
         def lay(x):
             return _split_axis(_numbers("batch", x), axis, num_parts)[at]
 
-        laid = jax.device_put(jax.tree.map(lay, batch), _layout_sharding(self.layout))
+        laid, part = jax.device_put((jax.tree.map(lay, batch), part), sharding)
         if axis:
             return {"of_member": laid, "of_device": {"part": part}}
         return {"of_device": {**laid, "part": part}}
