@@ -139,7 +139,7 @@ class Recipe(NamedTuple):
     learning_rate: float  # the schedule's peak
     momentum: float  # of sgd
     schedule: str
-    max_shift: int  # pixels by which training images move at random, of 28 if unsaid
+    max_shift: int  # pixels by which training images move; in `RECIPES`, of 28
     bootstrap: bool = False  # each member trains on a resample of its own
     skip_nonfinite: bool = False  # a step whose gradient is not finite changes nothing
     at_once: int = 1  # members of a device that are computed together
