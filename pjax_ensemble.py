@@ -81,7 +81,7 @@ __all__ = [
     # Losses and metrics
     "softmax_cross_entropy", "gaussian_nll", "accuracy", "predictive_entropy",
     "mutual_information", "reliability", "ensemble_report", "regression_report",
-    "auroc",
+    "auroc", "conformal_quantile", "temper", "fit_temperature",
     # Optimizers
     "Optimizer", "apply_updates", "SGDState", "sgd", "AdamState", "adam",
     "linear_schedule", "cosine_schedule",
@@ -417,13 +417,13 @@ def batch_norm(
     return outputs.astype(inputs.dtype), stats
 
 
-def _check_range(name: str, value: Real, limit: float) -> None:
-    """Raise ValueError unless 0 <= value < limit; a traced value is not known yet."""
+def _check_range(name: str, value: Real, limit: float, low: float = 0) -> None:
+    """Raise ValueError unless low <= value < limit; a traced value is not known yet."""
     known = not isinstance(value, jax.core.Tracer)
     number = np.ndim(value) == 0 and not isinstance(value, str | None)
-    if known and not (number and 0 <= value < limit):
+    if known and not (number and low <= value < limit):
         shown = value if number else repr(value)
-        raise ValueError(f"{name} is {shown}; expected 0 <= {name} < {limit}")
+        raise ValueError(f"{name} is {shown}; expected {low} <= {name} < {limit}")
 
 
 def _times(number: Real, x: Array) -> Array:
@@ -498,7 +498,7 @@ def cnn(params: CNN, images: Array) -> Array:
 # ---------------------------------------------------------------------------------
 
 
-def _check_labels(logits: Array, labels: Array) -> None:
+def _check_labels(logits: Any, labels: Any) -> None:
     shape = logits.shape[:-1]
     if labels.shape != shape or not jnp.issubdtype(labels.dtype, jnp.integer):
         found, expected = f"{labels.dtype}{[*labels.shape]}", f"integers {[*shape]}"
@@ -567,6 +567,21 @@ def _distributions(probs: Any) -> np.ndarray:
     return probs
 
 
+def _class_indices(labels: Any, probs: np.ndarray) -> np.ndarray:
+    """Return labels [...] of probabilities [..., C], or raise ValueError."""
+    labels, last = _real("labels", labels, None), probs.shape[-1] - 1
+    _check_labels(probs, labels)
+    low, high = labels.min(initial=last), labels.max(initial=0)
+    if low < 0 or high > last:
+        raise ValueError(f"labels lie in {low}..{high}; the classes are 0..{last}")
+    return labels
+
+
+def _log(probs: np.ndarray) -> np.ndarray:
+    """Return log p, finite: p = 0 counts as 1.2e-38, float32's smallest."""
+    return np.log(np.maximum(probs, np.finfo(np.float32).tiny))
+
+
 def _entropy(probs: np.ndarray) -> np.ndarray:
     """Return -sum_c p_c log p_c in nats, with 0 log 0 = 0: [..., C] -> [...]."""
     return -np.sum(probs * np.log(np.where(probs > 0, probs, 1)), axis=-1)
@@ -604,11 +619,13 @@ def reliability(probs: Any, labels: Any) -> np.ndarray:
     the mean of that probability, their confidence, and the fraction whose most probable
     class is the label (Guo et al. 2017, section 2), both nan where there are none.
 
-    Raises ValueError for what are no probabilities, as `ensemble_report` does, and for
-    labels that are not integers or not one per row.
+    Raises ValueError for what are no probabilities or labels, as `ensemble_report`.
     """
-    probs, labels = _distributions(probs), _real("labels", labels, None)
-    _check_labels(probs, labels)
+    probs = _distributions(probs)
+    return _bins(probs, _class_indices(labels, probs))
+
+
+def _bins(probs: np.ndarray, labels: np.ndarray) -> np.ndarray:
     confidence = probs.max(axis=-1).ravel()
     correct = (probs.argmax(axis=-1) == labels).ravel()
     edges = np.linspace(0, 1, _NUM_BINS + 1)[1:-1]
@@ -622,14 +639,13 @@ def reliability(probs: Any, labels: Any) -> np.ndarray:
 def _scores(probs: np.ndarray, labels: np.ndarray) -> dict:
     """Score probabilities [N, C] against labels [N]; formulas in `ensemble_report`."""
     p_label = probs[np.arange(len(labels)), labels]
-    tiny = np.finfo(np.float32).tiny
-    counts, confidence, accuracy = reliability(probs, labels)
+    counts, confidence, accuracy = _bins(probs, labels)
     gap = np.nansum(counts * np.abs(accuracy - confidence))
     # sum_c (p_c - y_c)^2 = sum_c p_c^2 - 2 p_label + 1
     brier = np.sum(probs**2, axis=-1) - 2 * p_label + 1
     return {
         "accuracy": float((probs.argmax(axis=-1) == labels).mean()),
-        "negative_log_likelihood": float(-np.log(np.maximum(p_label, tiny)).mean()),
+        "negative_log_likelihood": float(-_log(p_label).mean()),
         "brier_score": float(brier.mean()),
         "expected_calibration_error": float(gap / len(labels)),
     }
@@ -659,14 +675,11 @@ def ensemble_report(member_probs: Any, labels: Any) -> dict:
     masked or complex, or probabilities that are not finite, negative, or sum to 1 only
     beyond 1e-3.
     """
-    probs, labels = _distributions(member_probs), _real("labels", labels, None)
+    probs = _distributions(member_probs)
     if probs.ndim != 3 or 0 in probs.shape:
         shape = f"shape {probs.shape}; expected [K, N, C], none of them empty"
         raise ValueError(f"probabilities have {shape}")
-    _check_labels(probs[0], labels)
-    low, high, last = labels.min(), labels.max(), probs.shape[2] - 1
-    if low < 0 or high > last:
-        raise ValueError(f"labels lie in {low}..{high}; the classes are 0..{last}")
+    labels = _class_indices(labels, probs[0])
     by_size = np.cumsum(probs, axis=0) / np.arange(1, len(probs) + 1)[:, None, None]
     votes = probs.argmax(axis=-1)
     pairs = [(votes[i] != votes[j]).mean() for i in range(len(votes)) for j in range(i)]
@@ -762,6 +775,86 @@ def auroc(scores_in: Any, scores_out: Any) -> float:
     inside = np.sort(inside)
     below, up_to = (np.searchsorted(inside, outside, s) for s in ("left", "right"))
     return float((below + up_to).mean() / (2 * len(inside)))
+
+
+def conformal_quantile(scores: Any, coverage: float = 0.9) -> float:
+    """Return what at least a fraction `coverage` of new scores will not exceed.
+
+    scores [n] say of labeled examples, which training did not see, how far a prediction
+    is off.  The ceil((n + 1) coverage)-th smallest of them, q, bounds the score of one
+    more such example with at least that probability, and at most 1 / (n + 1) more where
+    no scores are equal (split conformal prediction: Vovk et al. 2005; Lei et al. 2018,
+    theorem 2.2).  It is infinite where n is too small, below coverage / (1 - coverage).
+
+    For score 1 - p of the label, the classes with 1 - p <= q are a set that holds the
+    label; for score |target - mean| / deviation, mean +- q deviation holds the target.
+    That is over draws of all the examples, and says nothing of each, nor of examples
+    unlike them.
+
+    Raises ValueError for scores that are not [n], masked, complex, or nan, and for a
+    coverage outside [0, 1).
+    """
+    scores = _real("scores", scores)
+    if scores.ndim != 1 or np.isnan(scores).any():
+        found = f"shape {scores.shape} and {np.isnan(scores).sum()} nan"
+        raise ValueError(f"scores have {found}; expected [n], without nan")
+    _check_range("coverage", coverage, 1)
+    # Rounded, as 100 * 0.55 is above 55 in floating point.
+    rank = max(1, math.ceil(round((len(scores) + 1) * coverage, 9)))
+    return float(np.sort(scores)[rank - 1]) if rank <= len(scores) else math.inf
+
+
+def temper(probs: Any, temperature: float) -> np.ndarray:
+    """Return probabilities p^(1 / temperature), normalized: [..., C] -> [..., C].
+
+    Above 1 they are less sure, below 1 more; the order of the classes stays.  For
+    softmax(logits) it is softmax(logits / temperature) (Guo et al. 2017, section 4.2),
+    with p = 0 as in `ensemble_report`.  Computed on the host in float64.
+
+    Raises ValueError for what are no probabilities, as `ensemble_report` does, and for
+    a temperature that is not above 0 or not finite.
+    """
+    _check_range("temperature", temperature, math.inf, low=1e-30)
+    return _softmax(_log(_distributions(probs)) / temperature)
+
+
+def _softmax(logits: np.ndarray) -> np.ndarray:
+    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return powers / powers.sum(axis=-1, keepdims=True)
+
+
+def fit_temperature(probs: Any, labels: Any) -> float:
+    """Return the temperature by which `temper` gives the smallest NLL on these labels.
+
+    probs [n, C] and labels [n] are of examples that training did not see.  Fit it to an
+    ensemble's mean, which is less sure than its members (Rahaman and Thiery 2021).  The
+    NLL is convex in 1 / temperature: its slope's zero, to nine digits, is bisected for.
+
+    Raises ValueError for what are no probabilities or labels, as `ensemble_report`, and
+    where none is best: where every label is a most probable class, so that lower is
+    always better, or labels are no more probable than others, so that higher is.
+    """
+    probs = _distributions(probs)
+    labels, logs = _class_indices(labels, probs), _log(probs)
+    log_label = np.take_along_axis(logs, labels[..., None], axis=-1)[..., 0]
+
+    def slope(inverse):  # of the NLL's sum, over 1 / temperature
+        return ((_softmax(inverse * logs) * logs).sum(axis=-1) - log_label).sum()
+
+    missed = int((log_label < logs.max(axis=-1)).sum())
+    if not missed or slope(0) >= 0:
+        raise ValueError(
+            f"no temperature is best for {labels.size} examples, of which {missed} "
+            "have another class more probable than the label; expected some, and "
+            "labels more probable than chance: use more examples"
+        )
+    low, high = 0.0, 1.0
+    while slope(high) < 0:
+        low, high = high, 2 * high
+    while high - low > 1e-9 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if slope(middle) < 0 else (low, middle)
+    return 1 / high
 
 
 # ---------------------------------------------------------------------------------
