@@ -571,9 +571,9 @@ def _class_indices(labels: Any, probs: np.ndarray) -> np.ndarray:
     """Return labels [...] of probabilities [..., C], or raise ValueError."""
     labels, last = _real("labels", labels, None), probs.shape[-1] - 1
     _check_labels(probs, labels)
-    low, high = labels.min(initial=last), labels.max(initial=0)
-    if low < 0 or high > last:
-        raise ValueError(f"labels lie in {low}..{high}; the classes are 0..{last}")
+    if labels.size and not 0 <= labels.min() <= labels.max() <= last:
+        found = f"labels lie in {labels.min()}..{labels.max()}"
+        raise ValueError(f"{found}; the classes are 0..{last}")
     return labels
 
 

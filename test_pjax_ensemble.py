@@ -1061,9 +1061,90 @@ def test_reliability_counts_and_averages_each_bin():
     assert_array_equal(rows, [counts, *means])
 
 
+ERRORS = [0.3, 1.2, 0.7, 2.1, 0.4, 0.9, 0.1, 1.6, 0.8, 0.2]
+
+
+@cases(
+    "scores, coverage, expected",
+    # What SplitConformalRegressor of MAPIE 1.6.0 says of them
+    (ERRORS, 0.5, 0.8),
+    (ERRORS, 0.8, 1.6),
+    (ERRORS, 0.9, 2.1),
+    (range(1, 100), 0.9, 90),
+    (range(1, 100), 0.55, 55),  # 100 * 0.55 is 55.00000000000001
+    (range(1, 100), 1 - 0.9, 10),  # 9.999999999999998
+    (range(9), np.float32(0.9), 8),
+    (range(8), 0.9, np.inf),  # of nine, one is to be let through
+    ([], 0.9, np.inf),
+    ([np.inf, 1], 0.5, np.inf),
+    ([3, 1], 0, 1),
+)
+def test_conformal_quantile_is_a_score_by_its_rank(scores, coverage, expected):
+    assert_allclose(pe.conformal_quantile(scores, coverage), expected)
+
+
+@pytest.mark.parametrize("n", [20, 100, 500])
+def test_conformal_quantile_holds_for_new_scores_as_often_as_the_theory_says(n):
+    draw = np.random.default_rng(n)
+    # What holds of new scores that are uniform, as those of any continuous rank are
+    held = [pe.conformal_quantile(draw.uniform(size=n)) for _ in range(2000)]
+    error = np.std(held) / math.sqrt(len(held))
+    expected = math.ceil((n + 1) * 9 / 10) / (n + 1)
+    assert abs(np.mean(held) - expected) < 3 * error < 0.006
+
+
+def test_temper_takes_powers_of_probabilities():
+    probs = random_probs(0, 3, 20, 4)
+    powers = probs ** (1 / 0.7)
+    expected = powers / powers.sum(axis=-1, keepdims=True)
+    assert_allclose(pe.temper(probs, 0.7), expected, rtol=1e-12)
+    assert_allclose(pe.temper(probs, 1), probs, rtol=1e-12)
+    tempered = pe.temper([[0, 1], [0.5, 0.5]], 2)  # 0 counts as float32's smallest
+    assert_allclose(tempered, [[1.08e-19, 1], [0.5, 0.5]], rtol=0.01)
+    assert pe.temper([[0.3, 0.7]], 1e-30).tolist() == [[0, 1]]
+
+
+def test_temperature_is_that_of_others_and_of_the_smallest_likelihood_loss():
+    # Of TemperatureScaling, netcal 1.4.0, and it gives 1 / temperature
+    theirs, mean = [1.7999928, 1.2852887], FIXED_PROBS.mean(axis=0)
+    for probs, inverse in zip([*FIXED_PROBS, mean], [*theirs, 2.1739141]):
+        assert_allclose(1 / pe.fit_temperature(probs, FIXED_LABELS), inverse, rtol=2e-5)
+    # For alike rows, that by which the probability is the frequency: log odds divided
+    found = pe.fit_temperature([[0.9, 0.1]] * 4, [0, 1, 0, 0])
+    assert_allclose(found, np.log(9) / np.log(3), rtol=1e-8)
+    optimize = pytest.importorskip("scipy.optimize")
+    probs, rows = random_probs(1, 300, 5), np.arange(300)
+    labels = np.where(rows % 2, probs.argmax(axis=1), rows % 5)
+
+    def loss(log_temperature):
+        tempered = pe.temper(probs, np.exp(log_temperature))
+        return pe.ensemble_report([tempered], labels)["ensemble"][
+            "negative_log_likelihood"
+        ]
+
+    best = optimize.minimize_scalar(loss, (0, 3), tol=1e-10).x
+    assert_allclose(pe.fit_temperature(probs, labels), np.exp(best), rtol=1e-6)
+
+
+def test_temperature_of_perfect_probabilities_is_one():
+    draw = np.random.default_rng(0)
+    probs = random_probs(0, 20_000, 6)
+    labels = (draw.random((len(probs), 1)) > probs.cumsum(axis=1)).sum(axis=1)
+    logs = np.log(np.maximum(probs, 1e-38))
+    mean = (probs * logs).sum(axis=1)
+    # Fisher's information of 1 / temperature: the variance of log p under p
+    information = ((probs * logs**2).sum(axis=1) - mean**2).sum()
+    inverse, error = 1 / pe.fit_temperature(probs, labels), information**-0.5
+    assert abs(inverse - 1) < 3 * error < 0.05
+    for temperature in (0.3, 4):
+        changed = pe.fit_temperature(pe.temper(probs, temperature), labels)
+        assert_allclose(changed * temperature, 1 / inverse, rtol=1e-3)
+
+
 TWO, ZEROS = np.ones((1, 2)), np.zeros((2, 2))
 ONE_HOT, COLUMN, HALVES = np.eye(4)[:3], np.zeros((3, 1), int), np.full((1, 2, 2), 0.5)
 THREE, PLANES = np.ones(3), np.ones((3, 4, 1))
+SURE = np.array([[0.75, 0.25]] * 3)
 
 METRICS = [  # and what they call the arrays that they take, each in its place
     (pe.predictive_entropy, {"probabilities": HALVES}),
@@ -1072,6 +1153,9 @@ METRICS = [  # and what they call the arrays that they take, each in its place
     (pe.ensemble_report, {"probabilities": HALVES, "labels": np.arange(2)}),
     (regression, {"means": TWO, "variances": TWO, "targets": TWO[0]}),
     (pe.auroc, {"scores_in": THREE, "scores_out": THREE}),
+    (pe.conformal_quantile, {"scores": THREE}),
+    (lambda probs: pe.temper(probs, 2), {"probabilities": HALVES}),
+    (pe.fit_temperature, {"probabilities": SURE, "labels": np.array([0, 0, 1])}),
 ]
 
 
@@ -1094,6 +1178,7 @@ test_metric_names_what_does_not_fit = refuses(
     (lambda: pe.predictive_entropy(8 * HALVES), r"\[0, 0\] begin with 4.0 and add up"),
     (lambda: pe.mutual_information(8 * HALVES), "add up to 8.0; pass softmax"),
     (lambda: pe.reliability(8 * ONE_HOT, [0] * 3), "add up to 8.0; pass softmax"),
+    (lambda: pe.reliability(ONE_HOT, [0, 1, 4]), "in 0..4; the classes are 0..3"),
     (lambda: pe.ensemble_report(ONE_HOT, [0]), r"shape \(3, 4\); expected \[K, N, C\]"),
     (lambda: pe.ensemble_report(HALVES, [0]), r"int64\[1\]; expected integers \[2\]"),
     (lambda: pe.ensemble_report(HALVES[:, :0], []), "none of them empty"),
@@ -1121,6 +1206,22 @@ test_metric_names_what_does_not_fit = refuses(
     (lambda: pe.auroc([], [1.0]), r"scores_in have shape \(0,\)"),
     (lambda: pe.auroc([1.0], [[1.0]]), r"scores_out have shape \(1, 1\)"),
     (lambda: pe.auroc([1.0], [1, np.nan]), r"scores_out have shape \(2,\) and 1 nan"),
+    (lambda: pe.conformal_quantile(TWO), r"scores have shape \(1, 2\) and 0 nan"),
+    (lambda: pe.conformal_quantile([1, np.nan]), r"shape \(2,\) and 1 nan; expected"),
+    (
+        lambda: pe.conformal_quantile(THREE, 90),
+        "coverage is 90; expected 0 <= coverage",
+    ),
+    (lambda: pe.conformal_quantile(THREE, None), "coverage is None; expected 0 <="),
+    (lambda: pe.temper(8 * ONE_HOT, 2), "add up to 8.0; pass softmax"),
+    (lambda: pe.temper(ONE_HOT, 0), "temperature is 0; expected 1e-30 <= temperature"),
+    (lambda: pe.temper(ONE_HOT, np.inf), "is inf; expected 1e-30 <= temperature < inf"),
+    (lambda: pe.fit_temperature(SURE, [0, 1]), r"int64\[2\]; expected integers \[3\]"),
+    (lambda: pe.fit_temperature(SURE, [0, 1, 2]), "in 0..2; the classes are 0..1"),
+    (lambda: pe.fit_temperature(SURE, [0, 0, 0]), "for 3 examples, of which 0 have"),
+    (lambda: pe.fit_temperature(SURE, [0, 1, 1]), "for 3 examples, of which 2 have"),
+    (lambda: pe.fit_temperature(TWO / 2, [0]), "for 1 examples, of which 0 have"),
+    (lambda: pe.fit_temperature(SURE[:0], np.arange(0)), "for 0 examples"),
 )
 
 
