@@ -1238,17 +1238,20 @@ def _num_parts(batch: PyTree, model_state: PyTree, microbatch: int | str | None)
     return rows // microbatch
 
 
+_ALONE = None, None, lambda: 0  # a model without replicas, as `_make_step` takes it
+
+
 def _form(tree: PyTree) -> PyTree:
     """Name type and shape of every leaf."""
     return jax.tree.map(lambda x: f"{x.dtype}{[*x.shape]}", tree)
 
 
-def _make_step(axis, groups, loss_fn, optimizer, hyper, *options) -> Callable:
-    """Make the training step: (state, part, *batch) -> (state, metrics).
+def _make_step(axis, groups, part, loss_fn, optimizer, hyper, *options) -> Callable:
+    """Make the training step: (state, *batch) -> (state, metrics).
 
     `axis` names the mapped axis over which the model's replicas stand, all of it, or
     with `groups`, lists of devices, each of these; None is a model that stands alone.
-    A replica sees a part of the batch, and `part` is its number, from 0.  The options
+    A replica sees a part of the batch, and part() is its number, from 0.  The options
     are those of `make_sync_update`, in their order.
     """
     has_aux, stateful, microbatch, skip_nonfinite = options
@@ -1269,7 +1272,7 @@ def _make_step(axis, groups, loss_fn, optimizer, hyper, *options) -> Callable:
             return tree
         return lax.pmean(tree, axis, axis_index_groups=groups)
 
-    def step(state, part, *batch):
+    def step(state, *batch):
         params, opt_state, model_state, key = state
         num_parts = _num_parts(batch, model_state, microbatch)
         if stateful:
@@ -1285,7 +1288,7 @@ def _make_step(axis, groups, loss_fn, optimizer, hyper, *options) -> Callable:
             i, rows = numbered_rows
             rows_key = None
             if stateful:
-                rows_key = jax.random.fold_in(loss_key, part * num_parts + i)
+                rows_key = jax.random.fold_in(loss_key, part() * num_parts + i)
             result, grads = loss_and_grads(params, model_state, rows_key, *rows)
             return jax.tree.map(jnp.add, total, grads), result
 
@@ -1454,16 +1457,11 @@ def _is_consumed(state: PyTree) -> bool:
     return any(isinstance(x, Array) and x.is_deleted() for x in leaves)
 
 
-def _check_form(state: Any) -> None:
-    """Raise ValueError for what is no state."""
+def _check_usable(state: Any) -> None:
+    """Raise ValueError for what is no state, and for one that was consumed."""
     if getattr(state, "_fields", ()) != TrainState._fields:  # a reloaded module's too
         expected = "a TrainState, as init returns it, or load with like"
         raise ValueError(f"the state is {type(state).__name__}; expected {expected}")
-
-
-def _check_usable(state: Any) -> None:
-    """Raise ValueError for what is no state, and for one that was consumed."""
-    _check_form(state)
     if _is_consumed(state):
         raise ValueError(
             "the state was consumed by an earlier update or epoch; go on with the one "
@@ -1496,12 +1494,10 @@ def _is_latest(owner: Any, state: PyTree) -> bool:
 def _consume(owner: Any, program: Callable, state: PyTree, *rest) -> tuple:
     """Call program(state, *rest) -> (state, metrics), which reuses state's buffers.
 
-    What it would end the process with is a ValueError.  Its state is `owner.latest`
-    before an interrupt can lose it: one that comes while the state changes hands waits
-    until it has done so.  Until then nothing is lost, and compiling may take long.
+    Its state is `owner.latest` before an interrupt can lose it: one that comes while
+    the state changes hands waits until it has done so.  Until then nothing is lost, and
+    compiling may take long.
     """
-    if not _is_latest(owner, state):
-        _check_apart(state)
     handler: Any = signal.getsignal(signal.SIGINT)
     late: list = []
 
@@ -1531,13 +1527,9 @@ def _consume(owner: Any, program: Callable, state: PyTree, *rest) -> tuple:
 def _make_update(replicas: bool, *args) -> Callable:
     """Map the step over the devices; check and place the states that come from afar."""
     axis = "devices" if replicas else "members"
-
-    step = _make_step(axis if replicas else None, None, *args)
-
-    def on_device(state, *batch):
-        return step(state, lax.axis_index(axis) if replicas else 0, *batch)
-
-    pmapped = jax.pmap(on_device, axis_name=axis, donate_argnums=0)
+    place = (axis, None, lambda: lax.axis_index(axis)) if replicas else _ALONE
+    step = _make_step(*place, *args)
+    pmapped = jax.pmap(step, axis_name=axis, donate_argnums=0)
     program = functools.partial(_run, pmapped, replicas)
 
     def update(state, *batch):
@@ -1552,6 +1544,7 @@ def _make_update(replicas: bool, *args) -> Callable:
                 _check_keys(keys, np.zeros(len(keys)) if replicas else range(len(keys)))
             sharding = _device_sharding(num_devices, axis)
             state = jax.device_put(_private("state", state), sharding)
+            _check_apart(state)
         return _consume(update, program, state, *_private("batch", batch))
 
     vars(update)["latest"] = None
@@ -1975,7 +1968,7 @@ class Trainer:
             _check_axes("hyper", hyper, members, expected=expected)
             vars(self)["_hyper"] = _lay("hyper", hyper, self.layout)
         for i in range(members if hyper else 1):  # raises for what cannot be
-            self._make_step(*jax.tree.map(operator.itemgetter(i), hyper))
+            self._make_step(1, *jax.tree.map(operator.itemgetter(i), hyper))
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -1992,16 +1985,20 @@ class Trainer:
         _device_sharding(wanted // processes)  # raises where there are fewer
         return result
 
-    def _map(self, f, state, consume=False, of_member=_NO, of_device=_NO, of_all=_NO):
-        """Call a function of one member for all: see `_over_members`."""
-        if f.__name__ not in self._programs:
-            how = self.layout, consume, self.at_once
-            self._programs[f.__name__] = _over_members(_weakly(f), *how)
-        program = self._programs[f.__name__]
-        call = functools.partial(_consume, self, program) if consume else program
+    def _map(self, f, state, parts=0, of_member=_NO, of_device=_NO, of_all=_NO):
+        """Call a function of one member for all: see `_over_members`.
+
+        With `parts` it is a step, on so many of the batch, and consumes the state.
+        """
+        name, how = (f.__name__, parts), (self.layout, parts > 0, self.at_once)
+        if name not in self._programs:
+            own = functools.partial(_weakly(f), parts) if parts else _weakly(f)
+            self._programs[name] = _over_members(own, *how)
+        program = self._programs[name]
+        call = functools.partial(_consume, self, program) if parts else program
         return call(state, (self._hyper, of_member, of_device), of_all)
 
-    def _admit(self, state: TrainState) -> TrainState:
+    def _admit(self, state: TrainState, consume: bool = False) -> TrainState:
         """Return a state on the devices, once it is seen to be one of this trainer."""
         _check_usable(state)
         if _is_latest(self, state):
@@ -2014,19 +2011,24 @@ class Trainer:
             keys = np.asarray(jax.random.key_data(state.key)).reshape(member.size, -1)
             both = keys, member.ravel()
             _call("a state of another trainer", expected, _check_keys, *both)
-        return jax.device_put(_private("state", state), sharding)
+        state = jax.device_put(_private("state", state), sharding)
+        if consume:
+            _check_apart(state)
+        return state
 
     def _make_optimizer(self, *hyper):
         expected = "with hyper, expected a function, such as lambda h: sgd(h)"
         make = functools.partial(_call, "optimizer", expected, self.optimizer)
         return make(*hyper) if hyper else self.optimizer
 
-    def _make_step(self, *hyper):
-        axis = _axis(self.layout) if self.layout.replicas > 1 else None
-        groups = np.arange(self.layout.devices).reshape(-1, self.layout.replicas)
-        args = groups.tolist(), self.loss_fn, self._make_optimizer(*hyper), hyper
+    def _make_step(self, parts, *hyper):
+        place, axis, replicas = _ALONE, _axis(self.layout), self.layout.replicas
+        if replicas > 1:
+            groups = np.arange(self.layout.devices).reshape(-1, replicas).tolist()
+            place = axis, groups, lambda: lax.axis_index(axis) % parts
+        args = self.loss_fn, self._make_optimizer(*hyper), hyper
         options = self.has_aux, self.stateful, self.microbatch, self.skip_nonfinite
-        return _make_step(axis, *args, *options)
+        return _make_step(*place, *args, *options)
 
     # Making and moving the members.  Beside each method stands its function of one
     # member, mapped over all.
@@ -2087,7 +2089,7 @@ class Trainer:
         They may come from a trainer of as many members on other devices.  Raises
         ValueError for another number of them, or equal keys.
         """
-        _check_form(gathered)
+        _check_usable(gathered)
         expected = f"the trainer's {self.members} members"
         _check_axes("members' state", gathered, self.members, expected=expected)
         if gathered.key is not None:
@@ -2113,7 +2115,7 @@ class Trainer:
         Raises ValueError for a batch that is empty or does not divide into
         micro-batches.
         """
-        state = self._admit(state)
+        state = self._admit(state, consume=True)
         if per_member:
             expected = f"arrays [K, B, ...], with K = {self.members} and one B"
             _check_axes("batch", batch, self.members, None, expected=expected)
@@ -2121,13 +2123,13 @@ class Trainer:
             _check_axes("batch", batch)
             self._warn_if_equal(state)
         given = self._deal({"batch": batch}, int(per_member))
-        state, metrics = self._map(self._step_one, state, consume=True, **given)
+        state, metrics = self._map(self._step_one, state, **given)
         return state, _take(metrics, self.layout)
 
-    def _step_one(self, state, hyper, batch, part):
-        return self._make_step(*hyper)(state, part, *batch)
+    def _step_one(self, parts, state, hyper, batch):
+        return self._make_step(parts, *hyper)(state, *batch)
 
-    def _deal(self, batch: dict, axis: int) -> dict[str, dict]:
+    def _deal(self, batch: dict, axis: int) -> dict[str, Any]:
         """Give each device its part of a batch, as arguments of `_map`.
 
         Leaves [B, ...] come to [D, B / P, ...], or with axis 1, of each member's own,
@@ -2137,26 +2139,24 @@ class Trainer:
         """
         (member, replica), replicas = _slots(self.layout), self.layout.replicas
         size = jax.tree.leaves(batch)[0].shape[axis]
-        num_parts = math.gcd(size, replicas)
-        if num_parts < replicas and "parts" not in self._warned and size:
+        parts = math.gcd(size, replicas)
+        if parts < replicas and "parts" not in self._warned and size:
             self._warned.add("parts")
             whole = size - size % replicas or replicas
             warnings.warn(
-                f"a batch of {size} is divided into {num_parts} parts, not {replicas}, "
+                f"a batch of {size} is divided into {parts} parts, not {replicas}, "
                 f"so some of a member's replicas do the same work; multiples of "
                 f"{replicas}, such as {whole}, use them all",
                 stacklevel=3,
             )
-        part, sharding = replica % num_parts, _layout_sharding(self.layout)
+        part = replica % parts
         at = (member, part[:, None]) if axis else part
 
         def lay(x):
-            return _split_axis(_numbers("batch", x), axis, num_parts)[at]
+            return _split_axis(_numbers("batch", x), axis, parts)[at]
 
-        laid, part = jax.device_put((jax.tree.map(lay, batch), part), sharding)
-        if axis:
-            return {"of_member": laid, "of_device": {"part": part}}
-        return {"of_device": {**laid, "part": part}}
+        laid = jax.device_put(jax.tree.map(lay, batch), _layout_sharding(self.layout))
+        return {"parts": parts, "of_member" if axis else "of_device": laid}
 
     def epoch(
         self, state: TrainState, data: tuple | list, order: ArrayLike
@@ -2174,7 +2174,7 @@ class Trainer:
         Raises ValueError for an order that is empty or has rows outside the data, and
         for data of several lengths.
         """
-        state = self._admit(state)
+        state = self._admit(state, consume=True)
         if not isinstance(data, (tuple, list)):
             raise ValueError(
                 f"data is {type(data).__name__}; expected a tuple of what loss_fn takes"
@@ -2185,17 +2185,15 @@ class Trainer:
         self._warn_if_equal(state, rows)
         given = self._deal({"order": rows.swapaxes(-1, -2)}, rows.ndim - 2)
         of_all = {"data": self.place(tuple(data)), "num_steps": np.int32(num_steps)}
-        state, metrics = self._map(
-            self._train_one, state, consume=True, of_all=of_all, **given
-        )
+        state, metrics = self._map(self._train_one, state, of_all=of_all, **given)
         metrics = _take(metrics, self.layout)
         return state, jax.tree.map(lambda x: x[:, :num_steps], metrics)
 
-    def _train_one(self, state, hyper, order, part, data, num_steps):
-        step = self._make_step(*hyper)
+    def _train_one(self, parts, state, hyper, order, data, num_steps):
+        step = self._make_step(parts, *hyper)
 
         def train_on(state, rows):
-            return step(state, part, *jax.tree.map(lambda x: x[rows], data))
+            return step(state, *jax.tree.map(lambda x: x[rows], data))
 
         return _scan_first(train_on, state, order.T, num_steps)  # order [b, steps]
 
