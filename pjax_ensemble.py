@@ -41,7 +41,6 @@ device.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import concurrent.futures
 import contextlib
@@ -50,6 +49,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import itertools
 import json
 import math
 import operator
@@ -756,6 +756,15 @@ def regression_report(means: Any, variances: Any, targets: Any) -> dict:
     }
 
 
+def _one_axis(name: str, scores: Any) -> np.ndarray:
+    """Return scores [n] in float64, or raise ValueError."""
+    scores = _real(name, scores)
+    if scores.ndim != 1 or np.isnan(scores).any():
+        found = f"shape {scores.shape} and {np.isnan(scores).sum()} nan"
+        raise ValueError(f"{name} have {found}; expected [n], without nan")
+    return scores
+
+
 def auroc(scores_in: Any, scores_out: Any) -> float:
     """Return the area under the ROC curve of a score that should be high for `out`.
 
@@ -767,12 +776,11 @@ def auroc(scores_in: Any, scores_out: Any) -> float:
     Raises ValueError for scores that are empty, not of one axis, masked, complex, or
     nan.
     """
-    inside, outside = _real("scores_in", scores_in), _real("scores_out", scores_out)
-    for name, scores in ("scores_in", inside), ("scores_out", outside):
-        if scores.ndim != 1 or not scores.size or np.isnan(scores).any():
-            found = f"shape {scores.shape} and {np.isnan(scores).sum()} nan"
-            raise ValueError(f"{name} have {found}; expected [N], N >= 1, without nan")
-    inside = np.sort(inside)
+    inside = np.sort(_one_axis("scores_in", scores_in))
+    outside = _one_axis("scores_out", scores_out)
+    if not inside.size or not outside.size:
+        found = f"{inside.size} scores_in and {outside.size} scores_out"
+        raise ValueError(f"there are {found}; expected one or more of each")
     below, up_to = (np.searchsorted(inside, outside, s) for s in ("left", "right"))
     return float((below + up_to).mean() / (2 * len(inside)))
 
@@ -794,14 +802,11 @@ def conformal_quantile(scores: Any, coverage: float = 0.9) -> float:
     Raises ValueError for scores that are not [n], masked, complex, or nan, and for a
     coverage outside [0, 1).
     """
-    scores = _real("scores", scores)
-    if scores.ndim != 1 or np.isnan(scores).any():
-        found = f"shape {scores.shape} and {np.isnan(scores).sum()} nan"
-        raise ValueError(f"scores have {found}; expected [n], without nan")
+    scores = np.sort(_one_axis("scores", scores))
     _check_range("coverage", coverage, 1)
     # Rounded, as 100 * 0.55 is above 55 in floating point.
     rank = max(1, math.ceil(round((len(scores) + 1) * coverage, 9)))
-    return float(np.sort(scores)[rank - 1]) if rank <= len(scores) else math.inf
+    return float(scores[rank - 1]) if rank <= len(scores) else math.inf
 
 
 def temper(probs: Any, temperature: float) -> np.ndarray:
@@ -1393,20 +1398,17 @@ def _private(what: str, tree: PyTree) -> PyTree:
 def _check_keys(key_data: Any, members: Sequence[int] | np.ndarray) -> None:
     """Raise ValueError unless keys [n] are equal where members [n] are, and only so."""
     rows = [row.tobytes() for row in np.asarray(key_data)]
-    first_of_member: dict = {}
-    first_of_key: dict = {}
+    first: dict = {}  # that is of a member, or has a key
     for i, (member, row) in enumerate(zip(members, rows)):
-        first = first_of_member.setdefault(member, i)
-        if rows[first] != row:
+        if rows[j := first.setdefault(member, i)] != row:
             raise ValueError(
-                f"replicas {first} and {i} have different keys, so they would drift "
-                "apart; make them with replicate(train_state(...))"
+                f"replicas {j} and {i} have different keys, so they would drift apart; "
+                "make them with replicate(train_state(...))"
             )
-        first = first_of_key.setdefault(row, i)
-        if members[first] != member:
+        if members[j := first.setdefault(row, i)] != member:
             raise ValueError(
-                f"members {first} and {i} have equal keys, so they would draw alike; "
-                f"use jax.random.split(key, {len(rows)})"
+                f"members {j} and {i} have equal keys, so they would draw alike; use "
+                f"jax.random.split(key, {len(rows)})"
             )
 
 
@@ -2292,13 +2294,9 @@ class Trainer:
 
             return jax.tree.map(join_leaf, outputs)
 
-        # The devices are a block ahead of the host.
-        blocks = map(dispatch, range(0, num_rows, rows))
-        before = next(blocks)
-        for block in blocks:
-            yield join(*before)
-            before = block
-        yield join(*before)
+        blocks = itertools.chain(map(dispatch, range(0, num_rows, rows)), [None])
+        for block, _ in itertools.pairwise(blocks):  # devices are a block ahead
+            yield join(*block)
 
     def _block_chunks(self, model, inputs) -> int:
         """Return how many chunks a block has for each replica, for bounded memory.
@@ -2631,14 +2629,14 @@ class Params(NamedTuple):
     bias: Array  # []
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Fit y = 2 x - 1 + noise in sync mode on every device: JAX's pmap tutorial."""
-    parser = argparse.ArgumentParser("pjax_ensemble.py", description=main.__doc__)
-    counts = [1, 2, 4, 8, 16, 32, 64, 128]  # over which the 128 points split
-    parser.add_argument("--devices", type=int, choices=counts, help="default: all")
-    devices = parser.parse_args(argv).devices
-    use_cpu_devices(devices)
-    d = devices or max(n for n in counts if n <= jax.local_device_count())
+def main(num_devices: int | None = None) -> None:
+    """Fit y = 2 x - 1 + noise in sync mode on D devices: JAX's pmap tutorial.
+
+    By default on as many of them all as 128 points split over.  Raises ValueError for
+    others, and for more than there are.
+    """
+    use_cpu_devices(num_devices)
+    d = num_devices or math.gcd(128, jax.local_device_count())
 
     xs, noise = np.random.default_rng(0).normal(size=(2, 128, 1)).astype(np.float32)
     ys = 2 * xs - 1 + 0.5 * noise
