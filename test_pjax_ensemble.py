@@ -1728,6 +1728,7 @@ def test_any_batch_is_the_one_of_a_single_device(members, devices, batch):
     data, keys = image_data(), keys_of(0, members)
     rows = np.arange(members * batch).reshape(members, 1, batch)
     same, own = np.stack([rows[0]] * members), [x[rows[:, 0]] for x in data]
+    wider = np.arange(batch // parts * replicas)[None]  # a part for each
     options = dict(members=members, stateful=True, microbatch=batch // parts)
     many, alone = (
         pe.make_trainer(print, noisy_loss, SGD, devices=count, **options)
@@ -1736,13 +1737,13 @@ def test_any_batch_is_the_one_of_a_single_device(members, devices, batch):
     calls = [
         lambda state: many.epoch(state, data, rows[0]),
         lambda state: many.epoch(state, data, rows),
-        lambda state: many.update(state, *[x[:batch] for x in data]),
         lambda state: many.update(state, *own, per_member=True),
+        lambda state: many.update(state, *[x[: wider.size] for x in data]),
     ]
     state, one = (each.scatter(members_state(keys)) for each in (many, alone))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        for call, order in zip(calls, (same, rows, same, rows)):
+        for call, order in zip(calls, (same, rows, rows, wider)):
             (state, found), (one, losses) = call(state), alone.epoch(one, data, order)
             assert_close(np.ravel(found), np.ravel(losses))
     (message,) = said  # once
