@@ -4,29 +4,30 @@
 
 Lakshminarayanan, Pritzel and Blundell 2017, "Simple and scalable predictive uncertainty
 estimation using deep ensembles": networks of one hidden layer of 50 units that say a
-mean and a variance, 40 epochs; an ensemble of five for each split of a set into
-training and test rows.  Here the networks of all splits of a set, five times 20 there,
-are the members of ONE trainer: `hyper` gives each its own split's normalization, and
-`order` its own batches of its own split's training rows.
+mean and a variance, 40 epochs in batches of 100 (here of fewer where an epoch would
+have less than 30 steps); an ensemble of five for each split of a set into training and
+test rows.  Here the networks of all splits of a set, five times 20 there, are the
+members of ONE trainer: `hyper` gives each its own split's normalization, and `order`
+its own batches of its own split's training rows.
 
 A set is a folder of DIR with data.txt, a row an example, the last column the target,
 and test_rows.txt, a line a split: its test rows, from 0; the others are to train on.
 
-A fifth of a split's training rows is held out to calibrate with.  The other rows choose
-the split's recipe by cross-validation: two networks of each setting and fold, all in
-one trainer, predict the fold, and the smallest likelihood loss over the folds is taken.
-By that recipe the paper's columns are of networks that learn all training rows, and the
-calibrated intervals, split conformal prediction's, of networks that leave the fifth
-out.  A split's test rows have no part in any of it.
+A fifth of a split's training rows is held out to calibrate with.  On the others the
+split's recipe is chosen by cross-validation: two networks of each setting and fold, all
+in one trainer, predict the fold, and the setting of the best likelihood, in the mean
+over the folds, is taken.  With it, networks that learn all training rows are scored as
+the paper's were, and networks that leave the fifth out get calibrated intervals (split
+conformal prediction).  A split's test rows have no part in any of it.
 
-What is the same for all: Adam with a cosine schedule, a last layer that starts at 0,
-and against variances that run away, in units of the targets' own variance,
+All have Adam with a cosine schedule, a last layer that starts at 0, and, against means
+and variances that run away, of targets whose own variance is 1,
 
-- a decay of the weights of the mean and one of those of the variance, each chosen: a
-  normal prior (MacKay 1992), apart for the two (Sluijterman et al. 2024);
-- a floor, the paper's, of a hundredth of the targets' deviation;
-- a loss of each row in proportion to its deviation, so that rows of small variance do
-  not keep the others from being learned (Seitzer et al. 2022, beta = 0.5).
+- a decay of the weights of the variance, and one of all others: a normal prior (MacKay
+  1992), apart for the two (Sluijterman et al. 2023).  The recipe is these;
+- a floor of the variance, as the paper has, but of 1e-4;
+- a loss that weighs a row by the deviation that the network says, so that it learns
+  where that is large as well (Seitzer et al. 2022, beta = 0.5).
 """
 
 import argparse
