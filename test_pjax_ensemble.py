@@ -3146,16 +3146,22 @@ def uci_folder(tmp_path):
     return tmp_path
 
 
-@mock.patch.object(uci, "BATCH", 20)
+@mock.patch.multiple(uci, BATCH=20, STEPS=2)
 def test_uci_scores_are_those_of_networks_trained_one_by_one(uci_folder):
     """benchmarks/uci.py in its short form."""
-    file, own = uci_folder / "uci.json", [(2, 300), (0.5, 0)]
-    with mock.patch.object(uci, "choose", return_value=own):
+    file, own, choose = uci_folder / "uci.json", [(10, 300), (0.1, 3)], uci.choose
+
+    def chosen(*args):
+        assert choose(*args) == [(1, 30)] * 2
+        return own
+
+    with mock.patch.multiple(uci, choose=chosen, DECAYS=(1,), VARIANCE_DECAYS=(30,)):
         uci.main(words("--members 2 --epochs 3 --data", uci_folder, "--json", file))
     found = json.loads(file.read_text())["results"]["made-up"]
     x, y, splits = uci.read_set(uci_folder / "made-up")
     trains = [split.train for split in splits for _ in range(2)]
     num_steps = 3 * 2  # 52 rows: two batches of 20
+    assert uci.member_orders([np.arange(30)], 0, 0).shape == (1, 2, 15)
     assert found["recipes"] == [list(recipe) for recipe in own]
     hyper = [uci.member_hyper(x, y, trains[i], *own[i // 2]) for i in range(4)]
     together = uci.make_trainer(hyper, num_steps)
@@ -3165,6 +3171,7 @@ def test_uci_scores_are_those_of_networks_trained_one_by_one(uci_folder):
     for i, rows in enumerate(trains):
         assert_close(hyper[i]["x_mean"][0], x[rows].mean(axis=0))
         assert_close(hyper[i]["x_scale"][0], [*x[rows, :2].std(axis=0), 1])
+        assert_close(hyper[i]["variance_decay"], own[i // 2][1] / len(rows))
         alone = uci.make_trainer(hyper[i : i + 1], num_steps)
         state = alone.scatter(jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], start))
         for epoch in range(3):
@@ -3176,39 +3183,95 @@ def test_uci_scores_are_those_of_networks_trained_one_by_one(uci_folder):
     means, variances = np.concatenate(ends, axis=1)  # [4, 60] each
     for i, (_, test) in enumerate(splits):
         mine, target = (slice(2 * i, 2 * i + 2), test), y[test]
-        report = regression(means[mine], variances[mine], target)  # same bits
+        report = regression(means[mine], variances[mine], target)
+        spread = variances[mine].mean(axis=0) + means[mine].var(axis=0)
         for name in (uci.RMSE, uci.NLL):
-            assert found[name][i] == report["ensemble"][name]
+            assert_close(found[name][i], report["ensemble"][name])
         assert found["coverage"][i] == report["ensemble"]["coverage"]["90%"]
-        assert found["variance_of_means"][i] == report["variance_of_means"] > 0
+        assert_close(found["width"][i], 2 * 1.644854 * np.sqrt(spread).mean())
+        assert_close(found["variance_of_means"][i], report["variance_of_means"])
+        assert found["variance_of_means"][i] > 0
 
 
-def test_uci_recipe_is_chosen_without_the_test_rows(uci_folder):
-    data = uci.read_set(uci_folder / "made-up")
-    for before, (train, held) in zip(data.splits, uci.hold_out(data, 0).splits):
-        assert len(held) == len(before.train) // 10
-        assert sorted([*train, *held]) == list(before.train)
-    seen, train = [], uci.train
+def test_uci_loss_weighs_rows_by_their_deviation_and_has_a_decay_for_each_output():
+    x, y, key = randn(7, 20, 3), 5 + randn(8, 20), jax.random.key(0)
+    h = uci.member_hyper(x, y, np.arange(20), 3.0, 7.0)
+    params = jax.tree.map(lambda p: p + randn(9, *p.shape), uci.init(key, h))
+    mean, variance = map(np.float64, uci.apply_fn(params, x, h))
+    weights = np.sqrt(variance)
+    nll = (np.log(2 * np.pi * variance) + (y - mean) ** 2 / variance) / 2
+    expected = (weights * nll).sum() / weights.sum() - np.log(y.std())
+    (first, _), (last, _) = params
+    squares = np.square(first).sum() + np.square(last[:, 0]).sum()
+    expected += (3 * squares + 7 * np.square(last[:, 1]).sum()) / 20
+    assert_close(uci.loss_fn(params, x, y, h), expected)
+    low = params[1]._replace(bias=jnp.full(2, -1e3), weight=jnp.zeros((50, 2)))
+    _, variance = uci.apply_fn((params[0], low), x, h)
+    assert_close(variance, np.full(20, 1e-4 * y.var()))
 
-    def record(held, recipes, *sizes):
-        seen.append((held, recipes))
-        means, variances = train(held, recipes, *sizes)
-        means[1, 2] = np.nan  # in the second split the third diverges
-        return means, variances
 
-    rates = 1e-9, 1, 2  # the first learns nothing
-    with mock.patch.multiple(uci, train=record, RATES=rates, DECAYS=(0,)):
-        chosen = uci.choose(data, 40, 0)
-    [(held, recipes)] = seen
-    assert recipes == [[(1e-9, 0), (1, 0), (2, 0)]] * 2
-    for (rows, test), expected in zip(held.splits, uci.hold_out(data, 0).splits):
-        assert_array_equal(rows, expected.train)
-        assert_array_equal(test, expected.test)
-    found, nll = train(held, recipes, uci.TRIALS, 40, 0), []
-    for i in range(3):
-        nll.append(uci.score(held, *(x[:, i] for x in found))[uci.NLL])
-    first, second = np.argmin(nll, axis=0)[0], np.argmin(nll[:2], axis=0)[1]
-    assert chosen == [recipes[0][first], recipes[1][second]] and second == 1
+def test_uci_looks_at_no_test_row(uci_folder):
+    x, y, splits = uci.read_set(uci_folder / "made-up")
+    (rows, test), nonsense, seen, found = splits[0], y.copy(), [], []
+    nonsense[test] = 1e6
+
+    def train(data, recipes, members, *sizes):  # the target of the nearest row, or two
+        seen.append(data.splits)
+        squares = np.square(data.x[:, None] - data.x).sum(axis=2)
+        means = []
+        for own, each in zip(data.splits, recipes):
+            nearest = own.train[squares[:, own.train].argsort(axis=1)[:, :2]]
+            one, other = data.y[nearest].T
+            means.append([one if d < 10 else (one + other) / 2 for d, _ in each])
+        means = np.stack([means] * members, axis=2)
+        return means, np.full(means.shape, y.var())
+
+    for targets in (y, nonsense):
+        with mock.patch.object(uci, "train", train):
+            data = uci.Data(x, targets, splits[:1])
+            found.append(uci.measure(data, members=1, epochs=1, seed=0))
+    alike = "recipes", "quantile", "width", "calibrated_width"
+    assert [found[0][key] for key in alike] == [found[1][key] for key in alike]
+    assert found[0][uci.RMSE] != found[1][uci.RMSE]
+    assert np.isfinite(found[0]["quantile"])  # as of the 11 rows held out
+    folds, whole, [(rest, held)] = seen[:3]
+    assert whole == splits[:1]
+    assert_array_equal(np.sort([*rest, *held]), rows)
+    assert_array_equal(np.sort(np.concatenate([fold.test for fold in folds])), rest)
+    for fold in folds:  # each row that does not calibrate is tested once
+        assert_array_equal(np.sort([*fold.train, *fold.test]), rest)
+
+
+def test_uci_choice_is_best_over_the_folds_and_of_equals_the_plainest():
+    rows, y, settings = np.arange(100), randn(5, 100).astype(np.float64), []
+    # An error a setting: of the first split, fold 1, of its others, of the second.
+    errors = [(1.7, 1, 1), (0.5, 2, 1), (1.5, 1, 0.5), (1.5, 1, 0.4999), (1, 1, np.nan)]
+
+    def train(data, recipes, members, *sizes):
+        settings.extend(recipes[0])
+        first, others, second = np.transpose(errors)[..., None, None]
+        means = np.stack([first, *[others] * 4, *[second] * 5]) + y
+        return np.broadcast_to(means, (10, 5, 2, 100)), np.ones((10, 5, 2, 100))
+
+    data = uci.Data(None, y, [uci.Split(rows, rows)] * 2)
+    with mock.patch.multiple(uci, train=train, DECAYS=range(5), VARIANCE_DECAYS=(0,)):
+        assert uci.choose(data, 40, 0) == [settings[4], settings[2]]
+
+
+@pytest.mark.parametrize("factor, coverage", [(0.5, 0.589), (2, 0.999)])
+def test_uci_calibrates_wrong_variances(factor, coverage):
+    """Of four fifths of what is calibrated, 90% is held by chance 87% to 93%."""
+    rows, noise = np.arange(4000).reshape(2, -1), np.exp(randn(6, 4000))
+    y = noise * np.random.default_rng(0).normal(size=4000)
+    means, variances = np.zeros((1, 2, 4000)), (factor * noise) ** 2
+    data, held = uci.Data(None, y, [uci.Split([], rows[0])]), [uci.Split([], rows[1])]
+    arrays = means, np.broadcast_to(variances, means.shape)
+    raw, found = uci.score(data, *arrays), uci.calibrate(data, held, *arrays)
+    assert abs(raw["coverage"][0] - coverage) < 0.03
+    assert abs(found["calibrated_coverage"][0] - 0.9) < 0.03
+    ratio = found["quantile"][0] / 1.644854
+    assert abs(ratio * factor - 1) < 0.06
+    assert_close(found["calibrated_width"][0], raw["width"][0] * ratio)
 
 
 REFUSED_BY_UCI = [
@@ -3223,7 +3286,7 @@ REFUSED_BY_UCI = [
     ("test_rows.txt", "1\n2 2", "", "split 1 tests 2 rows and leaves 59 of 60"),
     ("test_rows.txt", "1\n\n2", "", "split 1 tests 0 rows and leaves 60 of 60"),
     ("test_rows.txt", "1 2.5", "", "invalid literal for int"),
-    ("test_rows.txt", " ".join(map(str, range(60))), "", "leaves 0 of 60"),
+    ("test_rows.txt", " ".join(map(str, range(16))), "", "leaves 44 of 60; expected"),
     ("x", "", "--sets boston", "no set boston in DIR; there are made-up"),
     ("x", "", "--data DIR/made-up", "DIR/made-up holds no folder with data.txt"),
     ("x", "", "--members 0", "argument --members: 0 is below 1"),
