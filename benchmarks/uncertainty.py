@@ -32,9 +32,9 @@ are one trainer.
                           steps
 
 decide RUN: on the training images that a run left out, find down to which probability
-to keep images for an error of at most 0.1%, a temperature, and sets of classes that hold
-99 and 99.9% of the labels; score these, of members and ensembles, on the test images as
-they are, and turned.
+to keep images for an error of at most 0.1%, a temperature, and sets of classes that
+hold 99 and 99.9% of the labels; score these, of members and of ensembles, on the test
+images as they are, and turned.
 
 all:
   --json FILE             write the scores
@@ -391,8 +391,8 @@ def judge(probs: np.ndarray, labels: np.ndarray, known: int) -> dict:
         classes = (1 - probs[new] <= bound).sum(axis=-1)
         found[f"classes, {coverage:.1%} sets"] = classes.mean()
         found[f"coverage, {coverage:.1%} sets, %"] = 100 * (far[new] <= bound).mean()
-    shown = np.linspace(0.9, 1, 101) * len(risk)
-    found[RISK] = 100 * risk[shown.astype(int) - 1]
+    shown = np.rint(np.linspace(0.9, 1, 101) * len(risk)).astype(int)
+    found[RISK] = 100 * risk[shown - 1]
     return {name: np.asarray(value).tolist() for name, value in found.items()}
 
 
@@ -431,10 +431,9 @@ def draw_decisions(rows: list, path: Path) -> None:
     kept.set(xlabel="turned, degrees", title="error of the kept, %", xticks=TURNS)
     sets.set(xlabel="turned, degrees", title="coverage of sets, %", xticks=TURNS)
     for axes in (risk, kept):
-        axes.set_yscale("log")
-        axes.set_yticks(ticks := [0.01, 0.1, 1, 10], ticks)
-        axes.minorticks_off()
-    risk.set_ylim(0.01, max(1, errors.max()))
+        axes.set_yscale("symlog", linthresh=0.01)
+        axes.set_yticks(ticks := [0, 0.01, 0.1, 1, 10], ticks)
+        axes.set_ylim(bottom=0)
     for axes, at in (risk, TARGET), (kept, TARGET), *((sets, c) for c in COVERAGES):
         axes.axhline(100 * at, **tm.DASHED)
     lines = risk.get_legend_handles_labels()
@@ -456,7 +455,7 @@ def check_data(run: tm.Trained, data: tm.Dataset, where: str) -> None:
     described = tm.describe(argparse.Namespace(**run.config), data)
     for name, ours in {"dataset": data.name, **data.form(), **described}.items():
         if (theirs := run.config[name]) != ours:
-            raise tm.Failure(f"{where}: {name} is {theirs}; of the test images, {ours}")
+            raise tm.Failure(f"{where}: {name} is {theirs}; of these images, {ours}")
 
 
 def load(folder: Path) -> tuple[tm.Trained, tm.Dataset]:
@@ -564,21 +563,20 @@ class Parser(tm.Parser):
 def parse_arguments(argv: Sequence[str] | None):
     parser = Parser("uncertainty.py")
     commands = parser.add_subparsers(dest="command", required=True)
-    calls = shift, label, decide
-    parsers = [commands.add_parser(call.__name__) for call in calls]
-    for each, call in zip(parsers, calls):
+    parsers = {
+        call: commands.add_parser(call.__name__) for call in (shift, label, decide)
+    }
+    for call, each in parsers.items():
         each.set_defaults(call=call)
-    shifting, labeling, deciding = parsers
-    for each in (shifting, deciding):
-        each.add_argument("run", type=Path)
-    shifting.add_argument("--long", type=Path)
-    for name, (kind, *_) in SIZES.items():
-        labeling.add_argument(tm.flag(name), type=kind)
-    for name in ("--validate", "--quick"):
-        labeling.add_argument(name, action="store_true")
-    for each in parsers:
         for name in ("--json", "--plot"):
             each.add_argument(name, type=Path)
+    for call in (shift, decide):
+        parsers[call].add_argument("run", type=Path)
+    parsers[shift].add_argument("--long", type=Path)
+    for name, (kind, *_) in SIZES.items():
+        parsers[label].add_argument(tm.flag(name), type=kind)
+    for name in ("--validate", "--quick"):
+        parsers[label].add_argument(name, action="store_true")
     args = parser.parse_args(argv)
     for name in ("json", "plot"):
         path = getattr(args, name)
