@@ -321,7 +321,7 @@ def draw_errors(labels: np.ndarray, found: dict, path: Path) -> None:
 TARGET, SURE = 0.001, 0.95  # the error of what is kept, and how sure its bound is
 COVERAGES = 0.99, 0.999  # of the sets
 TURNS = range(0, 46, 15)
-KEPT, KEPT_ERROR = "kept, %", "error of kept, %"
+KEPT, KEPT_ERROR = "kept, %", "their error, %"
 RISK = "error of the surest 90% to 100%"  # for the picture alone
 
 
@@ -370,22 +370,20 @@ def judge(probs: np.ndarray, labels: np.ndarray, known: int) -> dict:
     temperature = pe.fit_temperature(probs[old], labels[old])
     tempered = pe.temper(probs[new], temperature)
     risk = risk_coverage(doubt[new], wrong[new])
-    at_target = 1 + np.flatnonzero(risk <= TARGET)
     found = {
         "error, %": 100 * risk[-1],
-        f"kept at {TARGET:.1%} in hindsight, %": 100
-        * np.max(at_target, initial=0)
-        / len(risk),
         "area under risk-coverage, %": 100 * risk.mean(),
         "NLL, nats": report(probs[new], labels[new])[NLL],
         "temperature": temperature,
         "NLL with it, nats": report(tempered, labels[new])[NLL],
     }
-    titles = (KEPT, KEPT_ERROR), ("kept by the bound, %", "error of these, %")
-    for (title, of), threshold in zip(titles, thresholds(doubt[old], wrong[old])):
+    bounds = *thresholds(doubt[old], wrong[old]), thresholds(doubt[new], wrong[new])[0]
+    for how, threshold in zip(("", " by the bound", " in hindsight"), bounds):
         kept = doubt[new] <= threshold
-        found[title] = 100 * kept.mean()
-        found[of] = 100 * wrong[new][kept].sum() / max(1, kept.sum())
+        found[f"kept{how}, %"] = 100 * kept.mean()
+        found[f"their error{how}, %"] = (
+            100 * wrong[new][kept].sum() / max(1, kept.sum())
+        )
     for coverage in COVERAGES:
         bound = pe.conformal_quantile(far[old], coverage)
         classes = (1 - probs[new] <= bound).sum(axis=-1)
