@@ -4950,7 +4950,7 @@ def test_risk_over_coverage_is_the_mean_over_orders_of_equal_scores(order):
 
 @cases("target, kept", (0, 1), (0.24, 1), (1 / 4, 3), (0.28, 3), (2 / 7, 5), (0.3, 5))
 def test_thresholds_keep_the_most_images_that_have_the_error(target, kept):
-    with mock.patch.object(uncertainty, "TARGET", target):
+    with mock.patch.object(uncertainty, "ALLOWED", target):
         assert uncertainty.thresholds(DOUBT, WRONG)[0] == kept
         assert uncertainty.thresholds(DOUBT, WRONG < 2)[0] == -np.inf
 
@@ -4982,7 +4982,7 @@ def test_decisions_are_those_of_loops():
     known, theirs = probs[:200], labels[:200]  # of the new ones too: bounds are met
     both = np.concatenate([known, probs]), np.concatenate([theirs, labels])
     doubt, wrong = 1 - probs.max(axis=-1), probs.argmax(axis=-1) != labels
-    with mock.patch.object(uncertainty, "TARGET", 0.5):
+    with mock.patch.object(uncertainty, "ALLOWED", 0.5):
         found = uncertainty.judge(*both, 200)
         bounds = uncertainty.thresholds(doubt[:200], wrong[:200])
         bounds = *bounds, uncertainty.thresholds(doubt, wrong)[0]

@@ -318,7 +318,7 @@ def draw_errors(labels: np.ndarray, found: dict, path: Path) -> None:
 # decide: which images to answer, and which classes to name
 # ---------------------------------------------------------------------------------
 
-TARGET, SURE = 0.001, 0.95  # the error of what is kept, and how sure its bound is
+ALLOWED, SURE = 0.001, 0.95  # the error of what is kept, and how sure its bound is
 COVERAGES = 0.99, 0.999  # of the sets
 TURNS = range(0, 46, 15)
 KEPT, KEPT_ERROR = "kept, %", "their error, %"
@@ -343,7 +343,7 @@ def risk_coverage(scores: np.ndarray, wrong: np.ndarray) -> np.ndarray:
 
 
 def thresholds(scores: np.ndarray, wrong: np.ndarray) -> tuple[float, float]:
-    """Return up to which score to keep images, for an error of at most TARGET.
+    """Return up to which score to keep images, for an error of at most ALLOWED.
 
     The first keeps as many as it may for that error here.  The second is for that error
     of others like them too, with probability SURE: from half of these images on, it
@@ -352,9 +352,9 @@ def thresholds(scores: np.ndarray, wrong: np.ndarray) -> tuple[float, float]:
     """
     values, kept, errors = count_errors(scores, wrong)
     half = 2 * kept >= len(scores)
-    few = scipy.stats.binom.cdf(errors, kept, TARGET) <= 1 - SURE
+    few = scipy.stats.binom.cdf(errors, kept, ALLOWED) <= 1 - SURE
     bounded = values[half][np.logical_and.accumulate(few[half])]
-    here = values[errors / kept <= TARGET]
+    here = values[errors / kept <= ALLOWED]
     return here.max(initial=-np.inf), bounded.max(initial=-np.inf)
 
 
@@ -405,7 +405,7 @@ def print_decisions(rows: list) -> None:
         if title != RISK
     ]
     print_table(["turned", "", *rows[0][-1]], cells)
-    ranks = [(x[KEPT_ERROR] <= 100 * TARGET, x[KEPT]) for x in members]
+    ranks = [(x[KEPT_ERROR] <= 100 * ALLOWED, x[KEPT]) for x in members]
     best = ranks.index(max(ranks))
     kept, error = members[best][KEPT], members[best][KEPT_ERROR]
     print(f"\nmember {best} is the best: kept {kept:.2f}%, error {error:.3f}%")
@@ -432,7 +432,7 @@ def draw_decisions(rows: list, path: Path) -> None:
         axes.set_yscale("symlog", linthresh=0.01)
         axes.set_yticks(ticks := [0, 0.01, 0.1, 1, 10], ticks)
         axes.set_ylim(bottom=0)
-    for axes, at in (risk, TARGET), (kept, TARGET), *((sets, c) for c in COVERAGES):
+    for axes, at in (risk, ALLOWED), (kept, ALLOWED), *((sets, c) for c in COVERAGES):
         axes.axhline(100 * at, **tm.DASHED)
     lines = risk.get_legend_handles_labels()
     figure.legend(*lines, loc="outside lower center", ncols=5, frameon=False)
