@@ -5106,12 +5106,141 @@ def test_labels_needed_are_the_first_that_reach_the_target():
     assert uncertainty.needed(labels, errors.T[0] + 1) == "more than 60"
 
 
+# Of the two that are equal one is wrong, and of the next two.
+DOUBT, WRONG = np.array([1.0, 2, 2, 3, 4, 4, 5]), np.array([0, 0, 1, 0, 0, 1, 0])
+
+
+@cases("order", range(7), [2, 6, 1, 5, 4, 0, 3])
+def test_risk_over_coverage_is_the_mean_over_orders_of_equal_scores(order):
+    risk = uncertainty.risk_coverage(DOUBT[[*order]], WRONG[[*order]])
+    assert_close(risk, [0, 0.5 / 2, 1 / 3, 1 / 4, 1.5 / 5, 2 / 6, 2 / 7])
+
+
+@cases("target, kept", (0, 1), (0.24, 1), (1 / 4, 3), (0.28, 3), (2 / 7, 5), (0.3, 5))
+def test_thresholds_keep_the_most_images_that_have_the_error(target, kept):
+    with mock.patch.object(uncertainty, "ALLOWED", target):
+        assert uncertainty.thresholds(DOUBT, WRONG)[0] == kept
+        assert uncertainty.thresholds(DOUBT, WRONG < 2)[0] == -np.inf
+
+
+@cases(
+    "count, errors, kept",  # of 0 errors it takes 2,995 images, of 1 4,742, of 2 6,294
+    (5988, [], 0),
+    (5989, [], 5989),
+    (6000, [2999], 0),
+    (6000, [4740], 4740),
+    (6000, [4741], 6000),
+    (6000, [4741, 5000], 5000),
+)
+def test_bound_takes_errors_that_are_improbable_above_the_target(count, errors, kept):
+    wrong = np.isin(np.arange(count), errors)
+    found = uncertainty.thresholds(np.arange(1.0 * count), wrong)[1]
+    assert found == (kept - 1 if kept else -np.inf)
+
+
+def probs_and_labels(*shape):
+    """Draw probabilities [..., N, C], and labels [N] that have those of the mean."""
+    probs, draw = random_probs(0, *shape), np.random.default_rng(1)
+    means = probs.reshape(-1, *shape[-2:]).mean(axis=0)
+    return probs, np.array([draw.choice(len(p), p=p) for p in means])
+
+
+def test_decisions_are_those_of_loops():
+    probs, labels = probs_and_labels(300, 10)
+    known, theirs = probs[:200], labels[:200]  # of the new ones too: bounds are met
+    both = np.concatenate([known, probs]), np.concatenate([theirs, labels])
+    doubt, wrong = 1 - probs.max(axis=-1), probs.argmax(axis=-1) != labels
+    with mock.patch.object(uncertainty, "ALLOWED", 0.5):
+        found = uncertainty.judge(*both, 200)
+        bounds = uncertainty.thresholds(doubt[:200], wrong[:200])
+        bounds = *bounds, uncertainty.thresholds(doubt, wrong)[0]
+    order = np.argsort(doubt)
+    risks = [100 * np.mean(wrong[order[:n]]) for n in range(1, 301)]
+    temperature = pe.fit_temperature(known, theirs)
+    tempered = probs ** (1 / temperature)
+    tempered /= tempered.sum(axis=-1, keepdims=True)
+    expected = {
+        "error, %": risks[-1],
+        "area under risk-coverage, %": np.mean(risks),
+        "NLL, nats": -np.mean([np.log(p[c]) for p, c in zip(probs, labels)]),
+        "temperature": temperature,
+        "NLL with it, nats": -np.mean([np.log(p[c]) for p, c in zip(tempered, labels)]),
+    }
+    for how, bound in zip(("", " by the bound", " in hindsight"), bounds):
+        own = [w for d, w in zip(doubt, wrong) if d <= bound]
+        assert 0 < len(own) < 300
+        expected[f"kept{how}, %"] = len(own) / 3
+        expected[f"their error{how}, %"] = 100 * np.mean(own)
+    # The 199th smallest of 200 at 99%; there is none at 99.9%.
+    far = sorted(1 - p[c] for p, c in zip(known, theirs))
+    for share, bound in ("99.0%", far[198]), ("99.9%", 1):
+        sets = [np.flatnonzero(1 - p <= bound) for p in probs]
+        expected[f"classes, {share} sets"] = np.mean([len(own) for own in sets])
+        held = [c in own for own, c in zip(sets, labels)]
+        expected[f"coverage, {share} sets, %"] = 100 * np.mean(held)
+    assert_close(found.pop(uncertainty.RISK)[::10], risks[269::3])
+    assert [*found] == [*expected]
+    assert_close(found, expected)
+
+
+def test_decide_prints_and_draws_what_images_that_were_left_out_say(
+    tmp_path, capsys, whole_run, small_folder, drawn
+):
+    """benchmarks/uncertainty.py decide in its short form."""
+    files = words("--json", tmp_path / "json", "--plot", tmp_path / "decide.png")
+    assert uncertainty.main(words("decide", whole_run) + files) == 0
+    rows, out = (
+        json.loads((tmp_path / "json").read_text())["turned"],
+        capsys.readouterr().out,
+    )
+    assert [degrees for degrees, _ in rows] == [0, 15, 30, 45]
+    data, run = tm.load_mnist(small_folder), tm.load_run(whole_run)
+    labels = np.concatenate([data.train_labels[256:], data.test_labels])
+    images = data.train_images[256:], uncertainty.turn(data.test_images, 30)
+    probs = np.concatenate([*map(run.predict_members, images)], axis=1)
+    judge = functools.partial(uncertainty.judge, known=512)
+    found = uncertainty.score(probs, labels, judge)
+    assert_close(rows[2][1], found, 1e-9)
+    *members, whole = [scores["kept, %"] for own in found.values() for scores in own]
+    cells = f"{np.mean(members):.4g} ({min(members):.4g} to {max(members):.4g})"
+    assert f"| 30 degrees | kept, % | {cells} | {whole:.4g} |\n" in out
+    assert (tmp_path / "decide.png").read_bytes().startswith(b"\x89PNG")
+    for axes, title in zip(
+        drawn().axes[1:], ("their error, %", "coverage, 99.0% sets, %")
+    ):
+        shown = [line.get_ydata() for line in axes.lines]
+        expected = [f["ensemble of 2"][0][title] for _, f in rows]
+        assert any(np.array_equal(y, expected) for y in shown)
+
+
+def test_decide_names_the_best_member_and_takes_any_number(tmp_path, capsys):
+    names = uncertainty.KEPT, uncertainty.KEPT_ERROR
+    members = [dict(zip(names, own)) for own in ((98, 0.2), (97, 0.1), (96, 0))]
+    uncertainty.print_decisions([(0, {"a member": members})])
+    said = "member 1 is the best: kept 97.00%, error 0.100%"
+    assert said in capsys.readouterr().out
+    for k, others in (1, ""), (3, " ensemble of 2 | ensemble of 3 |"):
+        probs, labels = probs_and_labels(k, 200, 10)
+        judge = functools.partial(uncertainty.judge, known=100)
+        rows = [(n, uncertainty.score(probs, labels, judge)) for n in uncertainty.TURNS]
+        uncertainty.print_decisions(rows)
+        assert f"| turned |  | a member |{others}\n" in capsys.readouterr().out
+        uncertainty.draw_decisions(rows, tmp_path / "png")
+
+
+def test_decide_refuses_a_run_that_left_nothing_out(untrained, wrong):
+    said = wrong(uncertainty.main, "decide", untrained)
+    left = "trained on all 768 training images, none is left to calibrate on"
+    assert said == f"{untrained}: {left}; train one with --train-size 640\n"
+
+
 test_uncertainty_says_in_one_line_what_is_wrong = says_in_a_line(
     uncertainty.main,
     "",
     ("", "the following arguments are required: command"),
     ("turn", "argument command: invalid choice: 'turn'"),
     ("shift DIR/none", "DIR/none holds no finished run"),
+    ("decide DIR/none", "DIR/none holds no finished run"),
     ("shift DIR --long DIR", "--long DIR: holds 2 models; expected one"),
     ("shift DIR --plot DIR/no/x", "--plot DIR/no/x: there is no folder DIR/no"),
     ("label --seeds 0", "argument --seeds: expected a whole number, 1 or more"),
@@ -5140,10 +5269,17 @@ def test_shift_scores_members_and_ensembles_as_the_report_does(capsys, k, sizes)
     assert capsys.readouterr().out.count(ahead) == 2 * (k > 1)
 
 
-def test_shift_refuses_a_run_of_other_data(whole_run, wrong):
-    with mock.patch.object(tm, "load_data", return_value=tm.generate_digits(0, 9, 9)):
-        said = wrong(uncertainty.main, "shift", whole_run)
-    assert said.endswith("; of the test images, generated digits\n")
+@cases("command", "shift", "decide")
+def test_runs_of_other_data_are_refused(whole_run, small_folder, wrong, command):
+    data = tm.load_mnist(small_folder)
+    images = data.train_images.copy()
+    images[255] += 1  # the last that it trained on
+    changed = data._replace(train_images=images)
+    digits = tm.generate_digits(0, 9, 9)
+    for other, name in (digits, "dataset"), (changed, "dataset_sha256"):
+        with mock.patch.object(tm, "load_data", return_value=other):
+            said = wrong(uncertainty.main, command, whole_run)
+        assert said.startswith(f"{whole_run}: {name} is ")
 
 
 # ---------------------------------------------------------------------------------

@@ -1,10 +1,12 @@
-"""See what an ensemble's uncertainty is good for: on shifted images, and for labeling.
+"""See what an ensemble's uncertainty is good for: under shift, to label, to decide.
 
     export MNIST_DIR=...
     python train_mnist.py --members 8 --workdir runs/8
     python train_mnist.py --mode sync --epochs 40 --workdir runs/long
     python benchmarks/uncertainty.py shift runs/8 --long runs/long --plot shift.png
     python benchmarks/uncertainty.py label --plot label.png
+    python train_mnist.py --members 8 --train-size 50000 --workdir runs/decide
+    python benchmarks/uncertainty.py decide runs/decide --plot decide.png
 
 shift RUN: score the members that a run left, and ensembles of the first 2, 4, 8 ... and
 all of them, on test images that are turned, and moved around the edge (Ovadia et al.
@@ -29,11 +31,18 @@ are one trainer.
   --quick                 a look, on generated digits: 2 ensembles of 2, 3 rounds of 20
                           steps
 
-both:
+decide RUN: on the training images that a run left out, find down to which probability
+to keep images for an error of at most 0.1%, a temperature, and sets of classes that
+hold 99 and 99.9% of the labels; score these, of members and of ensembles, on the test
+images as they are, and turned.
+
+all:
   --json FILE             write the scores
   --plot FILE             draw them, with matplotlib
 """
 
+import argparse
+import functools
 import importlib.util
 import sys
 import time
@@ -43,6 +52,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import scipy.ndimage
+import scipy.stats
 import speed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -54,12 +64,12 @@ import train_mnist as tm
 # ---------------------------------------------------------------------------------
 
 NLL, BRIER, ENTROPY = "negative_log_likelihood", "brier_score", "predictive_entropy"
-SCORES = {  # the title, the factor, the digits
-    "accuracy": ("accuracy, %", 100, 2),
-    NLL: ("NLL, nats", 1, 4),
-    BRIER: ("Brier score", 1, 4),
-    "expected_calibration_error": ("calibration error", 1, 4),
-    ENTROPY: ("predictive entropy, nats", 1, 4),
+SCORES = {  # the title, the factor, the form
+    "accuracy": ("accuracy, %", 100, ".2f"),
+    NLL: ("NLL, nats", 1, ".4f"),
+    BRIER: ("Brier score", 1, ".4f"),
+    "expected_calibration_error": ("calibration error", 1, ".4f"),
+    ENTROPY: ("predictive entropy, nats", 1, ".4f"),
 }
 LONG = "one, trained longer"
 
@@ -81,20 +91,18 @@ SHIFTS = {  # each with its unit and amounts, which start with the images as the
 }
 
 
-def score(probs: np.ndarray, labels: np.ndarray) -> dict[str, list[dict]]:
+def report(probs: np.ndarray, labels: np.ndarray) -> dict:
+    """Score probabilities [N, C]."""
+    found = pe.ensemble_report(probs[None], labels)
+    return {**found["ensemble"], ENTROPY: found[ENTROPY]}
+
+
+def score(probs: np.ndarray, labels: np.ndarray, of: Callable = report) -> dict:
     """Score members [K, N, C] and their ensembles: by name, the scores of each."""
-    report = pe.ensemble_report(probs, labels)
-
-    def scored(scores, own):
-        return {**scores, ENTROPY: float(pe.predictive_entropy(own).mean())}
-
-    found = {
-        "a member": [scored(*own) for own in zip(report["member"], probs[:, None])]
-    }
-    last = len(probs)
+    probs, last = np.float64(probs), len(probs)
+    found = {"a member": [of(p, labels) for p in probs]}
     for size in (n for n in range(2, last + 1) if n & (n - 1) == 0 or n == last):
-        own = scored(report["by_size"][size - 1], probs[:size])
-        found[f"ensemble of {size}"] = [own]
+        found[f"ensemble of {size}"] = [of(probs[:size].mean(axis=0), labels)]
     return found
 
 
@@ -112,10 +120,10 @@ def score_shifts(run: tm.Trained, long: tm.Trained | None, data: tm.Dataset) -> 
     return rows
 
 
-def spread(values: Sequence[float], digits: int) -> str:
+def spread(values: Sequence[float], form: str) -> str:
     """Write the mean and, of several values, the range."""
-    low, high = (f"{end:.{digits}f}" for end in (min(values), max(values)))
-    return f"{np.mean(values):.{digits}f}" + f" ({low} to {high})" * (len(values) > 1)
+    mean, low, high = (f"{f(values):{form}}" for f in (np.mean, min, max))
+    return mean + f" ({low} to {high})" * (len(values) > 1)
 
 
 def print_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -126,10 +134,10 @@ def print_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def print_shifts(rows: list) -> None:
     """Print a table a score, and at how many shifts the whole ensemble is ahead."""
     names, shifted = list(rows[0][-1]), [found for _, amount, found in rows if amount]
-    for key, (title, factor, digits) in SCORES.items():
+    for key, (title, factor, form) in SCORES.items():
         cells = [
             [f"{unit} {amount}"]
-            + [spread([factor * x[key] for x in own], digits) for own in found.values()]
+            + [spread([factor * x[key] for x in own], form) for own in found.values()]
             for unit, amount, found in rows
         ]
         print()
@@ -154,19 +162,24 @@ def draw_range(axes, x, y: np.ndarray, name: str | None, style: dict) -> None:
     axes.fill_between(x, y.min(axis=1), y.max(axis=1), **band)
 
 
+def styles_of(names: Sequence[str]) -> dict[str, dict]:
+    """Say how to draw a member and, the larger the stronger, ensembles, by name."""
+    first, *sizes = names
+    styles = {first: tm.MEMBER}
+    for number, name in enumerate(sizes, 1):
+        marker = "s" if name == sizes[-1] else ""
+        styles[name] = {**tm.ENSEMBLE, "alpha": number / len(sizes), "marker": marker}
+    return styles
+
+
 def draw_shifts(rows: list, path: Path) -> None:
     """Draw all scores but Brier's, which looks like the likelihood, over the shifts."""
     from matplotlib.figure import Figure
 
     first, *others = rows[0][-1]
     sizes = [name for name in others if name != LONG]
-    styles = {first: tm.MEMBER, LONG: {**tm.DASHED, "marker": "x", "markersize": 4}}
-    for number, name in enumerate(sizes, 1):
-        faded = {
-            "alpha": number / len(sizes),
-            "marker": "s" if name == sizes[-1] else "",
-        }
-        styles[name] = {**tm.ENSEMBLE, **faded}
+    styles = styles_of([first, *sizes])
+    styles[LONG] = {**tm.DASHED, "marker": "x", "markersize": 4}
     figure = Figure(figsize=(9, 6.5), layout="constrained")
     for axes, key in zip(figure.subplots(2, 2).flat, [k for k in SCORES if k != BRIER]):
         title, factor, _ = SCORES[key]
@@ -272,7 +285,7 @@ def needed(labels: np.ndarray, errors: np.ndarray) -> str:
 
 def print_errors(labels: np.ndarray, found: dict) -> None:
     """Print a table of errors [rounds, seeds] by strategy, and what 5% takes."""
-    columns = [[spread(100 * e, 2) for e in errors] for errors in found.values()]
+    columns = [[spread(100 * e, ".2f") for e in errors] for errors in found.values()]
     print_table(["labels", *found], [*zip(map(str, labels), *columns)])
     print(f"\nlabels for an error of {TARGET:.0%}:")
     for name, errors in found.items():
@@ -302,26 +315,162 @@ def draw_errors(labels: np.ndarray, found: dict, path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------
+# decide: which images to answer, and which classes to name
+# ---------------------------------------------------------------------------------
+
+ALLOWED, SURE = 0.001, 0.95  # the error of what is kept, and how sure its bound is
+COVERAGES = 0.99, 0.999  # of the sets
+TURNS = range(0, 46, 15)
+KEPT, KEPT_ERROR = "kept, %", "their error, %"
+RISK = "error of the surest 90% to 100%"  # for the picture alone
+
+
+def count_errors(scores: np.ndarray, wrong: np.ndarray) -> tuple:
+    """Return the scores that occur [n], the images up to each, and the errors there."""
+    values, group = np.unique(scores, return_inverse=True)
+    return values, *(np.cumsum(np.bincount(group, w)) for w in (None, wrong))
+
+
+def risk_coverage(scores: np.ndarray, wrong: np.ndarray) -> np.ndarray:
+    """Return the error among the 1, 2 ... N images of the lowest scores [N].
+
+    Its mean is the area under the risk-coverage curve (Geifman, Uziel and El-Yaniv
+    2019, "Bias-reduced uncertainty estimation").  Equal scores count as in any order.
+    """
+    _, kept, errors = count_errors(scores, wrong)
+    counts = np.arange(1, len(scores) + 1)
+    return np.interp(counts, [0, *kept], [0, *errors]) / counts
+
+
+def thresholds(scores: np.ndarray, wrong: np.ndarray) -> tuple[float, float]:
+    """Return up to which score to keep images, for an error of at most ALLOWED.
+
+    The first keeps as many as it may for that error here.  The second is for that error
+    of others like them too, with probability SURE: from half of these images on, it
+    keeps more for as long as so few errors would be improbable, were it higher (Clopper
+    and Pearson 1934; in sequence, as in Angelopoulos et al. 2021, "Learn then test").
+    """
+    values, kept, errors = count_errors(scores, wrong)
+    half = 2 * kept >= len(scores)
+    few = scipy.stats.binom.cdf(errors, kept, ALLOWED) <= 1 - SURE
+    bounded = values[half][np.logical_and.accumulate(few[half])]
+    here = values[errors / kept <= ALLOWED]
+    return here.max(initial=-np.inf), bounded.max(initial=-np.inf)
+
+
+def judge(probs: np.ndarray, labels: np.ndarray, known: int) -> dict:
+    """Score what is decided of images [N], as the first of them say, `known` ones.
+
+    Images are kept by 1 - the largest of their probabilities [N, C], which is that of
+    an error, if they are right: no order has fewer (Chow 1970).
+    """
+    old, new = slice(known), slice(known, None)
+    doubt, wrong = 1 - probs.max(axis=-1), probs.argmax(axis=-1) != labels
+    far = 1 - probs[np.arange(len(labels)), labels]
+    temperature = pe.fit_temperature(probs[old], labels[old])
+    tempered = pe.temper(probs[new], temperature)
+    risk = risk_coverage(doubt[new], wrong[new])
+    found = {
+        "error, %": 100 * risk[-1],
+        "area under risk-coverage, %": 100 * risk.mean(),
+        "NLL, nats": report(probs[new], labels[new])[NLL],
+        "temperature": temperature,
+        "NLL with it, nats": report(tempered, labels[new])[NLL],
+    }
+    bounds = *thresholds(doubt[old], wrong[old]), thresholds(doubt[new], wrong[new])[0]
+    for how, threshold in zip(("", " by the bound", " in hindsight"), bounds):
+        kept = doubt[new] <= threshold
+        found[f"kept{how}, %"] = 100 * kept.mean()
+        found[f"their error{how}, %"] = (
+            100 * wrong[new][kept].sum() / max(1, kept.sum())
+        )
+    for coverage in COVERAGES:
+        bound = pe.conformal_quantile(far[old], coverage)
+        classes = (1 - probs[new] <= bound).sum(axis=-1)
+        found[f"classes, {coverage:.1%} sets"] = classes.mean()
+        found[f"coverage, {coverage:.1%} sets, %"] = 100 * (far[new] <= bound).mean()
+    shown = np.rint(np.linspace(0.9, 1, 101) * len(risk)).astype(int)
+    found[RISK] = 100 * risk[shown - 1]
+    return {name: np.asarray(value).tolist() for name, value in found.items()}
+
+
+def print_decisions(rows: list) -> None:
+    """Print a table of (degrees, scores by name), and the best member."""
+    members = rows[0][-1]["a member"]
+    cells = [
+        [f"{degrees} degrees", title]
+        + [spread([x[title] for x in own], ".4g") for own in found.values()]
+        for degrees, found in rows
+        for title in members[0]
+        if title != RISK
+    ]
+    print_table(["turned", "", *rows[0][-1]], cells)
+    ranks = [(x[KEPT_ERROR] <= 100 * ALLOWED, x[KEPT]) for x in members]
+    best = ranks.index(max(ranks))
+    kept, error = members[best][KEPT], members[best][KEPT_ERROR]
+    print(f"\nmember {best} is the best: kept {kept:.2f}%, error {error:.3f}%")
+
+
+def draw_decisions(rows: list, path: Path) -> None:
+    """Draw risk-coverage curves, and over turns what is wrong of the kept, and sets."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    risk, kept, sets = figure.subplots(1, 3)
+    panels = {f"coverage, {coverage:.1%} sets, %": sets for coverage in COVERAGES}
+    for name, style in styles_of([*rows[0][-1]]).items():
+        errors = np.transpose([own[RISK] for own in rows[0][-1][name]])
+        x = np.linspace(90, 100, len(errors))
+        draw_range(risk, x, errors, name, {**style, "marker": ""})
+        for title, axes in {KEPT_ERROR: kept, **panels}.items():
+            y = np.array([[own[title] for own in found[name]] for _, found in rows])
+            draw_range(axes, TURNS, y, None, style)
+    risk.set(xlabel="test images kept, %", title="error of the surest, %")
+    kept.set(xlabel="turned, degrees", title="error of the kept, %", xticks=TURNS)
+    sets.set(xlabel="turned, degrees", title="coverage of sets, %", xticks=TURNS)
+    for axes in (risk, kept):
+        axes.set_yscale("symlog", linthresh=0.01)
+        axes.set_yticks(ticks := [0, 0.01, 0.1, 1, 10], ticks)
+        axes.set_ylim(bottom=0)
+    for axes, at in (risk, ALLOWED), (kept, ALLOWED), *((sets, c) for c in COVERAGES):
+        axes.axhline(100 * at, **tm.DASHED)
+    lines = risk.get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", ncols=5, frameon=False)
+    with pe.replace_file(path) as file:
+        figure.savefig(file, format="png", dpi=110)
+
+
+# ---------------------------------------------------------------------------------
 # Command line
 # ---------------------------------------------------------------------------------
 
 
 def check_data(run: tm.Trained, data: tm.Dataset, where: str) -> None:
     """Raise Failure for a run that was trained on other data."""
-    for name, ours in {"dataset": data.name, **data.form()}.items():
+    size = run.config["train_size"]
+    first = data.train_images[:size], data.train_labels[:size]
+    data = data._replace(train_images=first[0], train_labels=first[1])
+    described = tm.describe(argparse.Namespace(**run.config), data)
+    for name, ours in {"dataset": data.name, **data.form(), **described}.items():
         if (theirs := run.config[name]) != ours:
-            raise tm.Failure(f"{where}: {name} is {theirs}; of the test images, {ours}")
+            raise tm.Failure(f"{where}: {name} is {theirs}; of these images, {ours}")
+
+
+def load(folder: Path) -> tuple[tm.Trained, tm.Dataset]:
+    """Load a run and its data.  Raises Failure, ValueError."""
+    run = tm.load_run(folder)
+    data = tm.load_data(run.config["data"], Path(run.config["data_dir"]))
+    check_data(run, data, folder)
+    return run, data
 
 
 def shift(args) -> dict:
     """Print how runs do on shifted images.  Raises Failure, ValueError."""
-    run = tm.load_run(args.run)
+    run, data = load(args.run)
     long = tm.load_run(args.long) if args.long else None
-    if long and (count := long.trainer.layout.members) > 1:
-        raise tm.Failure(f"--long {args.long}: holds {count} models; expected one")
-    data = tm.load_data(run.config["data"], Path(run.config["data_dir"]))
-    check_data(run, data, args.run)
     if long:
+        if (count := long.trainer.layout.members) > 1:
+            raise tm.Failure(f"--long {args.long}: holds {count} models; expected one")
         check_data(long, data, f"--long {args.long}")
     print(f"{data.name}, {len(data.test_images)} test images")
     rows = score_shifts(run, long, data)
@@ -381,6 +530,29 @@ def label(args) -> dict:
     return {"labels": count.tolist()} | {n: e.tolist() for n, e in found.items()}
 
 
+def decide(args) -> dict:
+    """Print how good what a run decides is.  Raises Failure, ValueError."""
+    run, data = load(args.run)
+    size, count = run.config["train_size"], len(data.train_images)
+    if size == count:
+        left = f"trained on all {count} training images, none is left to calibrate on"
+        remedy = f"train one with --train-size {count * 5 // 6}"
+        raise tm.Failure(f"{args.run}: {left}; {remedy}")
+    calibrated = f"calibrated on {count - size} training images that training left out"
+    print(f"{data.name}, {len(data.test_images)} test images, {calibrated}")
+    known = run.predict_members(data.train_images[size:])
+    labels = np.concatenate([data.train_labels[size:], data.test_labels])
+    judged, rows = functools.partial(judge, known=count - size), []
+    for degrees in TURNS:
+        new = run.predict_members(turn(data.test_images, degrees))
+        probs = np.concatenate([known, new], axis=1)
+        rows.append((degrees, score(probs, labels, judged)))
+    print_decisions(rows)
+    if args.plot:
+        draw_decisions(rows, args.plot)
+    return {"turned": rows}
+
+
 class Parser(tm.Parser):
     def format_help(self):
         return __doc__
@@ -389,18 +561,20 @@ class Parser(tm.Parser):
 def parse_arguments(argv: Sequence[str] | None):
     parser = Parser("uncertainty.py")
     commands = parser.add_subparsers(dest="command", required=True)
-    shifting, labeling = map(commands.add_parser, ("shift", "label"))
-    shifting.set_defaults(call=shift)
-    labeling.set_defaults(call=label)
-    shifting.add_argument("run", type=Path)
-    shifting.add_argument("--long", type=Path)
-    for name, (kind, *_) in SIZES.items():
-        labeling.add_argument(tm.flag(name), type=kind)
-    for name in ("--validate", "--quick"):
-        labeling.add_argument(name, action="store_true")
-    for each in (shifting, labeling):
+    parsers = {
+        call: commands.add_parser(call.__name__) for call in (shift, label, decide)
+    }
+    for call, each in parsers.items():
+        each.set_defaults(call=call)
         for name in ("--json", "--plot"):
             each.add_argument(name, type=Path)
+    for call in (shift, decide):
+        parsers[call].add_argument("run", type=Path)
+    parsers[shift].add_argument("--long", type=Path)
+    for name, (kind, *_) in SIZES.items():
+        parsers[label].add_argument(tm.flag(name), type=kind)
+    for name in ("--validate", "--quick"):
+        parsers[label].add_argument(name, action="store_true")
     args = parser.parse_args(argv)
     for name in ("json", "plot"):
         path = getattr(args, name)
