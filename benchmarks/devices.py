@@ -6,7 +6,7 @@
 Each runs in a process of its own that is told of so many cores, and divides its CPU
 into as many virtual devices: `COMMANDS`, on few generated digits, and the README's
 Python, all of its blocks in order as they stand.  Each has to end with status 0, and
-the README's in the numbers that it says, to those of `PRINTED`; else the status is 1, after
+the README's in the numbers that it says, to `PRINTED`; else the status is 1, after
 lines that say why.
 
 A row a machine has the layout of the README's five members; accuracy and NLL of their
@@ -104,7 +104,7 @@ def difference(weights: dict, others: dict) -> float:
 
 
 def complaints(printed: np.ndarray, said: np.ndarray) -> list[str]:
-    """Say which of the numbers that the README's Python printed are not those it says."""
+    """Say which numbers that the README's Python printed are not those it says."""
     if not len(printed) == len(said) == len(PRINTED):
         return [f"the README prints {len(printed)} numbers, and says {len(said)}"]
     return [
