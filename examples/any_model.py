@@ -51,7 +51,7 @@ def draw_rows(num_rows, *shape):
 # Decisions: the README's ensembles, of logits and of two outputs that are none
 # ---------------------------------------------------------------------------------
 
-GAP = -0.3, 0.3
+GAP = 0.3  # the curve has no training data where |t| is less
 OLD, CALIBRATION, NEW = slice(200), slice(200, 700), slice(700, None)
 
 
@@ -112,10 +112,6 @@ def mean_and_deviation(means, variances):  # of the ensemble
     return means.mean(axis=0), np.sqrt(variances.mean(axis=0) + means.var(axis=0))
 
 
-def in_gap(t):
-    return (t > GAP[0]) & (t < GAP[1])
-
-
 def draw(file, unsure, wrong, threshold, data, grid, means, variances, q):
     """Draw errors of what is kept, [6, N], the ensemble's last, and the curve."""
     from matplotlib.figure import Figure
@@ -146,7 +142,7 @@ def draw(file, unsure, wrong, threshold, data, grid, means, variances, q):
     right.plot(grid, mean, color="#d55e00", lw=2)
     right.scatter(*data, s=8, color="0.15", zorder=3, label="training data")
     right.set(xlabel="t", ylabel="curve", xlim=(-1, 1), ylim=(-2.2, 3))
-    right.axvspan(*GAP, color="0.95", zorder=0)
+    right.axvspan(-GAP, GAP, color="0.95", zorder=0)
     right.annotate("no data", (0, -2), ha="center")
     for axes in (left, right):
         axes.legend(frameon=False, loc="upper left")
@@ -316,7 +312,7 @@ def show_decisions(file=None):
     print(f"  kept {kept.mean():.0%}, of which {wrong[-1, NEW][kept].mean():.1%} wrong")
 
     t, grid = x[:, :1], np.linspace(-1, 1, 321, dtype=np.float32)
-    seen, new = ~in_gap(t[:, 0]), np.arange(2200) >= 700
+    seen, new = abs(t[:, 0]) > GAP, np.arange(2200) >= 700
     data = t[OLD][seen[OLD]], curve[OLD][seen[OLD]]
     found = regression(data, np.concatenate([t, grid[:, None]]))
     means, variances = (each[:, :2200] for each in found)
