@@ -1,32 +1,36 @@
 """Five uses of pjax_ensemble, each a function of a few lines beside its model.
 
-    regression   five networks that say how sure they are, of a curve with a gap
+    decisions    the README's two ensembles: of which points a person should look at
+                 the class, and intervals of a curve that hold as often as they say
     tokens       a model of another library, Flax: trees in, logits of tokens out
     sweep        eight learning rates by two weight decays, in one run
     fine_tuning  members that start from a trained model, from a part of it, or new
     own_batches  batches of each member's own, from a generator
 
 `python any_model.py` runs them, in seconds; `--plot FILE` draws the first, with
-matplotlib.  It takes pjax_ensemble.py from beside it, or installed.
+matplotlib.  It takes pjax_ensemble.py from beside it, from the folder above, or
+installed.
 """
 
 import argparse
 import importlib.util
 import inspect
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 import pjax_ensemble as pe
 
 NLL = "negative_log_likelihood"
 
 
 def mlp_init(key, sizes):  # the parameters: any tree of arrays
-    noise = jax.random.normal(key, (len(sizes) - 1, max(sizes) + 1, max(sizes)))
-    pairs = zip(noise, sizes, sizes[1:])  # one draw of it compiles faster than many
-    return [pe.Dense(x[:i, :o] / i**0.5, x[-1, :o]) for x, i, o in pairs]
+    keys = jax.random.split(key, len(sizes) - 1)
+    return [pe.dense_init(*layer) for layer in zip(keys, sizes, sizes[1:])]
 
 
 def mlp(params, x, hyper=None):  # [N, I] to [N, O]
@@ -35,24 +39,50 @@ def mlp(params, x, hyper=None):  # [N, I] to [N, O]
     return pe.dense(params[-1], x)
 
 
+def mlp_loss(params, x, y, hyper=None):
+    return pe.softmax_cross_entropy(mlp(params, x), y).mean()
+
+
 def draw_rows(num_rows, *shape):
     return np.random.default_rng(0).integers(num_rows, size=shape)
 
 
 # ---------------------------------------------------------------------------------
-# Regression: two outputs that are no logits, a mean and a variance
+# Decisions: the README's ensembles, of logits and of two outputs that are none
 # ---------------------------------------------------------------------------------
 
-GAP = -0.8, 0.8
+GAP = 0.3  # the curve has no training data where |t| is less
+OLD, CALIBRATION, NEW = slice(200), slice(200, 700), slice(700, None)
 
 
-def curve(seed, count, gap=()):  # x [N, 1] and y [N], the noisier the larger x
-    rng = np.random.default_rng(seed)
-    x = rng.uniform(-3, 3, size=count)
-    if gap:
-        x = x[(x < gap[0]) | (x > gap[1])]
-    y = np.sin(2 * x) + 0.3 * x + rng.normal(size=len(x)) * (0.2 + 0.05 * x)
-    return x[:, None].astype(np.float32), y.astype(np.float32)
+def readme_data():  # points [2200, 2], their classes, and a curve over the first axis
+    x = np.random.default_rng(0).uniform(-1, 1, size=(2200, 2)).astype(np.float32)
+    noise = np.random.default_rng(1).normal(0, 0.2, size=len(x))
+    classes = np.sin(9 * x[:, 0]) > 2 * x[:, 1]
+    return x, classes.astype(np.int32), np.sin(6 * x[:, 0]) + noise
+
+
+def classification(x, y):  # probabilities [5, 2200, 2]
+    trainer = pe.make_trainer(
+        lambda key: mlp_init(key, (2, 100, 100, 2)),
+        mlp_loss,
+        pe.adam(pe.cosine_schedule(0.03, 500)),
+        members=5,
+        apply_fn=mlp,
+    )
+    state = trainer.init(jax.random.key(0))
+    state, _ = trainer.epoch(state, (x[OLD], y[OLD]), draw_rows(200, 500, 50))
+    return trainer.predict_members(state, x)
+
+
+def risk(unsure, wrong):  # the surest first, and the error among the first 1, 2, ...
+    surest = np.argsort(unsure)
+    return surest, wrong[surest].cumsum() / np.arange(1, len(wrong) + 1)
+
+
+def find_threshold(unsure, wrong, error=0.01):
+    surest, errors = risk(unsure, wrong)
+    return unsure[surest][errors <= error][-1]
 
 
 def gaussian(params, x):  # means and variances [N]
@@ -64,46 +94,60 @@ def gaussian_loss(params, x, y):
     return pe.gaussian_nll(*gaussian(params, x), y).mean()
 
 
-def regression(data, test, grid):
+def regression(data, points):  # means and variances [5, N]
     trainer = pe.make_trainer(
-        lambda key: mlp_init(key, (1, 50, 50, 2)),
+        lambda key: mlp_init(key, (1, 100, 100, 2)),
         gaussian_loss,
-        pe.adam(pe.cosine_schedule(0.01, 400)),
+        pe.adam(pe.cosine_schedule(0.01, 500)),
         members=5,
         apply_fn=gaussian,
         output=None,  # as it is, without a softmax
     )
     state = trainer.init(jax.random.key(0))
-    order = draw_rows(len(data[0]), 5, 400, 40)  # each member's own
-    state, _ = trainer.epoch(state, data, order)
-    report = pe.regression_report(*trainer.predict_members(state, test[0]), test[1])
-    return report, trainer.predict_members(state, grid)
+    state, _ = trainer.epoch(state, data, draw_rows(200, 500, 50) % len(data[0]))
+    return trainer.predict_members(state, points)
 
 
-def draw(file, data, grid, means, variances):
-    """Draw members, mean and two standard deviations, in their two parts."""
+def mean_and_deviation(means, variances):  # of the ensemble
+    return means.mean(axis=0), np.sqrt(variances.mean(axis=0) + means.var(axis=0))
+
+
+def draw(file, unsure, wrong, threshold, data, grid, means, variances, q):
+    """Draw errors of what is kept, [6, N], the ensemble's last, and the curve."""
     from matplotlib.figure import Figure
 
-    mean, noise = means.mean(axis=0), variances.mean(axis=0)
-    inner, outer = 2 * np.sqrt(noise), 2 * np.sqrt(noise + means.var(axis=0))
-    figure = Figure(figsize=(8, 4.2), layout="constrained")
-    axes = figure.subplots()
-    for low, high, color, name in (
-        (-inner, inner, "#bde0f6", "two standard deviations: noise"),
-        (inner, outer, "#f6cf7d", "and disagreement of members"),
-        (-outer, -inner, "#f6cf7d", None),
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    kept = np.arange(1, len(wrong[0]) + 1) / len(wrong[0])
+    for i, each in enumerate(zip(unsure, wrong)):
+        style = [dict(color="#0072b2", lw=0.8), dict(color="#d55e00", lw=2)][i == 5]
+        label = {0: "members", 5: "ensemble"}.get(i)
+        left.plot(100 * kept, 100 * risk(*each)[1], **style, label=label)
+    inside = unsure[-1] <= threshold
+    at = 100 * inside.mean(), 100 * wrong[-1][inside].mean()
+    left.plot(*at, "o", color="#d55e00", label="threshold, calibrated for 1%")
+    left.axhline(1, color="0.6", lw=0.8, ls=":")
+    left.set(xlabel="kept, surest first (%)", ylabel="wrong among them (%)")
+    left.set(xlim=(0, 100), ylim=(0, 8))
+
+    mean, deviation = mean_and_deviation(means, variances)
+    z = 1.645  # 90% of a Gaussian lie within
+    for width, color, name in (
+        (q, "#f6cf7d", f"calibrated: {q:.2f} deviations"),
+        (z, "#bde0f6", f"90% intervals: {z:.2f} deviations"),
     ):
-        axes.fill_between(grid, mean + low, mean + high, color=color, label=name, lw=0)
-    lines = axes.plot(grid, means.T, color="#0072b2", linewidth=0.8)
-    lines[0].set_label("members")
-    axes.plot(grid, mean, color="#d55e00", linewidth=2.5, label="ensemble")
-    axes.scatter(*data, s=12, color="0.15", zorder=3, label="training data")
-    axes.set(xlabel="x", ylabel="y", xlim=(grid[0], grid[-1]), ylim=(-2.4, 3))
-    axes.legend(frameon=False, loc="upper left", ncols=3)
-    axes.axvspan(*GAP, color="0.95", zorder=0)
-    axes.annotate("no data", (sum(GAP) / 2, -2.25), ha="center")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(file, dpi=110)
+        band = mean - width * deviation, mean + width * deviation
+        right.fill_between(grid, *band, color=color, lw=0, label=name)
+    right.plot(grid, means.T, color="#0072b2", lw=0.8)
+    right.plot(grid, mean, color="#d55e00", lw=2)
+    right.scatter(*data, s=8, color="0.15", zorder=3, label="training data")
+    right.set(xlabel="t", ylabel="curve", xlim=(-1, 1), ylim=(-2.2, 3))
+    right.axvspan(-GAP, GAP, color="0.95", zorder=0)
+    right.annotate("no data", (0, -2), ha="center")
+    for axes in (left, right):
+        axes.legend(frameon=False, loc="upper left")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file, dpi=100)
 
 
 # ---------------------------------------------------------------------------------
@@ -169,13 +213,9 @@ def wave(seed, count, slope=2.0):  # points [N, 2], and the side of a wave: some
     return x, (side ^ (rng.uniform(size=count) < 0.1)).astype(np.int32)
 
 
-def wave_loss(params, x, y, hyper=None):
-    return pe.softmax_cross_entropy(mlp(params, x), y).mean()
-
-
 def decayed_loss(params, x, y, hyper):
     squares = sum(jnp.sum(layer.weight**2) for layer in params)
-    return wave_loss(params, x, y) + hyper["decay"] / 2 * squares
+    return mlp_loss(params, x, y) + hyper["decay"] / 2 * squares
 
 
 def sweep(hyper, data, valid):  # hyper's leaves [K]
@@ -211,7 +251,7 @@ def begin(key, kept, trained):  # the first layers are the trained ones, the res
 def fine_tuning(trained, kept, data, test):  # kept [K]: how many layers of the trained
     trainer = pe.make_trainer(
         lambda key, h: begin(key, h, trained),
-        wave_loss,
+        mlp_loss,
         lambda h: pe.adam(0.01),
         members=len(kept),
         apply_fn=mlp,
@@ -239,7 +279,7 @@ def bootstrap(x, y, members, steps):  # from its own resample: [K, B, 2], [K, B]
 def own_batches(data, test):
     trainer = pe.make_trainer(
         lambda key: mlp_init(key, (2, 100, 2)),
-        wave_loss,
+        mlp_loss,
         pe.adam(0.02),
         members=5,
         apply_fn=mlp,
@@ -260,17 +300,35 @@ def show(name, report):
     print(f"{name}: NLL {report['ensemble'][NLL]:.3f}, of the members {members}")
 
 
-def show_regression(file=None):
-    data, grid = curve(1, 150, GAP), np.linspace(-4, 4, 321, dtype=np.float32)
-    report, (means, variances) = regression(data, curve(2, 500), grid[:, None])
-    show("Regression", report)
-    covered, deviation = report["ensemble"]["coverage"]["95%"], means.std(axis=0)
-    print(f"  95% intervals hold {covered:.0%} of the test data, gap included")
-    gap, seen = (grid > GAP[0]) & (grid < GAP[1]), abs(grid) < 3
-    inside, beside = deviation[gap].mean(), deviation[~gap & seen].mean()
-    print(f"  members differ by {inside:.3f} in the gap, by {beside:.3f} beside it")
+def show_decisions(file=None):
+    x, y, curve = readme_data()
+    probs = classification(x, y)
+    show("Classes", pe.ensemble_report(probs[:, 200:], y[200:]))
+    stages = [*probs[:, None], probs]  # of the members, each alone, and of all
+    unsure = np.array([pe.predictive_entropy(each) for each in stages])
+    wrong = np.array([each.mean(axis=0).argmax(axis=-1) != y for each in stages])
+    threshold = find_threshold(unsure[-1, CALIBRATION], wrong[-1, CALIBRATION])
+    kept = unsure[-1, NEW] <= threshold
+    print(f"  kept {kept.mean():.0%}, of which {wrong[-1, NEW][kept].mean():.1%} wrong")
+
+    t, grid = x[:, :1], np.linspace(-1, 1, 321, dtype=np.float32)
+    seen, new = abs(t[:, 0]) > GAP, np.arange(2200) >= 700
+    data = t[OLD][seen[OLD]], curve[OLD][seen[OLD]]
+    found = regression(data, np.concatenate([t, grid[:, None]]))
+    means, variances = (each[:, :2200] for each in found)
+    mean, deviation = mean_and_deviation(means, variances)
+    off = abs(curve - mean) / deviation
+    q = pe.conformal_quantile(off[CALIBRATION][seen[CALIBRATION]])
+    for name, part in ("Regression", seen & new), ("In the gap", ~seen & new):
+        report = pe.regression_report(means[:, part], variances[:, part], curve[part])
+        show(name, report)
+        held = report["ensemble"]["coverage"]["90%"], (off[part] <= q).mean()
+        print("  90% intervals hold {:.0%}, calibrated ones {:.0%}".format(*held))
+        print(f"  members differ by {means[:, part].std(axis=0).mean():.3f}")
     if file:
-        draw(file, data, grid, means, variances)
+        lines = (each[:, 2200:] for each in found)
+        new_points = unsure[:, NEW], wrong[:, NEW], threshold
+        draw(file, *new_points, (data[0][:, 0], data[1]), grid, *lines, q)
 
 
 def show_tokens():
@@ -293,7 +351,7 @@ def show_sweep():
     best = losses.argmin()
     params = jax.tree.map(lambda x: x[best], params)
     print(f"  chosen: {rate[best]:g} and {decay[best]:g}", end="; ")
-    print(f"NLL on test data {wave_loss(params, *test):.3f}")
+    print(f"NLL on test data {mlp_loss(params, *test):.3f}")
     return params
 
 
@@ -308,10 +366,10 @@ def show_fine_tuning(trained):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description="Show five uses of pjax_ensemble.")
-    parser.add_argument("--plot", metavar="FILE", help="draw the regression")
+    parser.add_argument("--plot", metavar="FILE", help="draw the decisions")
     args = parser.parse_args(argv)
     pe.use_cpu_devices()  # before JAX is first used
-    show_regression(args.plot)
+    show_decisions(args.plot)
     show_tokens()
     show_fine_tuning(show_sweep())
     show("Own batches", own_batches(wave(0, 200), wave(2, 2000)))
