@@ -306,7 +306,7 @@ def test_example_runs_below_the_module_and_says_what_holds(tmp_path):
         assert ensemble < np.mean(members), use
     _, said = machines.read_readme()  # of the same networks, on the same data
     held = [numbers(use, "members differ")[-2:] for use in ("Regression", "In the gap")]
-    assert_allclose([*held[0], *held[1]], 100 * said[[14, 15, 18, 19]], atol=3)
+    assert_allclose([*held[0], *held[1]], 100 * said[[14, 15, 18, 19]], atol=5)
     assert_allclose(numbers("  kept ", "wrong"), 100 * said[20:], atol=2)
     beside, inside = (float(x) for x in re.findall(r"differ by (.*)", printed))
     assert inside > 3 * beside
