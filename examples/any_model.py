@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-sys.path.append(str(Path(__file__).resolve().parent.parent))
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 import pjax_ensemble as pe
 
 NLL = "negative_log_likelihood"
