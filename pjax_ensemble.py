@@ -1461,11 +1461,16 @@ def _is_consumed(state: PyTree) -> bool:
     return any(isinstance(x, Array) and x.is_deleted() for x in leaves)
 
 
-def _check_usable(state: Any) -> None:
-    """Raise ValueError for what is no state, and for one that was consumed."""
+def _check_form(state: Any) -> None:
+    """Raise ValueError for what is no state."""
     if getattr(state, "_fields", ()) != TrainState._fields:  # a reloaded module's too
         expected = "a TrainState, as init returns it, or load with like"
         raise ValueError(f"the state is {type(state).__name__}; expected {expected}")
+
+
+def _check_usable(state: Any) -> None:
+    """Raise ValueError for what is no state, and for one that was consumed."""
+    _check_form(state)
     if _is_consumed(state):
         raise ValueError(
             "the state was consumed by an earlier update or epoch; go on with the one "
@@ -2093,7 +2098,7 @@ class Trainer:
         They may come from a trainer of as many members on other devices.  Raises
         ValueError for another number of them, or equal keys.
         """
-        _check_usable(gathered)
+        _check_form(gathered)
         expected = f"the trainer's {self.members} members"
         _check_axes("members' state", gathered, self.members, expected=expected)
         if gathered.key is not None:
