@@ -626,6 +626,7 @@ def reliability(probs: Any, labels: Any) -> np.ndarray:
 
 
 def _bins(probs: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Do what `reliability` does, of what is checked: [..., C] and [...] -> [3, 15]."""
     confidence = probs.max(axis=-1).ravel()
     correct = (probs.argmax(axis=-1) == labels).ravel()
     edges = np.linspace(0, 1, _NUM_BINS + 1)[1:-1]
@@ -824,6 +825,7 @@ def temper(probs: Any, temperature: float) -> np.ndarray:
 
 
 def _softmax(logits: np.ndarray) -> np.ndarray:
+    """Return exp(logits), normalized over the last axis: [..., C] -> [..., C]."""
     powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
     return powers / powers.sum(axis=-1, keepdims=True)
 
