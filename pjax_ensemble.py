@@ -41,6 +41,7 @@ device.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import concurrent.futures
 import contextlib
@@ -96,6 +97,11 @@ __all__ = [
     "replace_file", "save", "load", "main",
 ]
 # fmt: on
+
+
+def __dir__() -> list[str]:  # what completion offers: no other module's names
+    return [*__all__, "__doc__", "__version__"]
+
 
 Array = jax.Array
 PyTree = Any
@@ -1170,6 +1176,25 @@ class TrainState(NamedTuple):
     model_state: PyTree  # what a model keeps besides parameters: running statistics
     key: Array | None  # random key of the member, a new one after every stateful step
 
+    def __repr__(self) -> str:  # without a look at the numbers, which may be gone
+        forms = zip(self._fields, _form(tuple(self)))
+        return f"TrainState({', '.join(f'{name}={form}' for name, form in forms)})"
+
+
+class _Form(str):
+    """Type and shape of a leaf, shown in a tree as they are."""
+
+    __repr__ = str.__str__
+
+
+def _form(tree: PyTree) -> PyTree:
+    """Name type and shape of every leaf that has them."""
+
+    def name(x):
+        return _Form(f"{x.dtype}{[*x.shape]}") if hasattr(x, "dtype") else x
+
+    return jax.tree.map(name, tree)
+
 
 def train_state(
     params: PyTree,
@@ -1247,21 +1272,13 @@ def _num_parts(batch: PyTree, model_state: PyTree, microbatch: int | str | None)
     return rows // microbatch
 
 
-_ALONE = None, None, lambda: 0  # a model without replicas, as `_make_step` takes it
-
-
-def _form(tree: PyTree) -> PyTree:
-    """Name type and shape of every leaf."""
-    return jax.tree.map(lambda x: f"{x.dtype}{[*x.shape]}", tree)
-
-
-def _make_step(axis, groups, part, loss_fn, optimizer, hyper, *options) -> Callable:
-    """Make the training step: (state, *batch) -> (state, metrics).
+def _make_step(axis, groups, loss_fn, optimizer, hyper, *options) -> Callable:
+    """Make the training step: (state, part, *rows) -> (state, metrics).
 
     `axis` names the mapped axis over which the model's replicas stand, all of it, or
     with `groups`, lists of devices, each of these; None is a model that stands alone.
-    A replica sees a part of the batch, and part() is its number, from 0.  The options
-    are those of `make_sync_update`, in their order.
+    A replica sees `rows`, a part of the batch, whose number is `part`, from 0.  The
+    options are those of `make_sync_update`, in their order.
     """
     has_aux, stateful, microbatch, skip_nonfinite = options
     loss_fn = _full_loss(loss_fn, hyper, has_aux, stateful)
@@ -1281,7 +1298,7 @@ def _make_step(axis, groups, part, loss_fn, optimizer, hyper, *options) -> Calla
             return tree
         return lax.pmean(tree, axis, axis_index_groups=groups)
 
-    def step(state, *batch):
+    def step(state, part, *batch):
         params, opt_state, model_state, key = state
         num_parts = _num_parts(batch, model_state, microbatch)
         if stateful:
@@ -1297,7 +1314,7 @@ def _make_step(axis, groups, part, loss_fn, optimizer, hyper, *options) -> Calla
             i, rows = numbered_rows
             rows_key = None
             if stateful:
-                rows_key = jax.random.fold_in(loss_key, part() * num_parts + i)
+                rows_key = jax.random.fold_in(loss_key, part * num_parts + i)
             result, grads = loss_and_grads(params, model_state, rows_key, *rows)
             return jax.tree.map(jnp.add, total, grads), result
 
@@ -1430,7 +1447,9 @@ def _run(program: Callable, meet: bool, *args) -> Any:
     if not meet or jax.default_backend() != "cpu":
         return program(*args)
     if _in_flight is not None and not _in_flight.is_deleted():
-        jax.block_until_ready(_in_flight)
+        with contextlib.suppress(Exception):  # whoever reads that program's results
+            jax.block_until_ready(_in_flight)
+    _in_flight = None  # also where this one fails
     result = program(*jax.block_until_ready(args))
     _in_flight = jax.tree.leaves(result)[-1]
     return result
@@ -1463,16 +1482,11 @@ def _is_consumed(state: PyTree) -> bool:
     return any(isinstance(x, Array) and x.is_deleted() for x in leaves)
 
 
-def _check_form(state: Any) -> None:
-    """Raise ValueError for what is no state."""
+def _check_usable(state: Any) -> None:
+    """Raise ValueError for what is no state, and for one that was consumed."""
     if getattr(state, "_fields", ()) != TrainState._fields:  # a reloaded module's too
         expected = "a TrainState, as init returns it, or load with like"
         raise ValueError(f"the state is {type(state).__name__}; expected {expected}")
-
-
-def _check_usable(state: Any) -> None:
-    """Raise ValueError for what is no state, and for one that was consumed."""
-    _check_form(state)
     if _is_consumed(state):
         raise ValueError(
             "the state was consumed by an earlier update or epoch; go on with the one "
@@ -1496,69 +1510,90 @@ def _check_apart(state: PyTree) -> None:
         names[buffer] = name
 
 
-def _is_latest(owner: Any, state: PyTree) -> bool:
-    """Whether a state is what the owner's last step returned."""
-    leaves, kept = jax.tree.leaves(state), jax.tree.leaves(owner.latest)
-    return len(leaves) == len(kept) and all(map(operator.is_, leaves, kept))
+def _admit(owner: Any, state: Any, place: Callable, consume: bool = True) -> TrainState:
+    """Let a state in, by the one door to a program: return it on the devices.
+
+    What the owner's last step returned is known.  Any other is placed by place(state),
+    which raises for one that is not the owner's, and where it will be consumed, no two
+    of its leaves may be one buffer.
+    """
+    _check_usable(state)
+    leaves, latest = jax.tree.leaves(state), jax.tree.leaves(owner.latest)
+    if len(leaves) == len(latest) and all(map(operator.is_, leaves, latest)):
+        return state
+    state = place(state)
+    if consume:
+        _check_apart(state)
+    return state
+
+
+def _keep(owner: Any, state: TrainState | None) -> None:
+    """Make a state the owner's latest; a trainer is frozen for everybody else."""
+    object.__setattr__(owner, "latest", state)
 
 
 def _consume(owner: Any, program: Callable, state: PyTree, *rest) -> tuple:
-    """Call program(state, *rest) -> (state, metrics), which reuses state's buffers.
-
-    Its state is `owner.latest` before an interrupt can lose it: one that comes while
-    the state changes hands waits until it has done so.  Until then nothing is lost, and
-    compiling may take long.
-    """
+    """Call program(state, *rest) -> (state, metrics), which reuses state's buffers."""
+    # 1. During the call `guard` stands before what handles SIGINT.
+    # 2. Until the buffers are taken nothing is lost, and compiling may take long: an
+    #    interrupt goes on at once, and where its handler returns, guard is back.
+    # 3. From then on interrupts wait, until what was made is the owner's latest.
+    # 4. The handler is back, the one that was set last, and those that waited go on.
     handler: Any = signal.getsignal(signal.SIGINT)
-    late: list = []
+    waiting = 0
 
-    def wait(*interrupt):
+    def guard(*interrupt):
+        nonlocal handler, waiting
         if _is_consumed(state):
-            late.append(interrupt)
+            waiting += 1
         else:
             signal.signal(signal.SIGINT, handler)
-            handler(*interrupt)
+            signal.raise_signal(signal.SIGINT)
+            handler = signal.signal(signal.SIGINT, guard)
 
     # Only the main thread is interrupted, and only there can handlers be set.
     main = threading.main_thread() is threading.current_thread()
-    can_wait = main and callable(handler)
     try:
-        if can_wait:
-            signal.signal(signal.SIGINT, wait)
+        if main and callable(handler):
+            signal.signal(signal.SIGINT, guard)
         result = program(state, *rest)
-        vars(owner)["latest"] = result[0]
+        _keep(owner, result[0])
     finally:
-        if can_wait and (last := signal.signal(signal.SIGINT, handler)) is not wait:
-            signal.signal(signal.SIGINT, last)  # which the handler had set
-    for interrupt in late:
-        handler(*interrupt)
+        if signal.getsignal(signal.SIGINT) is guard:
+            signal.signal(signal.SIGINT, handler)
+    for _ in range(waiting):
+        signal.raise_signal(signal.SIGINT)
     return result
 
 
 def _make_update(replicas: bool, *args) -> Callable:
     """Map the step over the devices; check and place the states that come from afar."""
     axis = "devices" if replicas else "members"
-    place = (axis, None, lambda: lax.axis_index(axis)) if replicas else _ALONE
-    step = _make_step(*place, *args)
-    pmapped = jax.pmap(step, axis_name=axis, donate_argnums=0)
+    step = _make_step(axis if replicas else None, None, *args)
+
+    def on_device(state, *batch):
+        return step(state, lax.axis_index(axis) if replicas else 0, *batch)
+
+    pmapped = jax.pmap(on_device, axis_name=axis, donate_argnums=0)
     program = functools.partial(_run, pmapped, replicas)
+
+    def place(state):
+        _check_axes("state", state)
+        if state.key is not None:
+            keys = _gather_devices(jax.random.key_data(state.key))
+            _check_keys(keys, np.zeros(len(keys)) if replicas else range(len(keys)))
+        num_devices = np.shape(jax.tree.leaves(state)[0])[0]
+        sharding = _device_sharding(num_devices, axis)
+        return jax.device_put(_private("state", state), sharding)
 
     def update(state, *batch):
         """Take a step: (state, metrics).  `state` is consumed."""
-        _check_usable(state)
+        state = _admit(update, state, place)
         expected = "the number of devices in all of them: replicate or split them"
         _check_axes("state and the batch", (state, batch), expected=expected)
-        if not _is_latest(update, state):
-            num_devices = np.shape(jax.tree.leaves(state)[0])[0]
-            if state.key is not None:
-                keys = _gather_devices(jax.random.key_data(state.key))
-                _check_keys(keys, np.zeros(len(keys)) if replicas else range(len(keys)))
-            sharding = _device_sharding(num_devices, axis)
-            state = jax.device_put(_private("state", state), sharding)
-            _check_apart(state)
         return _consume(update, program, state, *_private("batch", batch))
 
-    vars(update)["latest"] = None
+    _keep(update, None)
     return update
 
 
@@ -1688,19 +1723,19 @@ def _axis(layout: Layout) -> str:
 
 
 def _slots(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-    """Return the member in each slot [D, M], and the replica on each device [D].
+    """Return the member and the replica in each slot [D * M], device after device.
 
     Of several processes, those on the devices of this one.  Slots that are left over,
     on the last devices, repeat the last member.
     """
     members, devices, shared, replicas = layout
-    device = np.arange(devices).reshape(jax.process_count(), -1)[jax.process_index()]
-    slot = device[:, None] // replicas * shared + np.arange(shared)
-    return np.minimum(slot, members - 1), device % replicas
+    slots = np.arange(devices * shared).reshape(jax.process_count(), -1)
+    slot = slots[jax.process_index()]
+    return np.minimum(slot // replicas, members - 1), slot % replicas
 
 
 def _layout_sharding(layout: Layout) -> Any:
-    """Lay a leading axis over the devices in use, of this process."""
+    """Lay slots [D * M, ...] over the devices in use, of this process."""
     return _device_sharding(layout.devices // jax.process_count(), _axis(layout))
 
 
@@ -1713,9 +1748,6 @@ def _check_draws(key: Any, at_once: int) -> None:
         )
 
 
-_NO: dict[str, Any] = {}  # arguments
-
-
 if hasattr(jax, "shard_map"):
     _shard_map = functools.partial(jax.shard_map, check_vma=False)
 else:  # JAX 0.5
@@ -1724,24 +1756,35 @@ else:  # JAX 0.5
     _shard_map = functools.partial(shard_map, check_rep=False)
 
 
-def _over_devices(f: Callable, layout: Layout, consume: bool) -> Callable:
-    """Map f(state, mapped, of_all) over devices; state, mapped, result are [D, ...].
+def _over_members(f: Callable, layout: Layout, training: bool, at_once: int) -> Callable:
+    """Map f(state, **of_slot, **of_all), of one member on one device, over all slots.
+
+    The result is a function of the state, of of_slot and of of_all, the arguments by
+    name.  Leaves of the first two are [D * M, ...], an entry a slot, and so are those
+    of what f returns; of_all is the same everywhere.  In training the state's buffers
+    are reused, and replicas wait for each other.
 
     As `jax.pmap` does, but the program goes when it is let go: what `pmap` compiled,
     JAX (0.10, 0.12) keeps for good, with all that f holds.
     """
+    together = min(at_once, layout.members_per_device)
+    # Alone, not by a vmap of one, whose bits are others.
+    batch_size = None if together == 1 else together
     axis, spec = _axis(layout), jax.sharding.PartitionSpec
     mesh = jax.sharding.Mesh(np.array(jax.devices()[: layout.devices]), axis)
     given, made = (spec(axis), spec(axis), spec()), spec(axis)
 
-    def on_device(state, mapped, of_all):
-        state, mapped = jax.tree.map(lambda x: x[0], (state, mapped))
-        return jax.tree.map(lambda x: x[None], f(state, mapped, of_all))
+    def on_device(state, of_slot, of_all):
+        def in_slot(own):
+            state, of_slot = own
+            return f(state, **of_slot, **of_all)
+
+        return lax.map(in_slot, (state, of_slot), batch_size=batch_size)
 
     program = jax.jit(
         _shard_map(on_device, mesh=mesh, in_specs=given, out_specs=made),
         in_shardings=tuple(jax.sharding.NamedSharding(mesh, each) for each in given),
-        donate_argnums=(0,) if consume else (),
+        donate_argnums=(0,) if training else (),
     )
 
     def convert(to, spec, tree):  # by their data: JAX 0.5 does not take typed keys
@@ -1754,33 +1797,8 @@ def _over_devices(f: Callable, layout: Layout, consume: bool) -> Callable:
         args = map(functools.partial(convert, to_all), given, args)
         return convert(to_own, made, program(*args))
 
-    return program if jax.process_count() == 1 else run
-
-
-def _over_members(f: Callable, layout: Layout, consume: bool, at_once: int) -> Callable:
-    """Map f(state, hyper, **arguments), of one member on one device, over all.
-
-    The result is a function of the state, of (hyper, of_member, of_device) and of
-    of_all: the arguments by name, apart by what they belong to.  Leaves of the state,
-    of hyper and of of_member are [D, M, ...], of of_device [D, ...]; of_all is the same
-    everywhere.  What f returns comes back with leaves [D, M, ...].  `consume` is for
-    training: the state's buffers are reused, and replicas wait for each other.
-    """
-    together = min(at_once, layout.members_per_device)
-    # Alone, not by a vmap of one, whose bits are others.
-    batch_size = None if together == 1 else together
-
-    def on_device(state, mapped, of_all):
-        hyper, of_member, of_device = mapped
-
-        def of_one(slot):
-            state, hyper, of_member = slot
-            return f(state, hyper, **of_member, **of_device, **of_all)
-
-        return lax.map(of_one, (state, hyper, of_member), batch_size=batch_size)
-
-    mapped = _over_devices(on_device, layout, consume)
-    return functools.partial(_run, mapped, consume and layout.replicas > 1)
+    call = program if jax.process_count() == 1 else run
+    return functools.partial(_run, call, training and layout.replicas > 1)
 
 
 def _on_data(function: Callable, leaf: Array) -> Array:
@@ -1792,7 +1810,7 @@ def _on_data(function: Callable, leaf: Array) -> Array:
 
 
 def _lay(what: str, tree: PyTree, layout: Layout) -> PyTree:
-    """Lay members [K, ...] into their slots, [D, M, ...]."""
+    """Lay members [K, ...] into their slots, [D * M, ...]."""
     member, sharding = _slots(layout)[0], _layout_sharding(layout)
 
     def lay(x):
@@ -1801,14 +1819,14 @@ def _lay(what: str, tree: PyTree, layout: Layout) -> PyTree:
     return jax.tree.map(functools.partial(_on_data, lay), tree)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _join(copies, shape, members):
+@functools.partial(jax.jit, static_argnums=1)
+def _join(copies, members):
     """Join members that stand together, each copy [M, ...]: [K, ...]."""
-    return jnp.concatenate([x.reshape(shape) for x in copies])[:members]
+    return jnp.concatenate(copies)[:members]
 
 
 def _take(tree: PyTree, layout: Layout) -> PyTree:
-    """Take members [K, ...] out of [D, M, ...], of each its first replica.
+    """Take members [K, ...] out of their slots [D * M, ...], of each its first replica.
 
     They come from where they are to one device, or to the host from several processes.
     """
@@ -1816,11 +1834,11 @@ def _take(tree: PyTree, layout: Layout) -> PyTree:
     def take(x):
         if jax.process_count() > 1 and isinstance(x, jax.Array):
             x = _gather_devices(x)
-        if isinstance(x, np.ndarray):
-            return np.concatenate(x[:: layout.replicas])[: layout.members]
+        if isinstance(x, np.ndarray):  # a copy, as JAX's own is read-only
+            return np.array(x[:: layout.replicas][: layout.members])
         copies = [shard.data for shard in x.addressable_shards[:: layout.replicas]]
         copies = jax.device_put(copies, jax.local_devices()[0])
-        return _join(copies, x.shape[1:], layout.members)
+        return _join(copies, layout.members)
 
     return jax.tree.map(take, tree)
 
@@ -1903,7 +1921,7 @@ def _weakly(method: Callable) -> Callable:
 _BLOCK_CHUNKS, _BLOCK_BYTES = 128, 2**22
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Trainer:
     """Train K members on D devices, whatever K and D are: see `layout`.
 
@@ -1949,10 +1967,9 @@ class Trainer:
     and for what each of them names.
     """
 
-    init_fn: Callable  # key -> params, or (params, model_state)
-    loss_fn: Callable  # (params, *batch) -> loss
-    optimizer: OptimizerLike | Callable  # the latter with hyper, of a member's
-    _: dataclasses.KW_ONLY
+    init_fn: Callable = dataclasses.field(kw_only=False)  # key -> params, or with state
+    loss_fn: Callable = dataclasses.field(kw_only=False)  # (params, *batch) -> loss
+    optimizer: OptimizerLike | Callable = dataclasses.field(kw_only=False)
     members: int  # K
     apply_fn: Callable | None = None  # (params, inputs) -> outputs
     output: Callable | None = jax.nn.softmax  # of outputs
@@ -1964,22 +1981,17 @@ class Trainer:
     skip_nonfinite: bool = False  # a step that is not finite changes nothing
     chunk: int = 32  # examples that a device predicts at a time
     at_once: int = 1  # members of a device that are computed together
-    _hyper: tuple = dataclasses.field(init=False, repr=False, default=())  # laid
-    _programs: dict = dataclasses.field(init=False, repr=False, default_factory=dict)
-    _warned: set = dataclasses.field(init=False, repr=False, default_factory=set)
     latest: TrainState | None = dataclasses.field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
-        members = self.layout.members
-        hyper = () if self.hyper is None else (self.hyper,)
         _count("chunk", self.chunk)
         _count("at_once", self.at_once)
-        if hyper:
-            expected = f"arrays [K, ...], an entry for each of the {members} members"
-            _check_axes("hyper", hyper, members, expected=expected)
-            vars(self)["_hyper"] = _lay("hyper", hyper, self.layout)
-        for i in range(members if hyper else 1):  # raises for what cannot be
-            self._make_step(1, *jax.tree.map(operator.itemgetter(i), hyper))
+        own = (self.hyper,) if self._hyper else ()
+        for i in range(self.layout.members if own else 1):  # raises for what cannot be
+            self._make_step(*jax.tree.map(operator.itemgetter(i), own))
+
+    def __getstate__(self) -> dict:  # a copy makes programs of its own
+        return {name: x for name, x in vars(self).items() if name != "_programs"}
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -1996,50 +2008,56 @@ class Trainer:
         _device_sharding(wanted // processes)  # raises where there are fewer
         return result
 
-    def _map(self, f, state, parts=0, of_member=_NO, of_device=_NO, of_all=_NO):
-        """Call a function of one member for all: see `_over_members`.
+    @functools.cached_property
+    def _hyper(self) -> tuple:
+        """The members' hyper, in their slots; empty where they have none."""
+        if self.hyper is None:
+            return ()
+        expected = f"arrays [K, ...], an entry for each of the {self.members} members"
+        _check_axes("hyper", self.hyper, self.members, expected=expected)
+        return (_lay("hyper", self.hyper, self.layout),)
 
-        With `parts` it is a step, on so many of the batch, and consumes the state.
+    @functools.cached_property
+    def _programs(self) -> dict:
+        """What is compiled, by the name of the function that it maps."""
+        return {}
+
+    def _map(self, f, state, of_slot, of_all, training=False):
+        """Call f(state, hyper, **of_slot, **of_all), of one member, for all members.
+
+        What the arguments are stands at `_over_members`; hyper is one more of a slot.
         """
-        name, how = (f.__name__, parts), (self.layout, parts > 0, self.at_once)
-        if name not in self._programs:
-            own = functools.partial(_weakly(f), parts) if parts else _weakly(f)
-            self._programs[name] = _over_members(own, *how)
-        program = self._programs[name]
-        call = functools.partial(_consume, self, program) if parts else program
-        return call(state, (self._hyper, of_member, of_device), of_all)
+        if f.__name__ not in self._programs:
+            how = self.layout, training, self.at_once
+            self._programs[f.__name__] = _over_members(_weakly(f), *how)
+        args = state, {"hyper": self._hyper, **of_slot}, of_all
+        program = self._programs[f.__name__]
+        return _consume(self, program, *args) if training else program(*args)
 
-    def _admit(self, state: TrainState, consume: bool = False) -> TrainState:
-        """Return a state on the devices, once it is seen to be one of this trainer."""
-        _check_usable(state)
-        if _is_latest(self, state):
-            return state
-        (member, _), sharding = _slots(self.layout), _layout_sharding(self.layout)
-        expected = f"this trainer's {member.shape}: use init, or gather and scatter"
-        _check_axes("state", state, *member.shape, expected=expected)
+    def _place_state(self, state):
+        """Put a state from elsewhere into the slots, once it is seen to be of these."""
+        members, _ = _slots(self.layout)
+        expected = f"this trainer's {len(members)}: use init, or gather and scatter"
+        _check_axes("state", state, len(members), expected=expected)
         if state.key is not None:
             _check_draws(state.key, self.at_once)
-            keys = np.asarray(jax.random.key_data(state.key)).reshape(member.size, -1)
-            both = keys, member.ravel()
+            both = jax.random.key_data(state.key), members
             _call("a state of another trainer", expected, _check_keys, *both)
-        state = jax.device_put(_private("state", state), sharding)
-        if consume:
-            _check_apart(state)
-        return state
+        return jax.device_put(_private("state", state), _layout_sharding(self.layout))
 
     def _make_optimizer(self, *hyper):
         expected = "with hyper, expected a function, such as lambda h: sgd(h)"
         make = functools.partial(_call, "optimizer", expected, self.optimizer)
         return make(*hyper) if hyper else self.optimizer
 
-    def _make_step(self, parts, *hyper):
-        place, axis, replicas = _ALONE, _axis(self.layout), self.layout.replicas
+    def _make_step(self, *hyper):
+        axis, groups, replicas = None, None, self.layout.replicas
         if replicas > 1:
             groups = np.arange(self.layout.devices).reshape(-1, replicas).tolist()
-            place = axis, groups, lambda: lax.axis_index(axis) % parts
+            axis = _axis(self.layout)
         args = self.loss_fn, self._make_optimizer(*hyper), hyper
         options = self.has_aux, self.stateful, self.microbatch, self.skip_nonfinite
-        return _make_step(*place, *args, *options)
+        return _make_step(axis, groups, *args, *options)
 
     # Making and moving the members.  Beside each method stands its function of one
     # member, mapped over all.
@@ -2049,8 +2067,8 @@ class Trainer:
 
         It depends on that and its `hyper` alone: on CPU it ends in the same bits for
         every number of members and devices with K >= D, and agrees to rounding where it
-        has replicas or `at_once` is above 1.  Leaves of the state are [D, M, ...], and
-        by member in `gather`.
+        has replicas or `at_once` is above 1.  Leaves of the state are [D * M, ...], by
+        slot, and by member in `gather`.
 
         Raises ValueError for what is not one random key, for keys of "rbg" with at_once
         above 1, and for an init_fn that returns other leaves than arrays.
@@ -2059,8 +2077,7 @@ class Trainer:
         _call("key", expected, jax.random.split, key)
         _check_draws(key, self.at_once)
         member, _ = _slots(self.layout)
-        numbers = {"number": member}
-        return self._map(self._init_one, None, of_member=numbers, of_all={"key": key})
+        return self._map(self._init_one, None, {"number": member}, {"key": key})
 
     def _init_one(self, _, hyper, number, key):
         init_key, key = jax.random.split(jax.random.fold_in(key, number))
@@ -2078,10 +2095,10 @@ class Trainer:
         """
 
         def gather(path, x):
-            copies = _gather_devices(x)  # [D, M, ...]
+            copies = _gather_devices(x)  # [D * M, ...]
             for i, copy in enumerate(copies):
                 first = i - i % self.layout.replicas
-                if copy.tobytes() != copies[first].tobytes():
+                if i > first and copy.tobytes() != copies[first].tobytes():
                     raise RuntimeError(
                         f"replicas differ: {jax.tree_util.keystr(path)} on device "
                         f"{jax.devices()[i]} is not what it is on "
@@ -2091,7 +2108,7 @@ class Trainer:
 
         return jax.tree_util.tree_map_with_path(
             lambda path, x: _on_data(functools.partial(gather, path), x),
-            self._admit(state),
+            _admit(self, state, self._place_state, consume=False),
         )
 
     def scatter(self, gathered: TrainState) -> TrainState:
@@ -2100,7 +2117,7 @@ class Trainer:
         They may come from a trainer of as many members on other devices.  Raises
         ValueError for another number of them, or equal keys.
         """
-        _check_form(gathered)
+        _check_usable(gathered)
         expected = f"the trainer's {self.members} members"
         _check_axes("members' state", gathered, self.members, expected=expected)
         if gathered.key is not None:
@@ -2126,7 +2143,7 @@ class Trainer:
         Raises ValueError for a batch that is empty or does not divide into
         micro-batches.
         """
-        state = self._admit(state, consume=True)
+        state = _admit(self, state, self._place_state)
         if per_member:
             expected = f"arrays [K, B, ...], with K = {self.members} and one B"
             _check_axes("batch", batch, self.members, None, expected=expected)
@@ -2134,25 +2151,23 @@ class Trainer:
             _check_axes("batch", batch)
             self._warn_if_equal(state)
         given = self._deal({"batch": batch}, int(per_member))
-        state, metrics = self._map(self._step_one, state, **given)
+        state, metrics = self._map(self._step_one, state, *given, training=True)
         return state, _take(metrics, self.layout)
 
-    def _step_one(self, parts, state, hyper, batch):
-        return self._make_step(parts, *hyper)(state, *batch)
+    def _step_one(self, state, hyper, batch, part=0):
+        return self._make_step(*hyper)(state, part, *batch)
 
-    def _deal(self, batch: dict, axis: int) -> dict[str, Any]:
-        """Give each device its part of a batch, as arguments of `_map`.
+    def _deal(self, batch: dict, axis: int) -> tuple[dict, dict]:
+        """Give each slot its part of a batch: (of_slot, of_all), as `_map` takes them.
 
-        Leaves [B, ...] come to [D, B / P, ...], or with axis 1, of each member's own,
-        [K, B, ...] to [D, M, B / P, ...].  There are P = gcd(B, R) parts: where that is
-        fewer than replicas, R / P of these have the same part, and the mean over them
-        is the batch's still.
+        Leaves are [B, ...], or with axis 1, of each member's own, [K, B, ...].  There
+        are P = gcd(B, R) parts: where that is fewer than replicas, R / P of these have
+        the same part, and the mean over them is the batch's still.
         """
         (member, replica), replicas = _slots(self.layout), self.layout.replicas
         size = jax.tree.leaves(batch)[0].shape[axis]
         parts = math.gcd(size, replicas)
-        if parts < replicas and "parts" not in self._warned and size:
-            self._warned.add("parts")
+        if parts < replicas and size:
             whole = size - size % replicas or replicas
             warnings.warn(
                 f"a batch of {size} is divided into {parts} parts, not {replicas}, "
@@ -2160,14 +2175,28 @@ class Trainer:
                 f"{replicas}, such as {whole}, use them all",
                 stacklevel=3,
             )
-        part = replica % parts
-        at = (member, part[:, None]) if axis else part
 
-        def lay(x):
-            return _split_axis(_numbers("batch", x), axis, parts)[at]
+        def cut(x):  # [P, B / P, ...], or [K, P, B / P, ...]
+            return _split_axis(_numbers("batch", x), axis, parts)
 
-        laid = jax.device_put(jax.tree.map(lay, batch), _layout_sharding(self.layout))
-        return {"parts": parts, "of_member" if axis else "of_device": laid}
+        cuts, part = jax.tree.map(cut, batch), replica % parts
+        numbers = {"part": np.arange(parts, dtype=np.int32)} if replicas > 1 else {}
+        if not axis:
+            return self._share(cuts | numbers, part)
+        own = jax.tree.map(lambda x: x[member, part], cuts)
+        own |= {name: x[part] for name, x in numbers.items()}
+        return jax.device_put(own, _layout_sharding(self.layout)), {}
+
+    def _share(self, parts: dict, part: np.ndarray) -> tuple[dict, dict]:
+        """Give each slot its own of the parts [P, ...] of what is the same for all.
+
+        Returns (of_slot, of_all), as `_map` takes them.  Without replicas there is one
+        part, the whole.
+        """
+        if self.layout.replicas == 1:
+            return {}, self.place(jax.tree.map(lambda x: x[0], parts))
+        own = jax.tree.map(lambda x: x[part], parts)
+        return jax.device_put(own, _layout_sharding(self.layout)), {}
 
     def epoch(
         self, state: TrainState, data: tuple | list, order: ArrayLike
@@ -2185,7 +2214,7 @@ class Trainer:
         Raises ValueError for an order that is empty or has rows outside the data, and
         for data of several lengths.
         """
-        state = self._admit(state, consume=True)
+        state = _admit(self, state, self._place_state)
         if not isinstance(data, (tuple, list)):
             raise ValueError(
                 f"data is {type(data).__name__}; expected a tuple of what loss_fn takes"
@@ -2194,17 +2223,17 @@ class Trainer:
         num_rows = np.shape(jax.tree.leaves(data)[0])[0]
         rows, num_steps = _padded(order, self.members, num_rows)
         self._warn_if_equal(state, rows)
-        given = self._deal({"order": rows.swapaxes(-1, -2)}, rows.ndim - 2)
-        of_all = {"data": self.place(tuple(data)), "num_steps": np.int32(num_steps)}
-        state, metrics = self._map(self._train_one, state, of_all=of_all, **given)
+        given, of_all = self._deal({"order": rows.swapaxes(-1, -2)}, rows.ndim - 2)
+        of_all |= {"data": self.place(tuple(data)), "num_steps": np.int32(num_steps)}
+        state, metrics = self._map(self._train_one, state, given, of_all, training=True)
         metrics = _take(metrics, self.layout)
         return state, jax.tree.map(lambda x: x[:, :num_steps], metrics)
 
-    def _train_one(self, parts, state, hyper, order, data, num_steps):
-        step = self._make_step(parts, *hyper)
+    def _train_one(self, state, hyper, order, data, num_steps, part=0):
+        step = self._make_step(*hyper)
 
         def train_on(state, rows):
-            return step(state, *jax.tree.map(lambda x: x[rows], data))
+            return step(state, part, *jax.tree.map(lambda x: x[rows], data))
 
         return _scan_first(train_on, state, order.T, num_steps)  # order [b, steps]
 
@@ -2219,12 +2248,10 @@ class Trainer:
         return jax.device_put(_private("data", data), everywhere)
 
     def _warn_if_equal(self, state, order=()):
-        cannot = self.members == 1 or self.hyper is not None or self.stateful
-        cannot = cannot or "equal" in self._warned
+        differ = self.members == 1 or self.hyper is not None or self.stateful
         orders = order if np.ndim(order) == 3 else ()  # each member's own
-        if cannot or any((x != orders[0]).any() for x in orders):
+        if differ or self.latest is not None or any((x != orders[0]).any() for x in orders):
             return
-        self._warned.add("equal")
 
         def equal(leaf):
             return len({x.tobytes() for x in np.asarray(_take(leaf, self.layout))}) == 1
@@ -2276,58 +2303,53 @@ class Trainer:
         num_rows = np.shape(jax.tree.leaves(inputs)[0])[0]
         if num_rows == 0:
             raise ValueError("the inputs hold no example")
-        state = self._admit(state)
+        state = _admit(self, state, self._place_state, consume=False)
         model = (state.params, state.model_state)[: 1 + self.stateful]
         chunks, replicas = self._block_chunks(model, inputs), self.layout.replicas
-        rows, (_, replica) = chunks * self.chunk * replicas, _slots(self.layout)
+        turn, (_, replica) = replicas * self.chunk, _slots(self.layout)
 
-        def deal(start, x):  # zeros fill the last block -> [D, chunks, chunk, ...]
-            x = np.asarray(_numbers("inputs", x[start : start + rows]))
-            x = np.pad(x, [(0, rows - len(x)), *[(0, 0)] * (x.ndim - 1)])
-            x = x.reshape(chunks, replicas, -1, *x.shape[1:])
-            return x.swapaxes(0, 1)[replica]
+        def deal(x):  # [n, ...] -> [R, chunks, chunk, ...], zeros where there is no row
+            x = np.asarray(_numbers("inputs", x))
+            if more := chunks * turn - len(x):
+                x = np.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)])
+            return x.reshape(chunks, replicas, self.chunk, *x.shape[1:]).swapaxes(0, 1)
 
-        def dispatch(start):
-            lay = functools.partial(_on_data, functools.partial(deal, start))
-            turns = -(-min(rows, num_rows - start) // (self.chunk * replicas))
-            dealt = {"chunks": jax.tree.map(lay, inputs)}
-            given = {"of_device": dealt, "of_all": {"count": np.int32(turns)}}
-            return start, self._map(self._predict_one, model, **given)
+        def join(n, x):  # [D * M, chunks, chunk, ...] -> [K, n, ...]
+            x = _gather_devices(x)
+            x = x.reshape(-1, replicas, *x.shape[1:]).swapaxes(1, 2)
+            return x.reshape(len(x), chunks * turn, *x.shape[4:])[: self.members, :n]
 
-        def join(start, outputs):
-            def join_leaf(x):  # [D, M, chunks, chunk, ...] -> [K, n, ...]
-                x = _gather_devices(x)
-                x = np.moveaxis(x.reshape(-1, replicas, *x.shape[1:]), 1, 3)
-                x = x.reshape(-1, rows, *x.shape[5:])
-                return x[: self.members, : num_rows - start]
-
-            return jax.tree.map(join_leaf, outputs)
-
-        blocks = itertools.chain(map(dispatch, range(0, num_rows, rows)), [None])
-        for block, _ in itertools.pairwise(blocks):  # devices are a block ahead
-            yield join(*block)
+        computing: list = []
+        for start in range(0, num_rows, chunks * turn):
+            n = min(num_rows - start, chunks * turn)
+            rows = jax.tree.map(lambda x: _on_data(deal, x[start : start + n]), inputs)
+            of_slot, of_all = self._share({"chunks": rows}, replica)
+            of_all |= {"count": np.int32(-(-n // turn))}
+            outputs = self._map(self._predict_one, model, of_slot, of_all)
+            computing.append((functools.partial(join, n), outputs))
+            if len(computing) > 1:  # the devices are a block ahead
+                yield jax.tree.map(*computing.pop(0))
+        yield jax.tree.map(*computing.pop())
 
     def _block_chunks(self, model, inputs) -> int:
         """Return how many chunks a block has for each replica, for bounded memory.
 
         The same for any number of rows: one program serves them all.
         """
-
-        def shape(x, axes, *first):
-            x = _numbers("inputs", x if isinstance(x, Array) else x[:1])
-            return jax.ShapeDtypeStruct((*first, *x.shape[axes:]), x.dtype)
-
-        chunk = jax.tree.map(lambda x: shape(x, 1, self.chunk), inputs)
-        one = jax.tree.map(lambda x: shape(x, 2), (model, self._hyper))
-        outputs = [self._chunk_shapes(*one, chunk)] * self.layout.members_per_device
-        leaves = jax.tree.leaves([chunk, *outputs])
+        if "shapes" not in self._programs:  # it keeps what it has traced
+            of_chunk = jax.jit(_weakly(self._of_chunk)).eval_shape
+            self._programs["shapes"] = of_chunk
+        row = jax.tree.map(lambda x: _numbers("inputs", x[:1]), inputs)
+        leaves = jax.tree.leaves(self._programs["shapes"](model, self._hyper, row))
         num_bytes = max(1, sum(x.size * x.dtype.itemsize for x in leaves))
         return max(1, min(_BLOCK_CHUNKS, _BLOCK_BYTES // num_bytes))
 
-    @functools.cached_property
-    def _chunk_shapes(self):
-        # It keeps what it has traced.
-        return jax.jit(_weakly(self._predict_chunk)).eval_shape
+    def _of_chunk(self, model, hyper, row):
+        """Return what goes into and out of a device for a chunk of rows like this one."""
+        model, hyper = jax.tree.map(lambda x: x[0], (model, hyper))
+        inputs = jax.tree.map(lambda x: x[jnp.zeros(self.chunk, int)], row)
+        outputs = self._predict_chunk(model, hyper, inputs)
+        return inputs, [outputs] * self.layout.members_per_device
 
     def _predict_one(self, model, hyper, chunks, count):
         def predict_chunk(_, inputs):
@@ -2354,6 +2376,7 @@ class Trainer:
         return outputs
 
 
+del Trainer.output  # a default; as an attribute help() would explain JAX's softmax
 make_trainer = Trainer  # the name to make one by
 
 
@@ -2629,7 +2652,7 @@ def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
 
 
 # ---------------------------------------------------------------------------------
-# Demo: python pjax_ensemble.py
+# Demo: python pjax_ensemble.py [--devices D]
 # ---------------------------------------------------------------------------------
 
 
@@ -2668,4 +2691,9 @@ def main(num_devices: int | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=main.__doc__.splitlines()[0])
+    parser.add_argument("--devices", type=int, metavar="D", help="that divide 128")
+    try:
+        main(parser.parse_args().devices)
+    except ValueError as error:
+        parser.error(str(error))
