@@ -50,7 +50,6 @@ import dataclasses
 import functools
 import hashlib
 import inspect
-import itertools
 import json
 import math
 import operator
@@ -352,8 +351,13 @@ def max_pool(images: Array, window: Pair = 2, *, stride: Pair | None = None) -> 
     return functools.reduce(jnp.maximum, _windows(images, window, stride))
 
 
+def _alone(tree: PyTree) -> PyTree:
+    """Average over the replicas of a model that has none."""
+    return tree
+
+
 # A training step puts here what averages over its model's replicas.
-_replica_mean = contextvars.ContextVar("replica_mean", default=lambda tree: tree)
+_replica_mean = contextvars.ContextVar("replica_mean", default=_alone)
 
 
 def replica_mean(tree: PyTree) -> PyTree:
@@ -746,9 +750,7 @@ def regression_report(means: Any, variances: Any, targets: Any) -> dict:
     wrong = ~(finite & (variances > 0))
     if wrong.any():
         k, n = np.argwhere(wrong)[0]
-        found = (
-            f"mean {means[k, n]}, variance {variances[k, n]} and target {targets[n]}"
-        )
+        found = f"mean {means[k, n]}, variance {variances[k, n]}, target {targets[n]}"
         expected = "finite numbers, a variance above 0"
         raise ValueError(f"member {k}, example {n}: {found}; expected {expected}")
     firsts = [(means[:k], variances[:k]) for k in range(1, len(means) + 1)]
@@ -1177,21 +1179,15 @@ class TrainState(NamedTuple):
     key: Array | None  # random key of the member, a new one after every stateful step
 
     def __repr__(self) -> str:  # without a look at the numbers, which may be gone
-        forms = zip(self._fields, _form(tuple(self)))
-        return f"TrainState({', '.join(f'{name}={form}' for name, form in forms)})"
-
-
-class _Form(str):
-    """Type and shape of a leaf, shown in a tree as they are."""
-
-    __repr__ = str.__str__
+        forms = [f"{name}={_form(x)}" for name, x in zip(self._fields, self)]
+        return f"TrainState({', '.join(forms)})".replace("'", "")
 
 
 def _form(tree: PyTree) -> PyTree:
-    """Name type and shape of every leaf that has them."""
+    """Name type and shape of every leaf."""
 
     def name(x):
-        return _Form(f"{x.dtype}{[*x.shape]}") if hasattr(x, "dtype") else x
+        return f"{getattr(x, 'dtype', type(x).__name__)}{[*np.shape(x)]}"
 
     return jax.tree.map(name, tree)
 
@@ -1272,13 +1268,12 @@ def _num_parts(batch: PyTree, model_state: PyTree, microbatch: int | str | None)
     return rows // microbatch
 
 
-def _make_step(axis, groups, loss_fn, optimizer, hyper, *options) -> Callable:
+def _make_step(average, loss_fn, optimizer, hyper, *options) -> Callable:
     """Make the training step: (state, part, *rows) -> (state, metrics).
 
-    `axis` names the mapped axis over which the model's replicas stand, all of it, or
-    with `groups`, lists of devices, each of these; None is a model that stands alone.
-    A replica sees `rows`, a part of the batch, whose number is `part`, from 0.  The
-    options are those of `make_sync_update`, in their order.
+    average(tree) is over the model's replicas.  One of these sees `rows`, a part of the
+    batch, whose number is `part`, from 0.  The options are those of `make_sync_update`,
+    in their order.
     """
     has_aux, stateful, microbatch, skip_nonfinite = options
     loss_fn = _full_loss(loss_fn, hyper, has_aux, stateful)
@@ -1292,11 +1287,6 @@ def _make_step(axis, groups, loss_fn, optimizer, hyper, *options) -> Callable:
         )
     parameters = inspect.signature(optimizer.update).parameters.values()
     takes_value = any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in parameters)
-
-    def average(tree):
-        if axis is None:
-            return tree
-        return lax.pmean(tree, axis, axis_index_groups=groups)
 
     def step(state, part, *batch):
         params, opt_state, model_state, key = state
@@ -1527,11 +1517,6 @@ def _admit(owner: Any, state: Any, place: Callable, consume: bool = True) -> Tra
     return state
 
 
-def _keep(owner: Any, state: TrainState | None) -> None:
-    """Make a state the owner's latest; a trainer is frozen for everybody else."""
-    object.__setattr__(owner, "latest", state)
-
-
 def _consume(owner: Any, program: Callable, state: PyTree, *rest) -> tuple:
     """Call program(state, *rest) -> (state, metrics), which reuses state's buffers."""
     # 1. During the call `guard` stands before what handles SIGINT.
@@ -1557,7 +1542,7 @@ def _consume(owner: Any, program: Callable, state: PyTree, *rest) -> tuple:
         if main and callable(handler):
             signal.signal(signal.SIGINT, guard)
         result = program(state, *rest)
-        _keep(owner, result[0])
+        object.__setattr__(owner, "latest", result[0])  # frozen for all others
     finally:
         if signal.getsignal(signal.SIGINT) is guard:
             signal.signal(signal.SIGINT, handler)
@@ -1569,7 +1554,8 @@ def _consume(owner: Any, program: Callable, state: PyTree, *rest) -> tuple:
 def _make_update(replicas: bool, *args) -> Callable:
     """Map the step over the devices; check and place the states that come from afar."""
     axis = "devices" if replicas else "members"
-    step = _make_step(axis if replicas else None, None, *args)
+    average = functools.partial(lax.pmean, axis_name=axis) if replicas else _alone
+    step = _make_step(average, *args)
 
     def on_device(state, *batch):
         return step(state, lax.axis_index(axis) if replicas else 0, *batch)
@@ -1593,7 +1579,7 @@ def _make_update(replicas: bool, *args) -> Callable:
         _check_axes("state and the batch", (state, batch), expected=expected)
         return _consume(update, program, state, *_private("batch", batch))
 
-    _keep(update, None)
+    vars(update)["latest"] = None
     return update
 
 
@@ -1756,12 +1742,12 @@ else:  # JAX 0.5
     _shard_map = functools.partial(shard_map, check_rep=False)
 
 
-def _over_members(f: Callable, layout: Layout, training: bool, at_once: int) -> Callable:
+def _over_members(f: Callable, layout: Layout, train: bool, at_once: int) -> Callable:
     """Map f(state, **of_slot, **of_all), of one member on one device, over all slots.
 
     The result is a function of the state, of of_slot and of of_all, the arguments by
     name.  Leaves of the first two are [D * M, ...], an entry a slot, and so are those
-    of what f returns; of_all is the same everywhere.  In training the state's buffers
+    of what f returns; of_all is the same everywhere.  To `train`, the state's buffers
     are reused, and replicas wait for each other.
 
     As `jax.pmap` does, but the program goes when it is let go: what `pmap` compiled,
@@ -1784,12 +1770,11 @@ def _over_members(f: Callable, layout: Layout, training: bool, at_once: int) -> 
     program = jax.jit(
         _shard_map(on_device, mesh=mesh, in_specs=given, out_specs=made),
         in_shardings=tuple(jax.sharding.NamedSharding(mesh, each) for each in given),
-        donate_argnums=(0,) if training else (),
+        donate_argnums=(0,) if train else (),
     )
 
     def convert(to, spec, tree):  # by their data: JAX 0.5 does not take typed keys
-        each = functools.partial(_on_data, lambda x: to(x, mesh, spec))
-        return jax.tree.map(each, tree)
+        return jax.tree.map(lambda x: _on_data(lambda y: to(y, mesh, spec), x), tree)
 
     def run(*args):  # of several processes, each has its own part of the arrays
         to_all = multihost_utils.host_local_array_to_global_array
@@ -1798,7 +1783,7 @@ def _over_members(f: Callable, layout: Layout, training: bool, at_once: int) -> 
         return convert(to_own, made, program(*args))
 
     call = program if jax.process_count() == 1 else run
-    return functools.partial(_run, call, training and layout.replicas > 1)
+    return functools.partial(_run, call, train and layout.replicas > 1)
 
 
 def _on_data(function: Callable, leaf: Array) -> Array:
@@ -1991,7 +1976,8 @@ class Trainer:
             self._make_step(*jax.tree.map(operator.itemgetter(i), own))
 
     def __getstate__(self) -> dict:  # a copy makes programs of its own
-        return {name: x for name, x in vars(self).items() if name != "_programs"}
+        compiled = "_programs", "_chunk_shapes"
+        return {name: x for name, x in vars(self).items() if name not in compiled}
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -2022,17 +2008,17 @@ class Trainer:
         """What is compiled, by the name of the function that it maps."""
         return {}
 
-    def _map(self, f, state, of_slot, of_all, training=False):
+    def _map(self, f, state, of_slot, of_all, train=False):
         """Call f(state, hyper, **of_slot, **of_all), of one member, for all members.
 
         What the arguments are stands at `_over_members`; hyper is one more of a slot.
         """
         if f.__name__ not in self._programs:
-            how = self.layout, training, self.at_once
+            how = self.layout, train, self.at_once
             self._programs[f.__name__] = _over_members(_weakly(f), *how)
         args = state, {"hyper": self._hyper, **of_slot}, of_all
         program = self._programs[f.__name__]
-        return _consume(self, program, *args) if training else program(*args)
+        return _consume(self, program, *args) if train else program(*args)
 
     def _place_state(self, state):
         """Put a state from elsewhere into the slots, once it is seen to be of these."""
@@ -2051,13 +2037,14 @@ class Trainer:
         return make(*hyper) if hyper else self.optimizer
 
     def _make_step(self, *hyper):
-        axis, groups, replicas = None, None, self.layout.replicas
+        average, replicas = _alone, self.layout.replicas
         if replicas > 1:
             groups = np.arange(self.layout.devices).reshape(-1, replicas).tolist()
-            axis = _axis(self.layout)
-        args = self.loss_fn, self._make_optimizer(*hyper), hyper
+            where = dict(axis_name=_axis(self.layout), axis_index_groups=groups)
+            average = functools.partial(lax.pmean, **where)
         options = self.has_aux, self.stateful, self.microbatch, self.skip_nonfinite
-        return _make_step(axis, groups, *args, *options)
+        optimizer = self._make_optimizer(*hyper)
+        return _make_step(average, self.loss_fn, optimizer, hyper, *options)
 
     # Making and moving the members.  Beside each method stands its function of one
     # member, mapped over all.
@@ -2136,9 +2123,9 @@ class Trainer:
         [K], or (losses, aux).  `state` is consumed: its buffers are reused.
 
         R replicas take parts of B / P examples, P = gcd(B, R).  Where P < R, some take
-        the same part, which changes no result and takes longer.  Warns of that, once,
-        and of members that stay equal: of equal weights, on the same batches, without a
-        key.
+        the same part, which changes no result and takes longer.  Warns of that, and at
+        the first step of members that stay equal: of equal weights, on the same
+        batches, without a key.
 
         Raises ValueError for a batch that is empty or does not divide into
         micro-batches.
@@ -2151,7 +2138,7 @@ class Trainer:
             _check_axes("batch", batch)
             self._warn_if_equal(state)
         given = self._deal({"batch": batch}, int(per_member))
-        state, metrics = self._map(self._step_one, state, *given, training=True)
+        state, metrics = self._map(self._step_one, state, *given, train=True)
         return state, _take(metrics, self.layout)
 
     def _step_one(self, state, hyper, batch, part=0):
@@ -2176,7 +2163,7 @@ class Trainer:
                 stacklevel=3,
             )
 
-        def cut(x):  # [P, B / P, ...], or [K, P, B / P, ...]
+        def cut(x):  # to [P, B / P, ...], or [K, P, B / P, ...]
             return _split_axis(_numbers("batch", x), axis, parts)
 
         cuts, part = jax.tree.map(cut, batch), replica % parts
@@ -2225,7 +2212,7 @@ class Trainer:
         self._warn_if_equal(state, rows)
         given, of_all = self._deal({"order": rows.swapaxes(-1, -2)}, rows.ndim - 2)
         of_all |= {"data": self.place(tuple(data)), "num_steps": np.int32(num_steps)}
-        state, metrics = self._map(self._train_one, state, given, of_all, training=True)
+        state, metrics = self._map(self._train_one, state, given, of_all, train=True)
         metrics = _take(metrics, self.layout)
         return state, jax.tree.map(lambda x: x[:, :num_steps], metrics)
 
@@ -2248,9 +2235,10 @@ class Trainer:
         return jax.device_put(_private("data", data), everywhere)
 
     def _warn_if_equal(self, state, order=()):
-        differ = self.members == 1 or self.hyper is not None or self.stateful
+        known = self.members == 1 or self.hyper is not None or self.stateful
         orders = order if np.ndim(order) == 3 else ()  # each member's own
-        if differ or self.latest is not None or any((x != orders[0]).any() for x in orders):
+        differ = known or any((x != orders[0]).any() for x in orders)
+        if differ or self.latest is not None:  # it is said once, if at all
             return
 
         def equal(leaf):
@@ -2307,28 +2295,31 @@ class Trainer:
         model = (state.params, state.model_state)[: 1 + self.stateful]
         chunks, replicas = self._block_chunks(model, inputs), self.layout.replicas
         turn, (_, replica) = replicas * self.chunk, _slots(self.layout)
+        size = chunks * turn
 
         def deal(x):  # [n, ...] -> [R, chunks, chunk, ...], zeros where there is no row
             x = np.asarray(_numbers("inputs", x))
-            if more := chunks * turn - len(x):
-                x = np.pad(x, [(0, more), *[(0, 0)] * (x.ndim - 1)])
+            if len(x) < size:
+                x = np.pad(x, [(0, size - len(x)), *[(0, 0)] * (x.ndim - 1)])
             return x.reshape(chunks, replicas, self.chunk, *x.shape[1:]).swapaxes(0, 1)
 
         def join(n, x):  # [D * M, chunks, chunk, ...] -> [K, n, ...]
             x = _gather_devices(x)
             x = x.reshape(-1, replicas, *x.shape[1:]).swapaxes(1, 2)
-            return x.reshape(len(x), chunks * turn, *x.shape[4:])[: self.members, :n]
+            return x.reshape(len(x), size, *x.shape[4:])[: self.members, :n]
 
-        computing: list = []
-        for start in range(0, num_rows, chunks * turn):
-            n = min(num_rows - start, chunks * turn)
+        def dispatch(start):
+            n = min(size, num_rows - start)
             rows = jax.tree.map(lambda x: _on_data(deal, x[start : start + n]), inputs)
             of_slot, of_all = self._share({"chunks": rows}, replica)
             of_all |= {"count": np.int32(-(-n // turn))}
             outputs = self._map(self._predict_one, model, of_slot, of_all)
-            computing.append((functools.partial(join, n), outputs))
-            if len(computing) > 1:  # the devices are a block ahead
-                yield jax.tree.map(*computing.pop(0))
+            return functools.partial(join, n), outputs
+
+        computing = [dispatch(0)]
+        for start in range(size, num_rows, size):
+            computing.append(dispatch(start))  # the devices are a block ahead
+            yield jax.tree.map(*computing.pop(0))
         yield jax.tree.map(*computing.pop())
 
     def _block_chunks(self, model, inputs) -> int:
@@ -2336,16 +2327,17 @@ class Trainer:
 
         The same for any number of rows: one program serves them all.
         """
-        if "shapes" not in self._programs:  # it keeps what it has traced
-            of_chunk = jax.jit(_weakly(self._of_chunk)).eval_shape
-            self._programs["shapes"] = of_chunk
         row = jax.tree.map(lambda x: _numbers("inputs", x[:1]), inputs)
-        leaves = jax.tree.leaves(self._programs["shapes"](model, self._hyper, row))
-        num_bytes = max(1, sum(x.size * x.dtype.itemsize for x in leaves))
-        return max(1, min(_BLOCK_CHUNKS, _BLOCK_BYTES // num_bytes))
+        leaves = jax.tree.leaves(self._chunk_shapes(model, self._hyper, row))
+        num_bytes = sum(x.size * x.dtype.itemsize for x in leaves)
+        return max(1, min(_BLOCK_CHUNKS, _BLOCK_BYTES // max(1, num_bytes)))
+
+    @functools.cached_property
+    def _chunk_shapes(self) -> Callable:  # it keeps what it has traced
+        return jax.jit(_weakly(self._of_chunk)).eval_shape
 
     def _of_chunk(self, model, hyper, row):
-        """Return what goes into and out of a device for a chunk of rows like this one."""
+        """Return what goes into and out of a device for a chunk of rows like this."""
         model, hyper = jax.tree.map(lambda x: x[0], (model, hyper))
         inputs = jax.tree.map(lambda x: x[jnp.zeros(self.chunk, int)], row)
         outputs = self._predict_chunk(model, hyper, inputs)
@@ -2691,7 +2683,7 @@ def main(num_devices: int | None = None) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=main.__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--devices", type=int, metavar="D", help="that divide 128")
     try:
         main(parser.parse_args().devices)
