@@ -36,7 +36,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import recipe as recipes
-import seconds
 import speed
 import uci
 import uncertainty
@@ -647,7 +646,7 @@ def test_uci_names_what_is_wrong(uci_folder, wrong, file, content, flags, messag
 
 
 # ---------------------------------------------------------------------------------
-# Speed, seconds, and faults
+# benchmarks/speed.py, benchmarks/faults.py
 # ---------------------------------------------------------------------------------
 
 
@@ -675,17 +674,6 @@ def test_speed_says_in_a_line_why_it_stops(tmp_path, monkeypatch):
     for stopped in said(speed.measure, dict([peer]), 1), said(speed.run_job, *peer):
         words = "speed.py: error: unrecognized arguments: --nope"
         assert stopped == f"a peer ended with status 2: {words}"
-
-
-def test_seconds_count_for_the_innermost_part():
-    spans = [(2, 6, "part"), (0, 9, "rest"), (0, 1, "imports"), (3, 5, "tracing")]
-    spans += [(4, 5, "XLA"), (5, 5.5, "tracing"), (5.25, 5.5, "inner"), (8, 9, "XLA")]
-    parts = {"imports": {"running": 1}, "rest": {"running": 3, "XLA": 1}}
-    parts |= {"part": {"running": 1.5, "tracing": 1.25, "XLA": 1}}
-    assert seconds.add_up(spans) == parts | {"inner": {"running": 0.25}}
-    names = seconds.FUNCTIONS.values()
-    assert all(functools.reduce(getattr, name.split("."), tm) for name in names)
-    assert all(hasattr(pe.Trainer, name) for name in seconds.METHODS.values())
 
 
 @pytest.mark.parametrize("name", faults.TRIALS)
