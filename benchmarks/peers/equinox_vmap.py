@@ -77,8 +77,7 @@ def main():
         jax.block_until_ready(eqx.filter((models, opt_state), eqx.is_array))
         return float(np.mean(jax.device_get(losses)))
 
-    packages = ["jax", "equinox", "optax"]
-    common.serve(run, args.steps, args.members * args.batch, packages)
+    common.serve(run, args, ["jax", "equinox", "optax"])
 
 
 if __name__ == "__main__":

@@ -128,8 +128,7 @@ def main():
         jax.block_until_ready(state)
         return float(loss)
 
-    packages = ["jax", "flax", "optax"]
-    common.serve(run, args.steps, args.members * args.batch, packages)
+    common.serve(run, args, ["jax", "flax", "optax"])
 
 
 if __name__ == "__main__":

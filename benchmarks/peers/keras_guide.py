@@ -70,7 +70,6 @@ def endless_batches(images, labels, batch):
 def main():
     flags = ["no-training"]  # the guide's own call, without dropout
     args = common.arguments(__doc__, flags, batch=64, devices=2)
-    jax.config.update("jax_num_cpu_devices", args.devices)
     keras.utils.set_random_seed(0)
     mnist = common.load_mnist()
     images, labels = mnist.train_images.astype(np.float32), mnist.train_labels
@@ -103,7 +102,7 @@ def main():
         jax.block_until_ready(state)
         return float(np.mean(jax.device_get(losses)))
 
-    common.serve(run, args.steps, args.batch, ["jax", "keras"])
+    common.serve(run, args, ["jax", "keras"], args.batch)
 
 
 if __name__ == "__main__":

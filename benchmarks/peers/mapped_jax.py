@@ -58,7 +58,7 @@ def over_members(function, args):
     return jax.pmap(on_device, in_axes=(0, None))
 
 
-def serve(init, loss_fn, optimizer, data, args, packages):
+def serve(init, loss_fn, optimizer, data, args, *packages):
     """Serve rounds of steps, each from the states in which the last one ended."""
 
     def init_member(key):
@@ -79,5 +79,5 @@ def serve(init, loss_fn, optimizer, data, args, packages):
         jax.block_until_ready(state)
         return float(np.mean(losses))
 
-    rows_per_step = args.members * args.batch
-    common.serve(run, args.steps, rows_per_step, packages, time_compile=True)
+    packages = ["jax", "jaxlib", "optax", *packages]
+    common.serve(run, args, packages, time_compile=True)

@@ -20,7 +20,7 @@ def main():
             c = product(a, b)
         return float(c[0, 0])
 
-    common.serve(run, args.steps, 2 * SIDE**3 / 1e9, ["jax"])
+    common.serve(run, args, ["jax"], 2 * SIDE**3 / 1e9)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ def host_batches(arrays, order):
 def main():
     flags = ["sync", "apart", "host", "predict"]
     args = common.arguments(__doc__, flags, members=2, devices=2, at_once=1)
-    jax.config.update("jax_num_cpu_devices", args.devices)
     keras = args.sync or args.apart
     network = "batchnorm" if keras else "cnn"
     recipe = train_mnist.RECIPES[network]._replace(
@@ -39,12 +38,15 @@ def main():
     )
     if not keras:
         recipe = recipe._replace(learning_rate=0.1)
-    members = 1 if args.sync else args.members
+    if args.sync:
+        args.members = 1
     mnist = common.load_mnist()
-    trainer = train_mnist.make_trainer(recipe, members, args.devices, 1, mnist.form())
+    trainer = train_mnist.make_trainer(
+        recipe, args.members, args.devices, 1, mnist.form()
+    )
     host = mnist.train_images, mnist.train_labels
     data = trainer.place(host)
-    order = endless_order(len(host[0]), args.batch, members)
+    order = endless_order(len(host[0]), args.batch, args.members)
     state = trainer.init(jax.random.key(0))
 
     def run(steps):
@@ -64,8 +66,7 @@ def main():
         jax.block_until_ready(state)
         return float(np.mean(jax.device_get(losses)))
 
-    packages = ["jax", "jaxlib", "numpy"]
-    common.serve(run, args.steps, members * args.batch, packages, time_compile=True)
+    common.serve(run, args, ["jax", "jaxlib", "numpy"], time_compile=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ A member's training, from its key to its last step, is one function with Optax's
 mapped over the members as mapped_jax.py has it.
 """
 
-import common  # noqa: F401, sets the path as for the others
 import jax
 import jax.numpy as jnp
 import mapped_jax
@@ -30,7 +29,6 @@ def loss_fn(params, x, y):
 
 def main():
     args = small.arguments(__doc__, **mapped_jax.OPTIONS)
-    jax.config.update("jax_num_cpu_devices", args.devices)
     data = jax.tree.map(jnp.asarray, small.load_concrete())
     optimizer = optax.adam(small.LEARNING_RATE)
     train_member = mapped_jax.make_train_member(loss_fn, optimizer)
@@ -51,8 +49,7 @@ def main():
         _, losses = jax.device_get(train_all((keys, order), data))
         return losses.reshape(args.members, args.steps)
 
-    packages = ["jax", "jaxlib", "optax"]
-    small.serve(train, args, packages, time_compile=True)
+    small.serve(train, args, ["jax", "jaxlib", "optax"], time_compile=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import pjax_ensemble as pe
 
 def main():
     args = transformer.arguments(__doc__, devices=2, at_once=1)
-    jax.config.update("jax_num_cpu_devices", args.devices)
     adam = pe.adam(transformer.LEARNING_RATE)
     form = {"members": args.members, "at_once": args.at_once}
     trainer = pe.make_trainer(init, loss_fn, adam, **form)
@@ -27,9 +26,7 @@ def main():
         jax.block_until_ready(state)
         return float(np.mean(losses))
 
-    packages = ["jax", "jaxlib", "flax"]
-    rows_per_step = args.members * args.batch
-    common.serve(run, args.steps, rows_per_step, packages, time_compile=True)
+    common.serve(run, args, ["jax", "jaxlib", "flax"], time_compile=True)
 
 
 if __name__ == "__main__":
