@@ -217,14 +217,23 @@ def spread(values: list[float]) -> str:
     return f"{median:,.0f} | {min(values):,.0f} to {max(values):,.0f}"
 
 
-def print_group(title: str, results: dict) -> None:
-    print(f"\n{title}\n\n| system | median | lowest to highest | ours is |")
-    print("|---|---|---|---|")
+def print_row(*cells) -> None:
+    print("|", " | ".join(map(str, cells)), "|", flush=True)
+
+
+def print_head(*names: str) -> None:
+    """Begin a table, by the names of its columns."""
+    print_row(*names)
+    print(f"|{'---|' * len(names)}", flush=True)
+
+
+def print_group(results: dict) -> None:
+    print_head("system", "median", "lowest to highest", "ours is")
     ours = statistics.median(next(iter(results.values()))["rates"])
     for name, result in results.items():
         ratio = ours / statistics.median(result["rates"])
         cell = "" if name == MATMUL else f"{ratio:.2f}x"
-        print(f"| {name} | {spread(result['rates'])} | {cell} |")
+        print_row(name, spread(result["rates"]), cell)
     print()
     if MATMUL in results:
         share = ours * TRAINING_GFLOP / statistics.median(results[MATMUL]["rates"])
@@ -239,19 +248,19 @@ def print_group(title: str, results: dict) -> None:
     print("to compile: " + "; ".join(compiling))
 
 
-def print_jobs(title: str, results: dict) -> None:
-    print(f"\n{title}\n\n| system | seconds, median | lowest to highest ", end="")
-    print("| peak memory, GB | ours is |\n|---|---|---|---|---|")
-    figures = {
-        name: (statistics.median(result["seconds"]), max(result["peak_memory_gb"]))
-        for name, result in results.items()
-    }
-    our_seconds, our_memory = next(iter(figures.values()))
-    for name, (seconds, memory) in figures.items():
-        faster, less = seconds / our_seconds, memory / our_memory
-        cell = f"{faster:.2f}x faster, 1/{less:.2f} memory"
-        print(f"| {name} | {spread(results[name]['seconds'])} | {memory:.2f} ", end="")
-        print(f"| {cell if name != next(iter(figures)) else ''} |")
+def print_jobs(results: dict) -> None:
+    names = "system", "seconds, median", "lowest to highest", "peak memory, GB"
+    print_head(*names, "ours is")
+    ours, *_ = results.values()
+    for name, result in results.items():
+        seconds, our_seconds = (statistics.median(x["seconds"]) for x in (result, ours))
+        memory, our_memory = (max(x["peak_memory_gb"]) for x in (result, ours))
+        times, part = seconds / our_seconds, memory / our_memory
+        cell = "" if result is ours else f"{times:.2f}x faster, 1/{part:.2f} memory"
+        print_row(name, spread(result["seconds"]), f"{memory:.2f}", cell)
+
+
+PLACES = "members", "devices", "members_per_device", "replicas"
 
 
 def measure_cost(rounds: int) -> list[dict]:
@@ -259,30 +268,22 @@ def measure_cost(rounds: int) -> list[dict]:
     found, rows = measure(COST, rounds), []
     for k, d in LAYOUTS:
         name, layout = f"K = {k}, D = {d}", pe.layout(k, d)
-        row = {
-            "members": k,
-            "devices": d,
-            "members_per_device": layout.members_per_device,
-            "replicas": layout.replicas,
-        }
+        where = k, d, layout.members_per_device, layout.replicas
         predicted = found[f"{name}, predicting"]["rates"]
-        rows.append({**row, **found[name], "predicted": predicted})
+        rows.append({**dict(zip(PLACES, where)), **found[name], "predicted": predicted})
     return rows
 
 
-def print_cost(title: str, rows: list[dict]) -> None:
-    print(
-        f"\n{title}\n\n| K | D | members a device | replicas | trained a second ",
-        end="",
-    )
-    print("| lowest to highest | peak memory, GB | predicted a second | is |")
-    print(f"|{'---|' * 9}")
+def print_cost(rows: list[dict]) -> None:
+    names = "K", "D", "members a device", "replicas", "trained a second"
+    names += "lowest to highest", "peak memory, GB", "predicted a second", "is"
+    print_head(*names)
     for row in rows:
-        print("| {members} | {devices} | {members_per_device} ".format(**row), end="")
-        print("| {replicas} | ".format(**row) + spread(row["rates"]), end="")
+        where = (row[name] for name in PLACES)
         predicted, trained = (statistics.median(row[x]) for x in ("predicted", "rates"))
-        print(f" | {row['peak_memory_gb']:.2f} | {predicted:,.0f} ", end="")
-        print(f"| {predicted / trained:.2f}x |")
+        cells = f"{row['peak_memory_gb']:.2f}", f"{predicted:,.0f}"
+        times = f"{predicted / trained:.2f}x"
+        print_row(*where, spread(row["rates"]), *cells, times)
 
 
 def draw_cost(rows: list[dict], path: Path) -> None:
@@ -295,13 +296,9 @@ def draw_cost(rows: list[dict], path: Path) -> None:
     for d, (color, marker) in zip(sorted({row["devices"] for row in rows}), styles):
         line = [row for row in rows if row["devices"] == d]
         rates = [statistics.median(row["rates"]) for row in line]
+        members, name = [row["members"] for row in line], f"{d} device" + "s" * (d > 1)
         for panel, y in zip(panels, (rates, [row["peak_memory_gb"] for row in line])):
-            style = {
-                "color": color,
-                "marker": marker,
-                "label": f"{d} device" + "s" * (d > 1),
-            }
-            panel.plot([row["members"] for row in line], y, **style)
+            panel.plot(members, y, color=color, marker=marker, label=name)
     ticks = sorted({row["members"] for row in rows})
     titles = "Member-images trained a second", "Peak resident memory, GB"
     for panel, title in zip(panels, titles):
@@ -380,18 +377,19 @@ def main() -> None:
     results = {}
     rounds = 2 if args.quick else args.rounds
     for title, systems in groups:
+        print(f"\n{title}\n", flush=True)
         if systems is JOBS:
-            results[title] = measure_jobs(1 if args.quick else args.job_rounds)
-            print_jobs(title, results[title])
+            found = measure_jobs(1 if args.quick else args.job_rounds)
+            print_jobs(found)
         elif systems is COST:
-            results[title] = measure_cost(rounds)
-            print_cost(title, results[title])
+            found = measure_cost(rounds)
+            print_cost(found)
             if args.plot:
-                draw_cost(results[title], args.plot)
+                draw_cost(found, args.plot)
         else:
-            results[title] = measure(systems, rounds)
-            print_group(title, results[title])
-        sys.stdout.flush()
+            found = measure(systems, rounds)
+            print_group(found)
+        results[title] = found
     if args.json:
         write_json(args.json, machine=machine, groups=results)
 

@@ -632,8 +632,8 @@ REFUSED_BY_UCI = [
     ("test_rows.txt", " ".join(map(str, range(16))), "", "leaves 44 of 60; expected"),
     ("x", "", "--sets boston", "no set boston in DIR; there are made-up"),
     ("x", "", "--data DIR/made-up", "DIR/made-up holds no folder with data.txt"),
-    ("x", "", "--members 0", "argument --members: 0 is below 1"),
-    ("x", "", "--seed -1", "--seed -1 is below 0"),
+    ("x", "", "--members 0", "--members: expected a whole number, 1 or more, not '0'"),
+    ("x", "", "--seed -1", "--seed: expected a whole number, 0 or more, not '-1'"),
     ("x", "", "--json DIR/no/x", "--json DIR/no/x: there is no folder DIR/no"),
 ]
 
@@ -665,7 +665,7 @@ def test_speed_says_in_a_line_why_it_stops(tmp_path, monkeypatch):
     monkeypatch.setenv("MNIST_DIR", str(tmp_path / "none"))
     with monkeypatch.context() as patch:  # before anything starts
         patch.setattr(speed.subprocess, "Popen", None)
-        assert refused("9") == "--group 9: there are groups 1 to 8"
+        assert refused("10") == "--group 10: there are groups 1 to 9"
         assert refused("5").startswith(f"{data}: cannot reshape array of size 3 into")
         assert refused("7").startswith(f"MNIST_DIR is {tmp_path / 'none'}, no folder;")
         monkeypatch.delenv("UCI_DIR")

@@ -126,22 +126,15 @@ def spread(values: Sequence[float], form: str) -> str:
     return mean + f" ({low} to {high})" * (len(values) > 1)
 
 
-def print_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    for cells in (names, ["---"] * len(names), *rows):
-        print(f"| {' | '.join(cells)} |")
-
-
 def print_shifts(rows: list) -> None:
     """Print a table a score, and at how many shifts the whole ensemble is ahead."""
     names, shifted = list(rows[0][-1]), [found for _, amount, found in rows if amount]
     for key, (title, factor, form) in SCORES.items():
-        cells = [
-            [f"{unit} {amount}"]
-            + [spread([factor * x[key] for x in own], form) for own in found.values()]
-            for unit, amount, found in rows
-        ]
         print()
-        print_table([title, *names], cells)
+        speed.print_head(title, *names)
+        for unit, amount, found in rows:
+            each = ([factor * x[key] for x in own] for own in found.values())
+            speed.print_row(f"{unit} {amount}", *(spread(own, form) for own in each))
     *_, whole = others = [name for name in names if name != LONG]
     others[-1:] = [LONG] * (LONG in names)
     for key in (NLL, BRIER) if others else ():
@@ -285,8 +278,9 @@ def needed(labels: np.ndarray, errors: np.ndarray) -> str:
 
 def print_errors(labels: np.ndarray, found: dict) -> None:
     """Print a table of errors [rounds, seeds] by strategy, and what 5% takes."""
-    columns = [[spread(100 * e, ".2f") for e in errors] for errors in found.values()]
-    print_table(["labels", *found], [*zip(map(str, labels), *columns)])
+    speed.print_head("labels", *found)
+    for count, *own in zip(labels, *found.values()):
+        speed.print_row(count, *(spread(100 * errors, ".2f") for errors in own))
     print(f"\nlabels for an error of {TARGET:.0%}:")
     for name, errors in found.items():
         each = ", ".join(needed(labels, own) for own in errors.T)
@@ -397,14 +391,11 @@ def judge(probs: np.ndarray, labels: np.ndarray, known: int) -> dict:
 def print_decisions(rows: list) -> None:
     """Print a table of (degrees, scores by name), and the best member."""
     members = rows[0][-1]["a member"]
-    cells = [
-        [f"{degrees} degrees", title]
-        + [spread([x[title] for x in own], ".4g") for own in found.values()]
-        for degrees, found in rows
-        for title in members[0]
-        if title != RISK
-    ]
-    print_table(["turned", "", *rows[0][-1]], cells)
+    speed.print_head("turned", "", *rows[0][-1])
+    for degrees, found in rows:
+        for title in (title for title in members[0] if title != RISK):
+            each = (spread([x[title] for x in own], ".4g") for own in found.values())
+            speed.print_row(f"{degrees} degrees", title, *each)
     ranks = [(x[KEPT_ERROR] <= 100 * ALLOWED, x[KEPT]) for x in members]
     best = ranks.index(max(ranks))
     kept, error = members[best][KEPT], members[best][KEPT_ERROR]

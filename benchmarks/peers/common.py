@@ -95,3 +95,39 @@ def serve(run, args, packages, per_step=None, time_compile=False):
     print(json.dumps(hello), flush=True)
     for _ in sys.stdin:
         print(json.dumps(timed(run, args.steps)), flush=True)
+
+
+def serve_epochs(train, state, num_rows, args, packages):
+    """Serve rounds, of which one call of `train(state, rows)` takes all steps in JAX.
+
+    It returns the state in which the next round begins, and losses.
+    """
+    order = endless_order(num_rows, args.batch, args.members)
+
+    def run(steps):
+        nonlocal state
+        state, losses = train(state, next_steps(order, steps))
+        jax.block_until_ready(state)
+        return float(np.mean(losses))
+
+    serve(run, args, packages, time_compile=True)
+
+
+def serve_steps(step, state, batches, args, packages, per_step=None, wait=None):
+    """Serve rounds of calls `step(state, *batch)` of JAX, which return state and loss.
+
+    Every `wait`-th is waited for.
+    """
+
+    def run(steps):
+        nonlocal state
+        losses = []
+        for batch in itertools.islice(batches, steps):
+            state, loss = step(state, *batch)
+            losses.append(loss)
+            if wait and len(losses) % wait == 0:
+                loss.block_until_ready()
+        jax.block_until_ready(state)
+        return float(np.mean(jax.device_get(losses)))
+
+    serve(run, args, packages, per_step)

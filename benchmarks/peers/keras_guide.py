@@ -10,7 +10,6 @@ guide has it) batch normalization and dropout are as they are for inference; and
 eighth step is waited for.
 """
 
-import itertools
 import os
 
 os.environ["KERAS_BACKEND"] = "jax"
@@ -56,7 +55,7 @@ def make_step(model, optimizer, call_args):
         grad_fn = jax.value_and_grad(compute_loss, has_aux=True)
         (loss, non_trainable), grads = grad_fn(trainable, non_trainable, x, y)
         trainable, opt_vars = optimizer.stateless_apply(opt_vars, grads, trainable)
-        return loss, (trainable, non_trainable, opt_vars)
+        return (trainable, non_trainable, opt_vars), loss
 
     return train_step
 
@@ -89,20 +88,13 @@ def main():
         ),
         NamedSharding(mesh, PartitionSpec()),
     )
-    batches = endless_batches(images, labels, args.batch)
 
-    def run(steps):
-        nonlocal state
-        losses = []
-        for x, y in itertools.islice(batches, steps):
-            loss, state = train_step(state, jax.device_put(x, data_sharding), y)
-            losses.append(loss)
-            if len(losses) % 8 == 0:  # XLA:CPU aborts when too many steps pile up
-                loss.block_until_ready()
-        jax.block_until_ready(state)
-        return float(np.mean(jax.device_get(losses)))
+    def step(state, x, y):
+        return train_step(state, jax.device_put(x, data_sharding), y)
 
-    common.serve(run, args, ["jax", "keras"], args.batch)
+    batches, packages = endless_batches(images, labels, args.batch), ["jax", "keras"]
+    # XLA:CPU aborts when too many steps pile up.
+    common.serve_steps(step, state, batches, args, packages, args.batch, wait=8)
 
 
 if __name__ == "__main__":

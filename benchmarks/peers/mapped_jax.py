@@ -10,7 +10,6 @@ on each. With ``--at-once 1`` it is mapped by ``lax.map`` in place of ``vmap``, 
 import common
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 OPTIONS = {"devices": 1, "at_once": 0}  # 0 is all
@@ -69,15 +68,9 @@ def serve(init, loss_fn, optimizer, data, args, *packages):
     state = over_members(init_member, args)((keys,), ())
     train = over_members(make_train_member(loss_fn, optimizer), args)
     data = jax.tree.map(jnp.asarray, data)
-    order = common.endless_order(len(data[0]), args.batch, args.members)
 
-    def run(steps):
-        nonlocal state
-        rows = common.next_steps(order, steps)
-        rows = rows.reshape(*leading(args), *rows.shape[1:])
-        state, losses = train((state, rows), data)
-        jax.block_until_ready(state)
-        return float(np.mean(losses))
+    def train_all(state, rows):
+        return train((state, rows.reshape(*leading(args), *rows.shape[1:])), data)
 
     packages = ["jax", "jaxlib", "optax", *packages]
-    common.serve(run, args, packages, time_compile=True)
+    common.serve_epochs(train_all, state, len(data[0]), args, packages)

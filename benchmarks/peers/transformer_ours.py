@@ -2,7 +2,6 @@
 
 import common
 import jax
-import numpy as np
 import transformer
 from transformer_flax import init, loss_fn
 
@@ -16,17 +15,13 @@ def main():
     trainer = pe.make_trainer(init, loss_fn, adam, **form)
     sequences = transformer.make_sequences()
     data = trainer.place(sequences)
-    order = common.endless_order(len(sequences[0]), args.batch, args.members)
     state = trainer.init(jax.random.key(0))
 
-    def run(steps):
-        nonlocal state
-        rows = common.next_steps(order, steps)
-        state, losses = trainer.epoch(state, data, rows)
-        jax.block_until_ready(state)
-        return float(np.mean(losses))
+    def train(state, rows):
+        return trainer.epoch(state, data, rows)
 
-    common.serve(run, args, ["jax", "jaxlib", "flax"], time_compile=True)
+    packages = ["jax", "jaxlib", "flax"]
+    common.serve_epochs(train, state, len(sequences[0]), args, packages)
 
 
 if __name__ == "__main__":
