@@ -1,4 +1,4 @@
-"""Tests of the scripts in benchmarks/, which have their short forms here."""
+"""Tests of the scripts beside this file; what takes long has a short form here."""
 
 from test_pjax_ensemble import (  # isort: skip  # first: it sets JAX up for tests
     IMAGES,
@@ -413,7 +413,7 @@ def test_decide_names_the_best_member_and_takes_any_number(tmp_path, capsys):
         rows = [(n, uncertainty.score(probs, labels, judge)) for n in uncertainty.TURNS]
         uncertainty.print_decisions(rows)
         assert f"| turned |  | a member |{others}\n" in capsys.readouterr().out
-        uncertainty.draw_decisions(rows, tmp_path / "png")
+        uncertainty.draw_decisions(rows).savefig(tmp_path / "png")
 
 
 def test_decide_refuses_a_run_that_left_nothing_out(untrained, wrong):

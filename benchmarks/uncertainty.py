@@ -165,7 +165,7 @@ def styles_of(names: Sequence[str]) -> dict[str, dict]:
     return styles
 
 
-def draw_shifts(rows: list, path: Path) -> None:
+def draw_shifts(rows: list):
     """Draw all scores but Brier's, which looks like the likelihood, over the shifts."""
     from matplotlib.figure import Figure
 
@@ -191,8 +191,7 @@ def draw_shifts(rows: list, path: Path) -> None:
         axes.set(xlabel="        ".join(units), title=title)
     lines = axes.get_legend_handles_labels()
     figure.legend(*lines, loc="outside lower center", ncols=5, frameon=False)
-    with pe.replace_file(path) as file:
-        figure.savefig(file, format="png", dpi=110)
+    return figure
 
 
 # ---------------------------------------------------------------------------------
@@ -289,7 +288,7 @@ def print_errors(labels: np.ndarray, found: dict) -> None:
         print(f"{name}: {mean} by the mean of seeds ({each}){paper}")
 
 
-def draw_errors(labels: np.ndarray, found: dict, path: Path) -> None:
+def draw_errors(labels: np.ndarray, found: dict):
     """Draw errors [rounds, seeds] over labels: mean and range of seeds."""
     from matplotlib.figure import Figure
 
@@ -304,8 +303,7 @@ def draw_errors(labels: np.ndarray, found: dict, path: Path) -> None:
     axes.minorticks_off()
     axes.set_ylim(max(0.8 * low, 0.1), 1.2 * high + 0.1)
     axes.legend(frameon=False)
-    with pe.replace_file(path) as file:
-        figure.savefig(file, format="png", dpi=110)
+    return figure
 
 
 # ---------------------------------------------------------------------------------
@@ -402,7 +400,7 @@ def print_decisions(rows: list) -> None:
     print(f"\nmember {best} is the best: kept {kept:.2f}%, error {error:.3f}%")
 
 
-def draw_decisions(rows: list, path: Path) -> None:
+def draw_decisions(rows: list):
     """Draw risk-coverage curves, and over turns what is wrong of the kept, and sets."""
     from matplotlib.figure import Figure
 
@@ -427,8 +425,7 @@ def draw_decisions(rows: list, path: Path) -> None:
         axes.axhline(100 * at, **tm.DASHED)
     lines = risk.get_legend_handles_labels()
     figure.legend(*lines, loc="outside lower center", ncols=5, frameon=False)
-    with pe.replace_file(path) as file:
-        figure.savefig(file, format="png", dpi=110)
+    return figure
 
 
 # ---------------------------------------------------------------------------------
@@ -455,8 +452,11 @@ def load(folder: Path) -> tuple[tm.Trained, tm.Dataset]:
     return run, data
 
 
-def shift(args) -> dict:
-    """Print how runs do on shifted images.  Raises Failure, ValueError."""
+def shift(args) -> tuple[dict, Callable]:
+    """Print how runs do on shifted images; return scores, and what draws them.
+
+    Raises Failure, ValueError.
+    """
     run, data = load(args.run)
     long = tm.load_run(args.long) if args.long else None
     if long:
@@ -466,9 +466,7 @@ def shift(args) -> dict:
     print(f"{data.name}, {len(data.test_images)} test images")
     rows = score_shifts(run, long, data)
     print_shifts(rows)
-    if args.plot:
-        draw_shifts(rows, args.plot)
-    return {"shifts": rows}
+    return {"shifts": rows}, functools.partial(draw_shifts, rows)
 
 
 SIZES = {  # flags of label: their types, their defaults, and those of --quick
@@ -481,8 +479,11 @@ SIZES = {  # flags of label: their types, their defaults, and those of --quick
 }
 
 
-def label(args) -> dict:
-    """Print what labels are worth, by who chooses them.  Raises Failure."""
+def label(args) -> tuple[dict, Callable]:
+    """Print what labels are worth, by who chooses them; return as `shift` does.
+
+    Raises Failure.
+    """
     for name, (_, *defaults) in SIZES.items():
         if getattr(args, name) is None:
             setattr(args, name, defaults[args.quick])
@@ -516,13 +517,15 @@ def label(args) -> dict:
         seconds = time.perf_counter() - started
         print(f"{name}: {seconds:.0f} s", file=sys.stderr, flush=True)
     print_errors(count, found)
-    if args.plot:
-        draw_errors(count, found, args.plot)
-    return {"labels": count.tolist()} | {n: e.tolist() for n, e in found.items()}
+    scores = {"labels": count.tolist()} | {n: e.tolist() for n, e in found.items()}
+    return scores, functools.partial(draw_errors, count, found)
 
 
-def decide(args) -> dict:
-    """Print how good what a run decides is.  Raises Failure, ValueError."""
+def decide(args) -> tuple[dict, Callable]:
+    """Print how good what a run decides is; return as `shift` does.
+
+    Raises Failure, ValueError.
+    """
     run, data = load(args.run)
     size, count = run.config["train_size"], len(data.train_images)
     if size == count:
@@ -539,9 +542,7 @@ def decide(args) -> dict:
         probs = np.concatenate([known, new], axis=1)
         rows.append((degrees, score(probs, labels, judged)))
     print_decisions(rows)
-    if args.plot:
-        draw_decisions(rows, args.plot)
-    return {"turned": rows}
+    return {"turned": rows}, functools.partial(draw_decisions, rows)
 
 
 class Parser(tm.Parser):
@@ -582,7 +583,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse_arguments(argv)
         pe.use_cpu_devices()
         started = time.perf_counter()
-        scores = args.call(args)
+        scores, draw = args.call(args)
+        if args.plot:
+            with pe.replace_file(args.plot) as file:
+                draw().savefig(file, format="png", dpi=110)
         print(f"\n{time.perf_counter() - started:.0f} s")
         if args.json:
             speed.write_json(args.json, **scores)

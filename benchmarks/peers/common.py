@@ -113,10 +113,10 @@ def serve_epochs(train, state, num_rows, args, packages):
     serve(run, args, packages, time_compile=True)
 
 
-def serve_steps(step, state, batches, args, packages, per_step=None, wait=None):
+def serve_steps(step, state, batches, args, packages, wait=None, **options):
     """Serve rounds of calls `step(state, *batch)` of JAX, which return state and loss.
 
-    Every `wait`-th is waited for.
+    Every `wait`-th is waited for.  The options are those of `serve`.
     """
 
     def run(steps):
@@ -130,4 +130,4 @@ def serve_steps(step, state, batches, args, packages, per_step=None, wait=None):
         jax.block_until_ready(state)
         return float(np.mean(jax.device_get(losses)))
 
-    serve(run, args, packages, per_step)
+    serve(run, args, packages, **options)

@@ -80,21 +80,21 @@ def main():
 
     mesh = Mesh(mesh_utils.create_device_mesh((args.devices,)), ("batch",))
     data_sharding = NamedSharding(mesh, PartitionSpec("batch"))
-    state = jax.device_put(
-        (
-            [v.value for v in model.trainable_variables],
-            [v.value for v in model.non_trainable_variables],
-            [v.value for v in optimizer.variables],
-        ),
-        NamedSharding(mesh, PartitionSpec()),
+    kinds = (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        optimizer.variables,
     )
+    state = tuple([v.value for v in kind] for kind in kinds)
+    state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
 
     def step(state, x, y):
         return train_step(state, jax.device_put(x, data_sharding), y)
 
     batches, packages = endless_batches(images, labels, args.batch), ["jax", "keras"]
     # XLA:CPU aborts when too many steps pile up.
-    common.serve_steps(step, state, batches, args, packages, args.batch, wait=8)
+    options = {"wait": 8, "per_step": args.batch}
+    common.serve_steps(step, state, batches, args, packages, **options)
 
 
 if __name__ == "__main__":

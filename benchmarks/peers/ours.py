@@ -7,25 +7,13 @@ from the host that `prefetch` makes ahead; `--predict` calls `predict_members` o
 many images.  `--at-once N` computes so many members of a device together.
 """
 
-import itertools
-
 import common
 import jax
-import numpy as np
 
 import pjax_ensemble as pe
 import train_mnist
 
-
-def endless_order(num_images, batch_size, members):
-    for epoch in itertools.count():
-        order = pe.epoch_order(num_images, batch_size, members=members, epoch=epoch)
-        yield from order.swapaxes(0, 1)  # [K, B] a step
-
-
-def host_batches(arrays, order):
-    for rows in order:
-        yield tuple(array[rows[0]] for array in arrays)  # one batch for all members
+PACKAGES = "jax", "jaxlib", "numpy"
 
 
 def main():
@@ -45,28 +33,24 @@ def main():
         recipe, args.members, args.devices, 1, mnist.form()
     )
     host = mnist.train_images, mnist.train_labels
-    data = trainer.place(host)
-    order = endless_order(len(host[0]), args.batch, args.members)
-    state = trainer.init(jax.random.key(0))
+    data, state = trainer.place(host), trainer.init(jax.random.key(0))
 
-    def run(steps):
-        nonlocal state
-        if args.predict:
-            trainer.predict_members(state, host[0][: steps * args.batch])
-            return 0.0
-        if args.host:
-            losses = []
-            batches = host_batches(host, itertools.islice(order, steps))
-            for batch in pe.prefetch(batches, size=2):
-                state, loss = trainer.update(state, *batch)
-                losses.append(loss)
-        else:
-            rows = common.next_steps(order, steps)
-            state, losses = trainer.epoch(state, data, rows)
-        jax.block_until_ready(state)
-        return float(np.mean(jax.device_get(losses)))
+    def predict(steps):
+        trainer.predict_members(state, host[0][: steps * args.batch])
+        return 0.0
 
-    common.serve(run, args, ["jax", "jaxlib", "numpy"], time_compile=True)
+    def train(state, rows):
+        return trainer.epoch(state, data, rows)
+
+    if args.predict:
+        common.serve(predict, args, PACKAGES, time_compile=True)
+    elif args.host:
+        order = common.endless_order(len(host[0]), args.batch, 1)
+        batches = ([array[rows] for array in host] for (rows,) in order)  # for all
+        what = trainer.update, state, pe.prefetch(batches, size=2)
+        common.serve_steps(*what, args, PACKAGES, time_compile=True)
+    else:
+        common.serve_epochs(train, state, len(host[0]), args, PACKAGES)
 
 
 if __name__ == "__main__":
