@@ -151,6 +151,24 @@ def test_sweep_names_a_file_that_is_damaged(tmp_path, monkeypatch, wrong):
     assert said.startswith(f"{tmp_path / 'train-images-idx3-ubyte'}: header 0x64")
 
 
+def test_quality_is_the_mean_over_seeds_of_their_reports(
+    tmp_path, whole_run, capsys, wrong
+):
+    report = json.loads((whole_run / "report.json").read_text())
+    for seed in (0, 1):
+        report["config"]["seed"] = seed
+        report["by_size"][1]["accuracy"] = 0.5 + 0.25 * seed
+        folder = tmp_path / f"members-2-seed-{seed}"
+        folder.mkdir()
+        (folder / "report.json").write_text(json.dumps(report))
+    flags = words("quality --sizes 1 2 --workdir", tmp_path, "--seeds")
+    assert recipes.main([*flags, "0", "1"]) == 0
+    nll = report["by_size"][1]["negative_log_likelihood"]
+    assert f"| 2 | 62.50 ± 12.50 | {nll:.4f} ± 0.0000 |" in capsys.readouterr().out
+    other = folder.rename(tmp_path / "members-2-seed-2")
+    assert wrong(recipes.main, *flags, "2") == f"{other} is of another run; remove it\n"
+
+
 # ---------------------------------------------------------------------------------
 # benchmarks/uncertainty.py
 # ---------------------------------------------------------------------------------

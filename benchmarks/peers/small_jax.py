@@ -1,7 +1,7 @@
 """Peer: a hundred small networks (small.py) in plain JAX, one member's training mapped.
 
 A member's training, from its key to its last step, is one function with Optax's Adam,
-mapped over the members as mapped_jax.py has it.
+mapped over the members as mapped_jax.py has it. Network and loss are small_ours.py's.
 """
 
 import jax
@@ -9,22 +9,7 @@ import jax.numpy as jnp
 import mapped_jax
 import optax
 import small
-
-
-def init(key):
-    keys = jax.random.split(key, 2)
-    draw = jax.nn.initializers.variance_scaling(2.0, "fan_in", "normal")
-    return [
-        (draw(k, (i, o)), jnp.zeros(o))
-        for k, i, o in zip(keys, small.SIZES, small.SIZES[1:])
-    ]
-
-
-def loss_fn(params, x, y):
-    (w1, b1), (w2, b2) = params
-    mean, spread = (jax.nn.relu(x @ w1 + b1) @ w2 + b2).T
-    variance = jax.nn.softplus(spread) + small.LEAST_VARIANCE
-    return jnp.mean(jnp.log(2 * jnp.pi * variance) + (y - mean) ** 2 / variance) / 2
+from small_ours import init, loss_fn
 
 
 def main():
