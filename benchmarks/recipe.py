@@ -186,8 +186,9 @@ def by_size(folder: Path, members: int, seed: int) -> list[dict]:
     Raises Failure.
     """
     if not (folder / "report.json").exists():
-        resume = ["--resume"] if list(folder.glob("checkpoint_*.safetensors")) else []
-        flags = ["--members", members, "--seed", seed, "--workdir", folder, *resume]
+        started = folder.exists() and tm.checkpoints(folder)
+        flags = ["--members", members, "--seed", seed, "--workdir", folder]
+        flags += ["--resume"] if started else []
         command = [sys.executable, tm.__file__, "--data", "mnist", *flags]
         done = subprocess.run(list(map(str, command)), stdout=subprocess.DEVNULL)
         if done.returncode:
