@@ -1,13 +1,14 @@
-"""Choose a learning rate on held-out training images, in one run; never on test images.
+"""Choose a learning rate on held-out training images; score ensembles on test images.
 
     MNIST_DIR=... python benchmarks/recipe.py
     MNIST_DIR=... python benchmarks/recipe.py batch_size=128 max_shift=0,epochs=3
     MNIST_DIR=... python benchmarks/recipe.py quality --workdir runs/quality
 
 Trains each learning rate on each batch order, 16 members at once, by the recipe of
-train_mnist.py on MNIST's first 50,000 training images, and scores the last 10,000: a
-row a rate, mean and standard deviation over its members, and their ensemble.  At every
-rate, order j and the weights that it starts from are those of the script's member j.
+train_mnist.py on MNIST's first 50,000 training images, and scores the last 10,000,
+never the test images: a row a rate, mean and standard deviation over its members, and
+their ensemble.  At every rate, order j and the weights that it starts from are those of
+the script's member j.
 
   name=value,name ...     further recipes, by what they change, in the names of the
                           script's flags: a trainer and a table each
