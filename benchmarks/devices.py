@@ -29,6 +29,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from interrupts import write_data
+from speed import print_head, print_row
 
 import pjax_ensemble as pe
 
@@ -121,9 +122,7 @@ def main() -> int:
     (code, said), reference, wrong = read_readme(), {}, []
     columns = "cores", "devices x members", "replicas", "accuracy", "NLL"
     columns += "a member's NLL", "noise + disagreement, 90% intervals", "where no data"
-    columns += ("kept, wrong",)
-    columns += (f"difference after {STEPS} steps",)
-    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
+    print_head(*columns, "kept, wrong", f"difference after {STEPS} steps")
     for cores in args.cores:
         try:
             with tempfile.TemporaryDirectory() as name:
@@ -145,7 +144,7 @@ def main() -> int:
         cells += ["{:.3f} + {:.3f}, {:.2f} to {:.2f}".format(*part) for part in parts]
         cells += ["{:.2f}, {:.3f}".format(*decided)]
         cells += [f"{difference(weights, reference):.0e}"]
-        print(f"| {' | '.join(map(str, cells))} |", flush=True)
+        print_row(*cells)
     print("", *wrong, sep="\n")
     return bool(wrong)
 

@@ -405,16 +405,8 @@ def save_points(folder: Path, writes: int | None = None) -> Iterator[tuple]:
     child = run_child(f"save_watched({str(folder / 'state')!r}, 0)")
     events = [*json.loads(child.stdout), "end"]
     at = [i for i, event in enumerate(events) if event == "write"]
-    order = [
-        "create",
-        "open",
-        *["write"] * len(at),
-        "fsync",
-        "replace",
-        "open",
-        "fsync",
-    ]
-    if events != [*order, "end"]:
+    order = ["create", "open", *["write"] * len(at)]
+    if events != [*order, "fsync", "replace", "open", "fsync", "end"]:
         yield "the order of a save", OTHER, ", ".join(events)
     points = [(i, "before") for i in range(len(events)) if i not in at]
     if writes is not None:
@@ -495,6 +487,7 @@ def disk(folder: Path) -> Iterator[tuple]:
         path, target = place / "state", place / refusal.name
         saved(path, old)
         new = make_tree(1) if refusal.late else make_tree(0, LARGER)
+        allowed = [values_of(tree) for tree in (old, new)[: 1 + refusal.late]]
         with refusal.during(place):
             save = partial(pe.save, target, new)
             kind, detail = judge(save, target, OSError, lambda _: "nothing raised")
@@ -502,9 +495,7 @@ def disk(folder: Path) -> Iterator[tuple]:
             kind, detail = "files left", os.listdir(place)
         elif os.strerror(refusal.number) not in detail:
             kind, detail = FOREIGN, f"{detail}, not {os.strerror(refusal.number)}"
-        elif values_of(pe.load(path)) not in map(
-            values_of, (old, new)[: 1 + refusal.late]
-        ):
+        elif values_of(pe.load(path)) not in allowed:
             kind = OTHER
         yield case, kind, detail
 
@@ -565,10 +556,8 @@ def main() -> int:
         started = time.perf_counter()
         counts, failures = run(name, args.quick)
         parts = ", ".join(f"{n:,} {kind}" for kind, n in counts.items())
-        seconds = time.perf_counter() - started
-        print(
-            f"{name}, {sum(counts.values()):,}: {parts} ({seconds:.0f} s)", flush=True
-        )
+        whole, seconds = sum(counts.values()), time.perf_counter() - started
+        print(f"{name}, {whole:,}: {parts} ({seconds:.0f} s)", flush=True)
         for failure in failures[:10]:
             print(f"  failed: {failure[:500]}", flush=True)
         failed += len(failures)

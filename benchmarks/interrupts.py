@@ -35,7 +35,6 @@ import contextlib
 import itertools
 import os
 import random
-import re
 import shutil
 import signal
 import socket
@@ -104,18 +103,9 @@ def start(folder: Path, data: Path, *flags: str) -> subprocess.Popen:
         return subprocess.Popen(command, env=env, stdout=log, stderr=log)
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints, the newest first."""
-    return sorted(folder.glob("checkpoint_*.safetensors"), reverse=True)
-
-
-def steps_of(path: Path) -> int:
-    return int(re.search(r"\d+", path.name)[0])
-
-
 def last_checkpoint(folder: Path, epochs: int = EPOCHS) -> bytes:
-    newest = checkpoints(folder)[0]
-    if steps_of(newest) != epochs * STEPS_AN_EPOCH:
+    (steps, newest), *_ = tm.checkpoints(folder)
+    if steps != epochs * STEPS_AN_EPOCH:
         raise RuntimeError(f"{folder} ends with {newest.name}: see its log")
     return newest.read_bytes()
 
@@ -141,16 +131,16 @@ def prepared(epochs: int = EPOCHS) -> Iterator[tuple[Path, Path, bytes, float]]:
 
 def look(folder: Path, interval: int) -> dict[str, int]:
     """Count what is wrong with the checkpoints of a run that was interrupted."""
-    found, wrong = checkpoints(folder), []
-    for path in found:
+    found, wrong = tm.checkpoints(folder), []
+    for _, path in found:
         try:
             pe.load(path)
         except Exception as error:
             wrong.append(f"unloadable: {error}")
     steps = (folder / "steps").read_text() if found else ""
-    lost = bool(steps) and int(steps) - steps_of(found[0]) > interval
+    lost = bool(steps) and int(steps) - found[0][0] > interval
     if wrong or lost:
-        print(f"{found[0].name} of {steps} steps", *wrong, sep="\n")
+        print(f"{found[0][1].name} of {steps} steps", *wrong, sep="\n")
     return {"before": not found, "unloadable": len(wrong), "lost": lost}
 
 
@@ -165,7 +155,7 @@ def interrupt(how: signal.Signals, trials: int, jobs: int) -> dict:
         counts, last, folder = collections.Counter(), False, root / f"run {job}"
         while not last:
             last = counts["signals"] >= trials // jobs
-            if folder.exists() and not checkpoints(folder):
+            if folder.exists() and not tm.checkpoints(folder):
                 shutil.rmtree(folder)  # killed before the first checkpoint
             process = start(folder, data, *["--resume"] * folder.exists())
             try:

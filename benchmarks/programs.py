@@ -24,6 +24,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import speed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import pjax_ensemble as pe
@@ -113,13 +114,12 @@ def main() -> None:
     if not 1 <= args.every <= args.trainers:
         parser.error("expected 1 <= --every <= --trainers")
     pe.use_cpu_devices(DEVICES)
-    print("| trainers | maps | resident, MB | states alive | functions alive |")
-    print(f"|{'---|' * 5}", flush=True)
+    names = "trainers", "maps", "resident, MB", "states alive", "functions alive"
+    speed.print_head(*names)
     rows = []
     for row in run(args.trainers, args.every):
         rows.append(row)
-        cells = ["-" if math.isnan(x) else f"{x:.0f}" for x in row]
-        print(f"| {' | '.join(cells)} |", flush=True)
+        speed.print_row(*("-" if math.isnan(x) else f"{x:.0f}" for x in row))
     first, last = rows[0], rows[-1]
     grown = last.memory / first.memory - 1
     print(f"\nresident memory: {grown:+.1%} from the first row to the last")

@@ -1,12 +1,14 @@
-"""Choose a learning rate on held-out training images, in one run; never on test images.
+"""Choose a learning rate on held-out training images; score ensembles on test images.
 
     MNIST_DIR=... python benchmarks/recipe.py
     MNIST_DIR=... python benchmarks/recipe.py batch_size=128 max_shift=0,epochs=3
+    MNIST_DIR=... python benchmarks/recipe.py quality --workdir runs/quality
 
 Trains each learning rate on each batch order, 16 members at once, by the recipe of
-train_mnist.py on MNIST's first 50,000 training images, and scores the last 10,000: a
-row a rate, mean and standard deviation over its members, and their ensemble.  At every
-rate, order j and the weights that it starts from are those of the script's member j.
+train_mnist.py on MNIST's first 50,000 training images, and scores the last 10,000,
+never the test images: a row a rate, mean and standard deviation over its members, and
+their ensemble.  At every rate, order j and the weights that it starts from are those of
+the script's member j.
 
   name=value,name ...     further recipes, by what they change, in the names of the
                           script's flags: a trainer and a table each
@@ -20,15 +22,29 @@ rate, order j and the weights that it starts from are those of the script's memb
 
 Seconds are from the starting weights to the probabilities on the 10,000 images: they
 include compiling, training and predicting.
+
+quality: score ensembles of 1, 2, 4 ... members, which the script trains by its
+defaults, on MNIST's test images, over several seeds.  Member i depends on the seed and
+on i alone, so for each seed the report of one run, of the most members, has them all.
+A row a size: mean and half the range over the seeds.
+
+  --workdir DIR           of the runs: one that is there is not run again, and one that
+                          was stopped goes on
+  --sizes N ...           default: 1 2 4
+  --seeds N ...           default: 0 1 2
 """
 
+import json
 import math
+import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
+import speed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import pjax_ensemble as pe
@@ -37,7 +53,14 @@ import train_mnist as tm
 VALIDATION = 10_000  # training images, the last ones
 FACTORS = 0.25, 0.5, 1, 2  # of the recipe's learning rate
 FIELDS = [name for name in tm.Recipe._fields if name != "learning_rate"]
-HEAD = "| learning rate | a member's accuracy, % | its NLL | accuracy, % | NLL | ECE |"
+COLUMNS = (
+    "learning rate",
+    "a member's accuracy, %",
+    "its NLL",
+    "accuracy, %",
+    "NLL",
+    "ECE",
+)
 
 
 class Parser(tm.Parser):
@@ -132,12 +155,13 @@ def run(args) -> None:
     for change, (recipe, data) in prepared.items():
         rates = args.learning_rates or [f * recipe.learning_rate for f in FACTORS]
         what = recipe, rates, args.orders, data, images, devices
-        print(f"\n{change or 'default recipe'}\n\n{HEAD}\n|{'---|' * 6}", flush=True)
+        print(f"\n{change or 'default recipe'}\n")
+        speed.print_head(*COLUMNS)
         probs, seconds = sweep(*what)
         losses = member_losses(probs, labels)
         parts = [np.split(x, len(rates)) for x in (probs, losses)]
         for rate, *own in zip(rates, *parts):
-            print("|", " | ".join([f"{rate:g}", *cells(*own, labels)]), "|")
+            speed.print_row(f"{rate:g}", *cells(*own, labels))
         means = {rate: own.mean() for rate, own in zip(rates, parts[1])}
         finite = [rate for rate in rates if np.isfinite(means[rate])]
         best = min(finite, key=means.get, default=math.nan)
@@ -149,16 +173,74 @@ def run(args) -> None:
             print(f"one after another: {seconds:.1f} s, NLL within {apart:.1g}")
 
 
-def main(argv=None) -> int:
+SCORES = {  # of a report: the column, the factor, the digits
+    "accuracy": ("accuracy, %", 100, 2),
+    "negative_log_likelihood": ("NLL", 1, 4),
+    "brier_score": ("Brier", 1, 4),
+    "expected_calibration_error": ("ECE", 1, 4),
+}
+
+
+def by_size(folder: Path, members: int, seed: int) -> list[dict]:
+    """Return the scores of the first 1, 2 ... members; train them unless done.
+
+    Raises Failure.
+    """
+    if not (folder / "report.json").exists():
+        started = folder.exists() and tm.checkpoints(folder)
+        flags = ["--members", members, "--seed", seed, "--workdir", folder]
+        flags += ["--resume"] if started else []
+        command = [sys.executable, tm.__file__, "--data", "mnist", *flags]
+        done = subprocess.run(list(map(str, command)), stdout=subprocess.DEVNULL)
+        if done.returncode:
+            raise SystemExit(done.returncode)  # the script has said why
+    report = json.loads((folder / "report.json").read_text())
+    if (report["members"], report["config"]["seed"]) != (members, seed):
+        raise tm.Failure(f"{folder} is of another run; remove it")
+    return report["by_size"]
+
+
+def quality(args) -> None:
+    """Print a table of ensembles' scores, a row a size.  Raises Failure."""
+    most = max(args.sizes)
+    folders = {s: args.workdir / f"members-{most}-seed-{s}" for s in args.seeds}
+    runs = [by_size(folder, most, seed) for seed, folder in folders.items()]
+    print(f"seeds {args.seeds}")
+    speed.print_head("members", *(column for column, _, _ in SCORES.values()))
+    for size in args.sizes:
+        row = []
+        for key, (_, factor, digits) in SCORES.items():
+            values = [factor * run[size - 1][key] for run in runs]
+            half = (max(values) - min(values)) / 2
+            row.append(f"{np.mean(values):.{digits}f} ± {half:.{digits}f}")
+        speed.print_row(size, *row)
+
+
+def parse_arguments(argv: Sequence[str]):
     parser, many = Parser("recipe.py"), tm.at_least(1)
+    if argv[:1] == ["quality"]:
+        parser.set_defaults(call=quality)
+        parser.add_argument("--workdir", type=Path, required=True)
+        parser.add_argument("--sizes", type=many, nargs="+", default=[1, 2, 4])
+        parser.add_argument(
+            "--seeds", type=tm.at_least(0), nargs="+", default=[0, 1, 2]
+        )
+        return parser.parse_args(argv[1:])
+    parser.set_defaults(call=run)
     parser.add_argument("changes", nargs="*")
     parser.add_argument("--learning-rates", type=tm.positive, nargs="+")
     defaults = {"orders": 4, "epochs": None, "devices": None, "train_size": 50_000}
     for name, default in defaults.items():
         parser.add_argument(tm.flag(name), type=many, default=default)
     parser.add_argument("--one-by-one", action="store_true")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status, after one line of what is wrong."""
     try:
-        run(parser.parse_args(argv))
+        args = parse_arguments(sys.argv[1:] if argv is None else argv)
+        args.call(args)
         return 0
     except (tm.Failure, OSError) as error:
         print(f"recipe.py: error: {error}", file=sys.stderr)

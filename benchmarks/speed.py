@@ -8,13 +8,17 @@ Rounds of a fixed number of steps go around the systems of a group, in an order 
 anew for each, as a system may leave the machine slower for the next; a figure is the
 median over the rounds, in member-images trained per second, or member-rows where the
 data are rows.  In one group a round is a whole job, from the start of its process to
-its end, in seconds.  The last group is for an accelerator, and runs when it is named:
+its end, in seconds.  Two groups run when they are named: one for an accelerator, and
+what the CNN costs on CPUs in every layout of K members on D devices, to train and to
+predict; K = 1 is sync mode:
 
     MNIST_DIR=... python benchmarks/speed.py --group 8 --platform cuda
+    MNIST_DIR=... python benchmarks/speed.py --group 9 --json cost.json --plot cost.png
 """
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import platform
@@ -27,17 +31,35 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import pjax_ensemble as pe
+
 PEERS = Path(__file__).resolve().parent / "peers"
 MATMUL = "rate of a float32 matrix product, GFLOP/s"
 TRAINING_GFLOP = 0.0274  # of the CNN, an image
 
-JOBS_TITLE = "whole job, two epochs with their tests, K = 2, batch 128"
 JOBS = {
     "pjax_ensemble, train_mnist.py": (
         "../../train_mnist.py --data mnist --members 2 --devices 2 --epochs 2 "
         "--batch-size 128 --learning-rate 0.1 --schedule constant --max-shift 0"
     ),
     "Flax ensembling guide": "flax_guide.py --whole-job",
+}
+
+affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
+CORES = len(affinity(0))
+LAYOUTS = [  # members K and devices D of which the replicas can share a batch
+    (k, d)
+    for k in (1, 2, 4, 8, 16)
+    for d in sorted({1, min(2, CORES), CORES})
+    if 128 % pe.layout(k, d).replicas == 0
+]
+COST = {
+    f"K = {k}, D = {d}{what}": (
+        f"ours.py --members {k} --devices {d} --steps {max(4, 96 // k)} {flag}"
+    )
+    for k, d in LAYOUTS
+    for what, flag in (("", ""), (", predicting", "--predict"))
 }
 
 # A group's first system is ours; the others are what it is compared with.
@@ -47,7 +69,7 @@ GROUPS = {
         "pjax_ensemble, update with prefetch": "ours.py --members 2 --host --steps 120",
         "the same, predict_members": "ours.py --members 2 --predict --steps 80",
         "Flax ensembling guide": "flax_guide.py",
-        "PyTorch, a loop": "torch_loop.py --members 2",
+        "PyTorch, a loop": "torch_cnn.py --loop",
         "Equinox, filter_vmap": "equinox_vmap.py --members 2 --steps 10",
         MATMUL: "matmul.py",
     },
@@ -58,7 +80,7 @@ GROUPS = {
         "pjax_ensemble, 4 at once": "ours.py --members 8 --at-once 4 --steps 8",
         "JAX, jit(vmap(scan)), D = 1": "cnn_jax.py --steps 4",
         "JAX, pmap(vmap(scan)), D = 2": "cnn_jax.py --devices 2 --steps 4",
-        "torch.func.vmap": "torch_vmap.py --members 8 --steps 4",
+        "torch.func.vmap": "torch_cnn.py --members 8 --steps 4",
     },
     "batch-norm network, Adam, D = 2, batch 64": {
         "pjax_ensemble, sync": "ours.py --sync --batch 64 --steps 400",
@@ -92,7 +114,7 @@ GROUPS = {
         "JAX, pmap(vmap(scan)), D = 2": "transformer_jax.py --devices 2",
         "torch.func.vmap": "transformer_torch.py",
     },
-    JOBS_TITLE: JOBS,
+    "whole job, two epochs with their tests, K = 2, batch 128": JOBS,
     "CNN on one device, batch 128": {
         f"pjax_ensemble, K = {members}, {n} at once": (
             f"ours.py --devices 1 --members {members} --at-once {n} --steps 256"
@@ -100,7 +122,9 @@ GROUPS = {
         for members in (8, 32)
         for n in (1, 2, 4, 8)
     },
+    "CNN over members K and devices D, batch 128": COST,
 }
+BY_NAME = 8, 9  # groups that run when they are named
 
 
 def launch(command: str, **pipes) -> subprocess.Popen:
@@ -176,11 +200,11 @@ def run_job(name: str, command: str) -> tuple[float, float]:
     return seconds, memory
 
 
-def measure_jobs(jobs: dict, rounds: int) -> dict:
+def measure_jobs(rounds: int) -> dict:
     """Run whole jobs in turn; return seconds and peak memory by system."""
-    results = {name: {"seconds": [], "peak_memory_gb": []} for name in jobs}
+    results = {name: {"seconds": [], "peak_memory_gb": []} for name in JOBS}
     for _ in range(rounds):
-        for name, command in jobs.items():
+        for name, command in JOBS.items():
             seconds, memory = run_job(name, command)
             results[name]["seconds"].append(seconds)
             results[name]["peak_memory_gb"].append(memory)
@@ -193,14 +217,23 @@ def spread(values: list[float]) -> str:
     return f"{median:,.0f} | {min(values):,.0f} to {max(values):,.0f}"
 
 
-def print_group(title: str, results: dict) -> None:
-    print(f"\n{title}\n\n| system | median | lowest to highest | ours is |")
-    print("|---|---|---|---|")
+def print_row(*cells) -> None:
+    print("|", " | ".join(map(str, cells)), "|", flush=True)
+
+
+def print_head(*names: str) -> None:
+    """Begin a table, by the names of its columns."""
+    print_row(*names)
+    print(f"|{'---|' * len(names)}", flush=True)
+
+
+def print_group(results: dict) -> None:
+    print_head("system", "median", "lowest to highest", "ours is")
     ours = statistics.median(next(iter(results.values()))["rates"])
     for name, result in results.items():
         ratio = ours / statistics.median(result["rates"])
         cell = "" if name == MATMUL else f"{ratio:.2f}x"
-        print(f"| {name} | {spread(result['rates'])} | {cell} |")
+        print_row(name, spread(result["rates"]), cell)
     print()
     if MATMUL in results:
         share = ours * TRAINING_GFLOP / statistics.median(results[MATMUL]["rates"])
@@ -215,19 +248,70 @@ def print_group(title: str, results: dict) -> None:
     print("to compile: " + "; ".join(compiling))
 
 
-def print_jobs(title: str, results: dict) -> None:
-    print(f"\n{title}\n\n| system | seconds, median | lowest to highest ", end="")
-    print("| peak memory, GB | ours is |\n|---|---|---|---|---|")
-    figures = {
-        name: (statistics.median(result["seconds"]), max(result["peak_memory_gb"]))
-        for name, result in results.items()
-    }
-    our_seconds, our_memory = next(iter(figures.values()))
-    for name, (seconds, memory) in figures.items():
-        faster, less = seconds / our_seconds, memory / our_memory
-        cell = f"{faster:.2f}x faster, 1/{less:.2f} memory"
-        print(f"| {name} | {spread(results[name]['seconds'])} | {memory:.2f} ", end="")
-        print(f"| {cell if name != next(iter(figures)) else ''} |")
+def print_jobs(results: dict) -> None:
+    names = "system", "seconds, median", "lowest to highest", "peak memory, GB"
+    print_head(*names, "ours is")
+    ours, *_ = results.values()
+    for name, result in results.items():
+        seconds, our_seconds = (statistics.median(x["seconds"]) for x in (result, ours))
+        memory, our_memory = (max(x["peak_memory_gb"]) for x in (result, ours))
+        times, part = seconds / our_seconds, memory / our_memory
+        cell = "" if result is ours else f"{times:.2f}x faster, 1/{part:.2f} memory"
+        print_row(name, spread(result["seconds"]), f"{memory:.2f}", cell)
+
+
+PLACES = "members", "devices", "members_per_device", "replicas"
+
+
+def measure_cost(rounds: int) -> list[dict]:
+    """Run rounds of every layout in turn; return a row each."""
+    found, rows = measure(COST, rounds), []
+    for k, d in LAYOUTS:
+        name, layout = f"K = {k}, D = {d}", pe.layout(k, d)
+        where = k, d, layout.members_per_device, layout.replicas
+        predicted = found[f"{name}, predicting"]["rates"]
+        rows.append({**dict(zip(PLACES, where)), **found[name], "predicted": predicted})
+    return rows
+
+
+def print_cost(rows: list[dict]) -> None:
+    names = "K", "D", "members a device", "replicas", "trained a second"
+    names += "lowest to highest", "peak memory, GB", "predicted a second", "is"
+    print_head(*names)
+    for row in rows:
+        where = (row[name] for name in PLACES)
+        predicted, trained = (statistics.median(row[x]) for x in ("predicted", "rates"))
+        cells = f"{row['peak_memory_gb']:.2f}", f"{predicted:,.0f}"
+        times = f"{predicted / trained:.2f}x"
+        print_row(*where, spread(row["rates"]), *cells, times)
+
+
+def draw_cost(rows: list[dict], path: Path) -> None:
+    """Draw throughput and peak memory over K, a line for each D."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    panels = figure.subplots(1, 2)
+    styles = zip(("#0072b2", "#d55e00", "#009e73"), "os^")
+    for d, (color, marker) in zip(sorted({row["devices"] for row in rows}), styles):
+        line = [row for row in rows if row["devices"] == d]
+        rates = [statistics.median(row["rates"]) for row in line]
+        members, name = [row["members"] for row in line], f"{d} device" + "s" * (d > 1)
+        for panel, y in zip(panels, (rates, [row["peak_memory_gb"] for row in line])):
+            panel.plot(members, y, color=color, marker=marker, label=name)
+    ticks = sorted({row["members"] for row in rows})
+    titles = "Member-images trained a second", "Peak resident memory, GB"
+    for panel, title in zip(panels, titles):
+        panel.set(title=title, xlabel="members K")
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(ticks, [str(k) for k in ticks])
+        panel.minorticks_off()
+        panel.set_ylim(0, 1.1 * max(max(line.get_ydata()) for line in panel.lines))
+        panel.grid(axis="y", color="0.9")
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].yaxis.set_major_formatter("{x:,.0f}")
+    panels[0].legend(frameon=False, loc="lower right")
+    figure.savefig(path, dpi=150)
 
 
 def check_data(commands: list[str]) -> None:
@@ -265,18 +349,23 @@ def main() -> None:
         "--group",
         type=int,
         nargs="+",
-        default=range(1, last),
-        help=f"some of the groups 1 to {last}, of which {last - 1} are whole jobs and "
-        f"{last} is for an accelerator (default: all but {last})",
+        default=[n for n in range(1, last + 1) if n not in BY_NAME],
+        help=f"some of the groups 1 to {last}, of which 7 are whole jobs, 8 is for an "
+        "accelerator and 9 has the cost (default: 1 to 7)",
     )
     parser.add_argument(
         "--platform", help="of JAX: cpu, cuda, ... (default: what it finds)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the cost")
     args = parser.parse_args()
     for number in args.group:
         if not 1 <= number <= last:
             raise SystemExit(f"--group {number}: there are groups 1 to {last}")
+    if args.plot and last not in args.group:
+        parser.error(f"--plot draws group {last}, which is not asked for")
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        parser.error("--plot needs matplotlib: python -m pip install '.[plot]'")
     groups = [list(GROUPS.items())[number - 1] for number in sorted(set(args.group))]
     check_data([each for _, systems in groups for each in systems.values()])
     if args.platform:
@@ -286,15 +375,21 @@ def main() -> None:
     machine = describe_machine()
     print(f"{machine}, Python {platform.python_version()}")
     results = {}
+    rounds = 2 if args.quick else args.rounds
     for title, systems in groups:
+        print(f"\n{title}\n", flush=True)
         if systems is JOBS:
-            rounds = 1 if args.quick else args.job_rounds
-            results[title] = measure_jobs(systems, rounds)
-            print_jobs(title, results[title])
+            found = measure_jobs(1 if args.quick else args.job_rounds)
+            print_jobs(found)
+        elif systems is COST:
+            found = measure_cost(rounds)
+            print_cost(found)
+            if args.plot:
+                draw_cost(found, args.plot)
         else:
-            results[title] = measure(systems, 2 if args.quick else args.rounds)
-            print_group(title, results[title])
-        sys.stdout.flush()
+            found = measure(systems, rounds)
+            print_group(found)
+        results[title] = found
     if args.json:
         write_json(args.json, machine=machine, groups=results)
 

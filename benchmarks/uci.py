@@ -47,6 +47,7 @@ import speed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import pjax_ensemble as pe
+import train_mnist as tm
 
 HIDDEN, WARMUP, FLOOR = 50, 0.05, 1e-4
 BATCH, STEPS = 100, 30  # the paper's batch; smaller where an epoch has fewer steps
@@ -281,28 +282,27 @@ def measure(data: Data, members: int, epochs: int, seed: int) -> dict:
 
 def print_table(sets: dict, args: argparse.Namespace) -> dict:
     """Train and score each set, and print its row; return the scores by set."""
-    print("| set | RMSE | paper | NLL | paper | in 90% intervals, width ", end="")
-    print("| calibrated | variance: noise + disagreement | decays (splits) | s |")
-    print(f"|{'---|' * 10}")
+    columns = "set", "RMSE", "paper", "NLL", "paper", "in 90% intervals, width"
+    columns += "calibrated", "variance: noise + disagreement", "decays (splits)", "s"
+    speed.print_head(*columns)
     results = {}
     for name, (data, seconds) in sets.items():
         started = time.perf_counter()
         scores = measure(data, args.members, args.epochs, args.seed)
         scores["seconds"] = seconds + time.perf_counter() - started
         known = [PAPER[key] for key in PAPER if name.lower().startswith(key)]
-        print(f"| {name}", end="")
+        cells = []
         for key, paper in zip((RMSE, NLL), *known or [("", "")]):
-            cell = f"{np.mean(scores[key]):.3f} ± {np.std(scores[key]):.3f}"
-            print(f" | {cell} | {paper}", end="")
+            cells += [f"{np.mean(scores[key]):.3f} ± {np.std(scores[key]):.3f}", paper]
         for which in "", "calibrated_":
             keys = which + "coverage", which + "width"
             inside, width = (np.mean(scores[key]) for key in keys)
-            print(f" | {inside:.1%}, {width:.3g}", end="")
+            cells.append(f"{inside:.1%}, {width:.3g}")
         noise, disagreement = (np.mean(scores[key]) for key in PARTS)
         (recipe, count), *_ = collections.Counter(scores["recipes"]).most_common()
-        print(f" | {noise:.3g} + {disagreement:.3g} ", end="")
         decays = ", ".join(f"{decay:g}" for decay in recipe)
-        print(f"| {decays} ({count}) | {scores['seconds']:.1f} |", flush=True)
+        cells += [f"{noise:.3g} + {disagreement:.3g}", f"{decays} ({count})"]
+        speed.print_row(name, *cells, f"{scores['seconds']:.1f}")
         results[name] = scores
     total = sum(scores["seconds"] for scores in results.values())
     networks = args.members * sum(len(data.splits) for data, _ in sets.values())
@@ -315,27 +315,17 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
-def positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return int(text)
-
-
 def main(argv=None) -> None:
-    parser = Parser("uci.py", description=__doc__.splitlines()[0])
-    folder = os.environ.get("UCI_DIR")
-    parser.add_argument(
-        "--data", type=Path, metavar="DIR", default=folder, help="$UCI_DIR"
-    )
+    parser, many = Parser("uci.py", description=__doc__.splitlines()[0]), tm.at_least(1)
+    where = {"type": Path, "default": os.environ.get("UCI_DIR")}
+    parser.add_argument("--data", metavar="DIR", help="default: $UCI_DIR", **where)
     parser.add_argument("--sets", nargs="+", metavar="NAME", help="default: all of DIR")
-    parser.add_argument("--members", type=positive, default=5, help="of each split")
-    parser.add_argument("--epochs", type=positive, default=40)
-    parser.add_argument("--devices", type=positive, help="default: one a core")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--members", type=many, default=5, help="of each split")
+    parser.add_argument("--epochs", type=many, default=40)
+    parser.add_argument("--devices", type=many, help="default: one a core")
+    parser.add_argument("--seed", type=tm.at_least(0), default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(argv)
-    if args.seed < 0:
-        parser.error(f"--seed {args.seed} is below 0")
     if args.json and not args.json.parent.is_dir():
         parser.error(f"--json {args.json}: there is no folder {args.json.parent}")
     if args.data is None:

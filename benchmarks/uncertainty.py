@@ -126,22 +126,15 @@ def spread(values: Sequence[float], form: str) -> str:
     return mean + f" ({low} to {high})" * (len(values) > 1)
 
 
-def print_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    for cells in (names, ["---"] * len(names), *rows):
-        print(f"| {' | '.join(cells)} |")
-
-
 def print_shifts(rows: list) -> None:
     """Print a table a score, and at how many shifts the whole ensemble is ahead."""
     names, shifted = list(rows[0][-1]), [found for _, amount, found in rows if amount]
     for key, (title, factor, form) in SCORES.items():
-        cells = [
-            [f"{unit} {amount}"]
-            + [spread([factor * x[key] for x in own], form) for own in found.values()]
-            for unit, amount, found in rows
-        ]
         print()
-        print_table([title, *names], cells)
+        speed.print_head(title, *names)
+        for unit, amount, found in rows:
+            each = ([factor * x[key] for x in own] for own in found.values())
+            speed.print_row(f"{unit} {amount}", *(spread(own, form) for own in each))
     *_, whole = others = [name for name in names if name != LONG]
     others[-1:] = [LONG] * (LONG in names)
     for key in (NLL, BRIER) if others else ():
@@ -172,7 +165,7 @@ def styles_of(names: Sequence[str]) -> dict[str, dict]:
     return styles
 
 
-def draw_shifts(rows: list, path: Path) -> None:
+def draw_shifts(rows: list):
     """Draw all scores but Brier's, which looks like the likelihood, over the shifts."""
     from matplotlib.figure import Figure
 
@@ -198,8 +191,7 @@ def draw_shifts(rows: list, path: Path) -> None:
         axes.set(xlabel="        ".join(units), title=title)
     lines = axes.get_legend_handles_labels()
     figure.legend(*lines, loc="outside lower center", ncols=5, frameon=False)
-    with pe.replace_file(path) as file:
-        figure.savefig(file, format="png", dpi=110)
+    return figure
 
 
 # ---------------------------------------------------------------------------------
@@ -285,8 +277,9 @@ def needed(labels: np.ndarray, errors: np.ndarray) -> str:
 
 def print_errors(labels: np.ndarray, found: dict) -> None:
     """Print a table of errors [rounds, seeds] by strategy, and what 5% takes."""
-    columns = [[spread(100 * e, ".2f") for e in errors] for errors in found.values()]
-    print_table(["labels", *found], [*zip(map(str, labels), *columns)])
+    speed.print_head("labels", *found)
+    for count, *own in zip(labels, *found.values()):
+        speed.print_row(count, *(spread(100 * errors, ".2f") for errors in own))
     print(f"\nlabels for an error of {TARGET:.0%}:")
     for name, errors in found.items():
         each = ", ".join(needed(labels, own) for own in errors.T)
@@ -295,7 +288,7 @@ def print_errors(labels: np.ndarray, found: dict) -> None:
         print(f"{name}: {mean} by the mean of seeds ({each}){paper}")
 
 
-def draw_errors(labels: np.ndarray, found: dict, path: Path) -> None:
+def draw_errors(labels: np.ndarray, found: dict):
     """Draw errors [rounds, seeds] over labels: mean and range of seeds."""
     from matplotlib.figure import Figure
 
@@ -310,8 +303,7 @@ def draw_errors(labels: np.ndarray, found: dict, path: Path) -> None:
     axes.minorticks_off()
     axes.set_ylim(max(0.8 * low, 0.1), 1.2 * high + 0.1)
     axes.legend(frameon=False)
-    with pe.replace_file(path) as file:
-        figure.savefig(file, format="png", dpi=110)
+    return figure
 
 
 # ---------------------------------------------------------------------------------
@@ -397,21 +389,18 @@ def judge(probs: np.ndarray, labels: np.ndarray, known: int) -> dict:
 def print_decisions(rows: list) -> None:
     """Print a table of (degrees, scores by name), and the best member."""
     members = rows[0][-1]["a member"]
-    cells = [
-        [f"{degrees} degrees", title]
-        + [spread([x[title] for x in own], ".4g") for own in found.values()]
-        for degrees, found in rows
-        for title in members[0]
-        if title != RISK
-    ]
-    print_table(["turned", "", *rows[0][-1]], cells)
+    speed.print_head("turned", "", *rows[0][-1])
+    for degrees, found in rows:
+        for title in (title for title in members[0] if title != RISK):
+            each = (spread([x[title] for x in own], ".4g") for own in found.values())
+            speed.print_row(f"{degrees} degrees", title, *each)
     ranks = [(x[KEPT_ERROR] <= 100 * ALLOWED, x[KEPT]) for x in members]
     best = ranks.index(max(ranks))
     kept, error = members[best][KEPT], members[best][KEPT_ERROR]
     print(f"\nmember {best} is the best: kept {kept:.2f}%, error {error:.3f}%")
 
 
-def draw_decisions(rows: list, path: Path) -> None:
+def draw_decisions(rows: list):
     """Draw risk-coverage curves, and over turns what is wrong of the kept, and sets."""
     from matplotlib.figure import Figure
 
@@ -436,8 +425,7 @@ def draw_decisions(rows: list, path: Path) -> None:
         axes.axhline(100 * at, **tm.DASHED)
     lines = risk.get_legend_handles_labels()
     figure.legend(*lines, loc="outside lower center", ncols=5, frameon=False)
-    with pe.replace_file(path) as file:
-        figure.savefig(file, format="png", dpi=110)
+    return figure
 
 
 # ---------------------------------------------------------------------------------
@@ -464,8 +452,11 @@ def load(folder: Path) -> tuple[tm.Trained, tm.Dataset]:
     return run, data
 
 
-def shift(args) -> dict:
-    """Print how runs do on shifted images.  Raises Failure, ValueError."""
+def shift(args) -> tuple[dict, Callable]:
+    """Print how runs do on shifted images; return scores, and what draws them.
+
+    Raises Failure, ValueError.
+    """
     run, data = load(args.run)
     long = tm.load_run(args.long) if args.long else None
     if long:
@@ -475,9 +466,7 @@ def shift(args) -> dict:
     print(f"{data.name}, {len(data.test_images)} test images")
     rows = score_shifts(run, long, data)
     print_shifts(rows)
-    if args.plot:
-        draw_shifts(rows, args.plot)
-    return {"shifts": rows}
+    return {"shifts": rows}, functools.partial(draw_shifts, rows)
 
 
 SIZES = {  # flags of label: their types, their defaults, and those of --quick
@@ -490,8 +479,11 @@ SIZES = {  # flags of label: their types, their defaults, and those of --quick
 }
 
 
-def label(args) -> dict:
-    """Print what labels are worth, by who chooses them.  Raises Failure."""
+def label(args) -> tuple[dict, Callable]:
+    """Print what labels are worth, by who chooses them; return as `shift` does.
+
+    Raises Failure.
+    """
     for name, (_, *defaults) in SIZES.items():
         if getattr(args, name) is None:
             setattr(args, name, defaults[args.quick])
@@ -525,13 +517,15 @@ def label(args) -> dict:
         seconds = time.perf_counter() - started
         print(f"{name}: {seconds:.0f} s", file=sys.stderr, flush=True)
     print_errors(count, found)
-    if args.plot:
-        draw_errors(count, found, args.plot)
-    return {"labels": count.tolist()} | {n: e.tolist() for n, e in found.items()}
+    scores = {"labels": count.tolist()} | {n: e.tolist() for n, e in found.items()}
+    return scores, functools.partial(draw_errors, count, found)
 
 
-def decide(args) -> dict:
-    """Print how good what a run decides is.  Raises Failure, ValueError."""
+def decide(args) -> tuple[dict, Callable]:
+    """Print how good what a run decides is; return as `shift` does.
+
+    Raises Failure, ValueError.
+    """
     run, data = load(args.run)
     size, count = run.config["train_size"], len(data.train_images)
     if size == count:
@@ -548,9 +542,7 @@ def decide(args) -> dict:
         probs = np.concatenate([known, new], axis=1)
         rows.append((degrees, score(probs, labels, judged)))
     print_decisions(rows)
-    if args.plot:
-        draw_decisions(rows, args.plot)
-    return {"turned": rows}
+    return {"turned": rows}, functools.partial(draw_decisions, rows)
 
 
 class Parser(tm.Parser):
@@ -591,7 +583,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse_arguments(argv)
         pe.use_cpu_devices()
         started = time.perf_counter()
-        scores = args.call(args)
+        scores, draw = args.call(args)
+        if args.plot:
+            with pe.replace_file(args.plot) as file:
+                draw().savefig(file, format="png", dpi=110)
         print(f"\n{time.perf_counter() - started:.0f} s")
         if args.json:
             speed.write_json(args.json, **scores)

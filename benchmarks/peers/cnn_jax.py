@@ -5,7 +5,6 @@ momentum 0.9) among them, but for the micro-batches: a step takes its batch whol
 """
 
 import common
-import jax
 import mapped_jax
 import optax
 
@@ -20,12 +19,9 @@ def loss_fn(params, images, labels):
 
 def main():
     args = common.arguments(__doc__, members=8, **mapped_jax.OPTIONS)
-    jax.config.update("jax_num_cpu_devices", args.devices)
     mnist = common.load_mnist()
     data = mnist.train_images, mnist.train_labels
-    optimizer = optax.sgd(0.1, 0.9)
-    packages = ["jax", "jaxlib", "optax"]
-    mapped_jax.serve(pe.cnn_init, loss_fn, optimizer, data, args, packages)
+    mapped_jax.serve(pe.cnn_init, loss_fn, optax.sgd(0.1, 0.9), data, args)
 
 
 if __name__ == "__main__":

@@ -21,14 +21,20 @@ import train_mnist
 
 
 def arguments(doc, flags=(), **numbers):
-    """Read `--steps`, `--batch` and the other given numbers, and flags."""
+    """Read `--steps`, `--batch` and the other given numbers, and flags.
+
+    `--devices`, where it is among them, divides the CPU.
+    """
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     for name, default in {"steps": 50, "batch": 128, **numbers}.items():
         option = "--" + name.replace("_", "-")
         parser.add_argument(option, type=int, default=default)
     for name in flags:
         parser.add_argument(f"--{name}", action="store_true")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if "devices" in numbers:
+        jax.config.update("jax_num_cpu_devices", args.devices)
+    return args
 
 
 def folder(variable):
@@ -68,23 +74,60 @@ def timed(run, steps):
     return {"seconds": time.perf_counter() - start, "steps": steps, "loss": loss}
 
 
-def serve(run, steps, images_per_step, packages, time_compile=False):
+def serve(run, args, packages, per_step=None, time_compile=False):
     """Run a round for each line of input, and print its seconds and mean loss.
 
-    `run(steps)` returns the mean loss when every result is there.  A first round, which
-    compiles, is not counted; `time_compile` reports by how much it is longer than a
-    second one, which is not counted either.
+    `run(steps)` returns the mean loss when every result is there.  A step takes so many
+    images, or a batch for each member.  A first round, which compiles, is not counted;
+    `time_compile` reports by how much it is longer than a second one, which is not
+    counted either.
     """
-    first = timed(run, steps)
+    first = timed(run, args.steps)
     hello = {
         "warm_up_loss": first["loss"],
-        "images_per_step": images_per_step,
+        "images_per_step": per_step or args.members * args.batch,
         "versions": {name: version(name) for name in packages},
     }
     if "jax" in packages:
         hello["device"] = jax.devices()[0].device_kind
     if time_compile:
-        hello["compile_seconds"] = first["seconds"] - timed(run, steps)["seconds"]
+        hello["compile_seconds"] = first["seconds"] - timed(run, args.steps)["seconds"]
     print(json.dumps(hello), flush=True)
     for _ in sys.stdin:
-        print(json.dumps(timed(run, steps)), flush=True)
+        print(json.dumps(timed(run, args.steps)), flush=True)
+
+
+def serve_epochs(train, state, num_rows, args, packages):
+    """Serve rounds, of which one call of `train(state, rows)` takes all steps in JAX.
+
+    It returns the state in which the next round begins, and losses.
+    """
+    order = endless_order(num_rows, args.batch, args.members)
+
+    def run(steps):
+        nonlocal state
+        state, losses = train(state, next_steps(order, steps))
+        jax.block_until_ready(state)
+        return float(np.mean(losses))
+
+    serve(run, args, packages, time_compile=True)
+
+
+def serve_steps(step, state, batches, args, packages, wait=None, **options):
+    """Serve rounds of calls `step(state, *batch)` of JAX, which return state and loss.
+
+    Every `wait`-th is waited for.  The options are those of `serve`.
+    """
+
+    def run(steps):
+        nonlocal state
+        losses = []
+        for batch in itertools.islice(batches, steps):
+            state, loss = step(state, *batch)
+            losses.append(loss)
+            if wait and len(losses) % wait == 0:
+                loss.block_until_ready()
+        jax.block_until_ready(state)
+        return float(np.mean(jax.device_get(losses)))
+
+    serve(run, args, packages, **options)

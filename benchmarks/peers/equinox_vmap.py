@@ -6,8 +6,6 @@ maps gradient and ``optax.sgd`` (learning rate 0.1, momentum 0.9) over the membe
 one device. float32; host batches, in an own random order for each member.
 """
 
-import itertools
-
 import common
 import equinox as eqx
 import jax
@@ -48,10 +46,11 @@ def loss_fn(model, images, labels):
 def make_step(optimizer):
     @eqx.filter_jit
     @eqx.filter_vmap
-    def step(model, opt_state, images, labels):
+    def step(state, images, labels):
+        model, opt_state = state
         loss, grads = eqx.filter_value_and_grad(loss_fn)(model, images, labels)
         updates, opt_state = optimizer.update(grads, opt_state)
-        return eqx.apply_updates(model, updates), opt_state, loss
+        return (eqx.apply_updates(model, updates), opt_state), loss
 
     return step
 
@@ -66,19 +65,9 @@ def main():
     opt_state = eqx.filter_vmap(optimizer.init)(params)
     step = make_step(optimizer)
     order = common.endless_order(len(images), args.batch, args.members)
-
-    def run(steps):
-        nonlocal models, opt_state
-        losses = []
-        for perm in itertools.islice(order, steps):  # [members, batch]
-            batch = images[perm], mnist.train_labels[perm]
-            models, opt_state, loss = step(models, opt_state, *batch)
-            losses.append(loss)
-        jax.block_until_ready(eqx.filter((models, opt_state), eqx.is_array))
-        return float(np.mean(jax.device_get(losses)))
-
+    batches = ((images[rows], mnist.train_labels[rows]) for rows in order)  # [K, B]
     packages = ["jax", "equinox", "optax"]
-    common.serve(run, args.steps, args.members * args.batch, packages)
+    common.serve_steps(step, (models, opt_state), batches, args, packages)
 
 
 if __name__ == "__main__":

@@ -83,15 +83,11 @@ def train(state, data, order):
 
 def get_datasets():
     mnist = common.load_mnist()
-    train_ds = {
-        "image": jnp.float32(mnist.train_images) / 255,
-        "label": mnist.train_labels,
-    }
-    test_ds = {
-        "image": jnp.float32(mnist.test_images) / 255,
-        "label": mnist.test_labels,
-    }
-    return train_ds, test_ds
+    _, *train_ds, test_images, test_labels, _ = mnist
+    return [
+        {"image": jnp.float32(images) / 255, "label": labels}
+        for images, labels in (train_ds, (test_images, test_labels))
+    ]
 
 
 def run_whole_job(state, key, train_ds, test_ds, batch):
@@ -128,8 +124,7 @@ def main():
         jax.block_until_ready(state)
         return float(loss)
 
-    packages = ["jax", "flax", "optax"]
-    common.serve(run, args.steps, args.members * args.batch, packages)
+    common.serve(run, args, ["jax", "flax", "optax"])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ guide has it) batch normalization and dropout are as they are for inference; and
 eighth step is waited for.
 """
 
-import itertools
 import os
 
 os.environ["KERAS_BACKEND"] = "jax"
@@ -56,7 +55,7 @@ def make_step(model, optimizer, call_args):
         grad_fn = jax.value_and_grad(compute_loss, has_aux=True)
         (loss, non_trainable), grads = grad_fn(trainable, non_trainable, x, y)
         trainable, opt_vars = optimizer.stateless_apply(opt_vars, grads, trainable)
-        return loss, (trainable, non_trainable, opt_vars)
+        return (trainable, non_trainable, opt_vars), loss
 
     return train_step
 
@@ -70,7 +69,6 @@ def endless_batches(images, labels, batch):
 def main():
     flags = ["no-training"]  # the guide's own call, without dropout
     args = common.arguments(__doc__, flags, batch=64, devices=2)
-    jax.config.update("jax_num_cpu_devices", args.devices)
     keras.utils.set_random_seed(0)
     mnist = common.load_mnist()
     images, labels = mnist.train_images.astype(np.float32), mnist.train_labels
@@ -82,28 +80,21 @@ def main():
 
     mesh = Mesh(mesh_utils.create_device_mesh((args.devices,)), ("batch",))
     data_sharding = NamedSharding(mesh, PartitionSpec("batch"))
-    state = jax.device_put(
-        (
-            [v.value for v in model.trainable_variables],
-            [v.value for v in model.non_trainable_variables],
-            [v.value for v in optimizer.variables],
-        ),
-        NamedSharding(mesh, PartitionSpec()),
+    kinds = (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        optimizer.variables,
     )
-    batches = endless_batches(images, labels, args.batch)
+    state = tuple([v.value for v in kind] for kind in kinds)
+    state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
 
-    def run(steps):
-        nonlocal state
-        losses = []
-        for x, y in itertools.islice(batches, steps):
-            loss, state = train_step(state, jax.device_put(x, data_sharding), y)
-            losses.append(loss)
-            if len(losses) % 8 == 0:  # XLA:CPU aborts when too many steps pile up
-                loss.block_until_ready()
-        jax.block_until_ready(state)
-        return float(np.mean(jax.device_get(losses)))
+    def step(state, x, y):
+        return train_step(state, jax.device_put(x, data_sharding), y)
 
-    common.serve(run, args.steps, args.batch, ["jax", "keras"])
+    batches, packages = endless_batches(images, labels, args.batch), ["jax", "keras"]
+    # XLA:CPU aborts when too many steps pile up.
+    options = {"wait": 8, "per_step": args.batch}
+    common.serve_steps(step, state, batches, args, packages, **options)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ on each. With ``--at-once 1`` it is mapped by ``lax.map`` in place of ``vmap``, 
 import common
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 OPTIONS = {"devices": 1, "at_once": 0}  # 0 is all
@@ -58,7 +57,7 @@ def over_members(function, args):
     return jax.pmap(on_device, in_axes=(0, None))
 
 
-def serve(init, loss_fn, optimizer, data, args, packages):
+def serve(init, loss_fn, optimizer, data, args, *packages):
     """Serve rounds of steps, each from the states in which the last one ended."""
 
     def init_member(key):
@@ -69,15 +68,9 @@ def serve(init, loss_fn, optimizer, data, args, packages):
     state = over_members(init_member, args)((keys,), ())
     train = over_members(make_train_member(loss_fn, optimizer), args)
     data = jax.tree.map(jnp.asarray, data)
-    order = common.endless_order(len(data[0]), args.batch, args.members)
 
-    def run(steps):
-        nonlocal state
-        rows = common.next_steps(order, steps)
-        rows = rows.reshape(*leading(args), *rows.shape[1:])
-        state, losses = train((state, rows), data)
-        jax.block_until_ready(state)
-        return float(np.mean(losses))
+    def train_all(state, rows):
+        return train((state, rows.reshape(*leading(args), *rows.shape[1:])), data)
 
-    rows_per_step = args.members * args.batch
-    common.serve(run, args.steps, rows_per_step, packages, time_compile=True)
+    packages = ["jax", "jaxlib", "optax", *packages]
+    common.serve_epochs(train_all, state, len(data[0]), args, packages)

@@ -9,10 +9,7 @@ SIDE = 2048
 
 def main():
     args = common.arguments(__doc__)
-    a, b = (
-        jax.random.normal(key, (SIDE, SIDE))
-        for key in jax.random.split(jax.random.key(0))
-    )
+    a, b = jax.random.normal(jax.random.key(0), (2, SIDE, SIDE))
     product = jax.jit(jnp.matmul)
 
     def run(steps):
@@ -20,7 +17,7 @@ def main():
             c = product(a, b)
         return float(c[0, 0])
 
-    common.serve(run, args.steps, 2 * SIDE**3 / 1e9, ["jax"])
+    common.serve(run, args, ["jax"], 2 * SIDE**3 / 1e9)
 
 
 if __name__ == "__main__":

@@ -7,31 +7,18 @@ from the host that `prefetch` makes ahead; `--predict` calls `predict_members` o
 many images.  `--at-once N` computes so many members of a device together.
 """
 
-import itertools
-
 import common
 import jax
-import numpy as np
 
 import pjax_ensemble as pe
 import train_mnist
 
-
-def endless_order(num_images, batch_size, members):
-    for epoch in itertools.count():
-        order = pe.epoch_order(num_images, batch_size, members=members, epoch=epoch)
-        yield from order.swapaxes(0, 1)  # [K, B] a step
-
-
-def host_batches(arrays, order):
-    for rows in order:
-        yield tuple(array[rows[0]] for array in arrays)  # one batch for all members
+PACKAGES = "jax", "jaxlib", "numpy"
 
 
 def main():
     flags = ["sync", "apart", "host", "predict"]
     args = common.arguments(__doc__, flags, members=2, devices=2, at_once=1)
-    jax.config.update("jax_num_cpu_devices", args.devices)
     keras = args.sync or args.apart
     network = "batchnorm" if keras else "cnn"
     recipe = train_mnist.RECIPES[network]._replace(
@@ -39,33 +26,31 @@ def main():
     )
     if not keras:
         recipe = recipe._replace(learning_rate=0.1)
-    members = 1 if args.sync else args.members
+    if args.sync:
+        args.members = 1
     mnist = common.load_mnist()
-    trainer = train_mnist.make_trainer(recipe, members, args.devices, 1, mnist.form())
+    trainer = train_mnist.make_trainer(
+        recipe, args.members, args.devices, 1, mnist.form()
+    )
     host = mnist.train_images, mnist.train_labels
-    data = trainer.place(host)
-    order = endless_order(len(host[0]), args.batch, members)
-    state = trainer.init(jax.random.key(0))
+    data, state = trainer.place(host), trainer.init(jax.random.key(0))
 
-    def run(steps):
-        nonlocal state
-        if args.predict:
-            trainer.predict_members(state, host[0][: steps * args.batch])
-            return 0.0
-        if args.host:
-            losses = []
-            batches = host_batches(host, itertools.islice(order, steps))
-            for batch in pe.prefetch(batches, size=2):
-                state, loss = trainer.update(state, *batch)
-                losses.append(loss)
-        else:
-            rows = common.next_steps(order, steps)
-            state, losses = trainer.epoch(state, data, rows)
-        jax.block_until_ready(state)
-        return float(np.mean(jax.device_get(losses)))
+    def predict(steps):
+        trainer.predict_members(state, host[0][: steps * args.batch])
+        return 0.0
 
-    packages = ["jax", "jaxlib", "numpy"]
-    common.serve(run, args.steps, members * args.batch, packages, time_compile=True)
+    def train(state, rows):
+        return trainer.epoch(state, data, rows)
+
+    if args.predict:
+        common.serve(predict, args, PACKAGES, time_compile=True)
+    elif args.host:
+        order = common.endless_order(len(host[0]), args.batch, 1)
+        batches = ([array[rows] for array in host] for (rows,) in order)  # for all
+        what = trainer.update, state, pe.prefetch(batches, size=2)
+        common.serve_steps(*what, args, PACKAGES, time_compile=True)
+    else:
+        common.serve_epochs(train, state, len(host[0]), args, PACKAGES)
 
 
 if __name__ == "__main__":

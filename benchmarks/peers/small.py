@@ -18,7 +18,7 @@ LEAST_VARIANCE = 1e-6
 
 
 def arguments(doc, flags=(), **numbers):
-    return common.arguments(doc, flags, steps=360, members=100, **numbers)
+    return common.arguments(doc, flags, steps=360, batch=BATCH, members=100, **numbers)
 
 
 def load_concrete():
@@ -54,5 +54,4 @@ def serve(train, args, packages, time_compile=False):
     def run(steps):
         return float(np.mean(train(next(seeds))[:, -EPOCH:]))
 
-    rows_per_step = args.members * BATCH
-    common.serve(run, args.steps, rows_per_step, packages, time_compile)
+    common.serve(run, args, packages, time_compile=time_compile)

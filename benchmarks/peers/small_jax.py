@@ -1,36 +1,19 @@
 """Peer: a hundred small networks (small.py) in plain JAX, one member's training mapped.
 
 A member's training, from its key to its last step, is one function with Optax's Adam,
-mapped over the members as mapped_jax.py has it.
+mapped over the members as mapped_jax.py has it. Network and loss are small_ours.py's.
 """
 
-import common  # noqa: F401, sets the path as for the others
 import jax
 import jax.numpy as jnp
 import mapped_jax
 import optax
 import small
-
-
-def init(key):
-    keys = jax.random.split(key, 2)
-    draw = jax.nn.initializers.variance_scaling(2.0, "fan_in", "normal")
-    return [
-        (draw(k, (i, o)), jnp.zeros(o))
-        for k, i, o in zip(keys, small.SIZES, small.SIZES[1:])
-    ]
-
-
-def loss_fn(params, x, y):
-    (w1, b1), (w2, b2) = params
-    mean, spread = (jax.nn.relu(x @ w1 + b1) @ w2 + b2).T
-    variance = jax.nn.softplus(spread) + small.LEAST_VARIANCE
-    return jnp.mean(jnp.log(2 * jnp.pi * variance) + (y - mean) ** 2 / variance) / 2
+from small_ours import init, loss_fn
 
 
 def main():
     args = small.arguments(__doc__, **mapped_jax.OPTIONS)
-    jax.config.update("jax_num_cpu_devices", args.devices)
     data = jax.tree.map(jnp.asarray, small.load_concrete())
     optimizer = optax.adam(small.LEARNING_RATE)
     train_member = mapped_jax.make_train_member(loss_fn, optimizer)
@@ -51,8 +34,7 @@ def main():
         _, losses = jax.device_get(train_all((keys, order), data))
         return losses.reshape(args.members, args.steps)
 
-    packages = ["jax", "jaxlib", "optax"]
-    small.serve(train, args, packages, time_compile=True)
+    small.serve(train, args, ["jax", "jaxlib", "optax"], time_compile=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """pjax_ensemble itself: a hundred small networks (small.py) as one trainer."""
 
-import common  # noqa: F401, finds the module
 import jax
-import small
+import small  # finds the module, as `common` does
 
 import pjax_ensemble as pe
 
@@ -20,7 +19,6 @@ def loss_fn(params, x, y):
 
 def main():
     args = small.arguments(__doc__, devices=2, at_once=1)
-    jax.config.update("jax_num_cpu_devices", args.devices)
     adam = pe.adam(small.LEARNING_RATE)
     form = {"members": args.members, "at_once": args.at_once}
     trainer = pe.make_trainer(init, loss_fn, adam, **form)
@@ -33,8 +31,7 @@ def main():
         trainer.gather(state)
         return losses
 
-    packages = ["jax", "jaxlib", "numpy"]
-    small.serve(train, args, packages, time_compile=True)
+    small.serve(train, args, ["jax", "jaxlib", "numpy"], time_compile=True)
 
 
 if __name__ == "__main__":

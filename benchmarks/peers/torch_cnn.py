@@ -1,8 +1,15 @@
-"""The network and the images of the PyTorch peers, channels first."""
+"""Peer: an ensemble of CNNs in PyTorch, mapped or in a loop (torch_members.py).
+
+Channels first, ``torch.optim.SGD`` (learning rate 0.1, momentum 0.9), an own random
+order of the images for each member.
+"""
+
+import functools
 
 import common
 import torch
 import torch.nn.functional as F
+import torch_members
 from torch import nn
 
 
@@ -21,7 +28,15 @@ class CNN(nn.Module):
         return self.fc2(x)
 
 
-def load_images():
+def main():
+    args = common.arguments(__doc__, ["loop"], members=2)
     mnist = common.load_mnist()
     images = torch.tensor(mnist.train_images).permute(0, 3, 1, 2).contiguous()
-    return images.float() / 255, torch.tensor(mnist.train_labels).long()
+    data = images.float() / 255, torch.tensor(mnist.train_labels).long()
+    sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    step = torch_members.loop_step if args.loop else torch_members.mapped_step
+    torch_members.serve(CNN, F.cross_entropy, sgd, data, args, step)
+
+
+if __name__ == "__main__":
+    main()

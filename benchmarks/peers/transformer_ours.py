@@ -2,7 +2,6 @@
 
 import common
 import jax
-import numpy as np
 import transformer
 from transformer_flax import init, loss_fn
 
@@ -11,25 +10,18 @@ import pjax_ensemble as pe
 
 def main():
     args = transformer.arguments(__doc__, devices=2, at_once=1)
-    jax.config.update("jax_num_cpu_devices", args.devices)
     adam = pe.adam(transformer.LEARNING_RATE)
     form = {"members": args.members, "at_once": args.at_once}
     trainer = pe.make_trainer(init, loss_fn, adam, **form)
     sequences = transformer.make_sequences()
     data = trainer.place(sequences)
-    order = common.endless_order(len(sequences[0]), args.batch, args.members)
     state = trainer.init(jax.random.key(0))
 
-    def run(steps):
-        nonlocal state
-        rows = common.next_steps(order, steps)
-        state, losses = trainer.epoch(state, data, rows)
-        jax.block_until_ready(state)
-        return float(np.mean(losses))
+    def train(state, rows):
+        return trainer.epoch(state, data, rows)
 
     packages = ["jax", "jaxlib", "flax"]
-    rows_per_step = args.members * args.batch
-    common.serve(run, args.steps, rows_per_step, packages, time_compile=True)
+    common.serve_epochs(train, state, len(sequences[0]), args, packages)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
-"""Peer: the small transformers (transformer.py) in PyTorch, mapped (mapped_torch.py).
+"""Peer: the small transformers (transformer.py) in PyTorch, mapped (torch_members.py).
 
 Attention is written out in products and a softmax, which ``torch.func.vmap`` maps as it
-stands. Layers are drawn as PyTorch draws them. One intra-op thread for each core that
-the process may use.
+stands. Layers are drawn as PyTorch draws them, and ``torch.optim.Adam`` is fused.
 """
 
-import os
+import functools
 
-import common
 import torch
 import torch.nn.functional as F
+import torch_members
 import transformer
-from mapped_torch import make_step
 from torch import nn
 from transformer import HEADS, HIDDEN, LAYERS, LENGTH, VOCABULARY, WIDTH
 
@@ -63,19 +61,10 @@ def loss_of(logits, after):
 
 def main():
     args = transformer.arguments(__doc__)
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    torch.manual_seed(0)
-    x, y = (torch.tensor(each).long() for each in transformer.make_sequences())
-    models = [Transformer() for _ in range(args.members)]
-    step = make_step(models, loss_of, transformer.LEARNING_RATE)
-    order = common.endless_order(len(x), args.batch, args.members)
-
-    def run(steps):
-        rows = torch.tensor(common.next_steps(order, steps))
-        losses = [step(x[each], y[each]) for each in rows.unbind(1)]
-        return torch.stack(losses).mean().item()
-
-    common.serve(run, args.steps, args.members * args.batch, ["torch"])
+    data = [torch.tensor(each).long() for each in transformer.make_sequences()]
+    rate = transformer.LEARNING_RATE
+    adam = functools.partial(torch.optim.Adam, lr=rate, fused=True)
+    torch_members.serve(Transformer, loss_of, adam, data, args)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,73 @@
+"""What the PyTorch peers do alike: a step of K modules, mapped or in a Python loop.
+
+Mapped, as the tutorial "Model ensembling" has it: the states of the modules are
+stacked, and ``torch.func.vmap`` maps one ``grad_and_value`` over them, a batch for
+each; one optimizer updates the stacked tensors, which is each member's own, as SGD and
+Adam are elementwise. In a loop, as most users write it: every step takes each module in
+turn through its batch, forward, backward and update, with an optimizer of its own.
+float32 on the CPU; the data are one tensor, from which batches are indexed, which costs
+less than a ``DataLoader``; one intra-op thread for each core that the process may use.
+"""
+
+import copy
+import os
+
+import common
+import torch
+from torch.func import functional_call, grad_and_value, stack_module_state, vmap
+
+
+def mapped_step(models, loss_of, make_optimizer):
+    """Return the step of batches [K, B, ...] that returns each member's loss [K]."""
+    params, _ = stack_module_state(models)
+    optimizer = make_optimizer(params.values())
+    skeleton = copy.deepcopy(models[0]).to("meta")
+
+    def loss_fn(params, x, y):
+        return loss_of(functional_call(skeleton, params, (x,)), y)
+
+    grads_and_losses = vmap(grad_and_value(loss_fn))
+
+    def step(x, y):
+        detached = {name: param.detach() for name, param in params.items()}
+        grads, losses = grads_and_losses(detached, x, y)
+        for name, param in params.items():
+            param.grad = grads[name]
+        optimizer.step()
+        return losses
+
+    return step
+
+
+def loop_step(models, loss_of, make_optimizer):
+    """Return the step that `mapped_step` returns, as a loop over the modules."""
+    optimizers = [make_optimizer(model.parameters()) for model in models]
+
+    def step(x, y):
+        losses = []
+        for model, optimizer, inputs, targets in zip(models, optimizers, x, y):
+            loss = loss_of(model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return torch.stack(losses)
+
+    return step
+
+
+def serve(make_model, loss_of, make_optimizer, data, args, make_step=mapped_step):
+    """Serve rounds of steps, each from the states in which the last one ended."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.manual_seed(0)
+    x, y = data
+    models = [make_model() for _ in range(args.members)]
+    step = make_step(models, loss_of, make_optimizer)
+    order = common.endless_order(len(x), args.batch, args.members)
+
+    def run(steps):
+        rows = torch.tensor(common.next_steps(order, steps))
+        losses = [step(x[each], y[each]) for each in rows.unbind(1)]
+        return torch.stack(losses).mean().item()
+
+    common.serve(run, args, ["torch"])
