@@ -2499,15 +2499,16 @@ def full_trainer(which, devices, *, adam=False, dtype="float32", count=True, **o
 def train_fully(trainer, state, shared, own):
     """Take steps by orders and on batches that members share, and have of their own.
 
-    Returns the metrics, leaves [K, steps], the predictions [K, n], and the state.
+    These are one member's alone where `own` is [steps, B].  Returns the metrics, leaves
+    [K, steps], the predictions [K, n], and the state.
     """
     data, steps = image_data(), []
-    update, each = trainer.update, functools.partial(trainer.update, per_member=True)
+    each = functools.partial(trainer.update, per_member=own.ndim == 3)
     for call, *args in (
         (trainer.epoch, data, shared),
         (trainer.epoch, data, own),
-        (each, *(x[own[:, 0]] for x in data)),
-        (update, *(x[shared[0]] for x in data)),
+        (each, *(x[own[..., 0, :]] for x in data)),
+        (trainer.update, *(x[shared[0]] for x in data)),
     ):
         before = trainer.gather(state).params
         state, metrics = call(state, *args)
@@ -2554,7 +2555,7 @@ def test_every_member_is_the_one_trained_alone(
     for k in {members // 2, members - 1} if members < 4 else {members - 1}:
         alone = full_trainer([k], 1, microbatch=microbatch, **options)
         state = alone.scatter(jax.tree.map(lambda x, k=k: x[k : k + 1], first))
-        both = found, train_fully(alone, state, shared, own[k : k + 1])
+        both = found, train_fully(alone, state, shared, own[k])
         both = [jax.tree.map(np.nan_to_num, member(x, i)) for x, i in zip(both, (k, 0))]
         assert_close(*both, 0.03 if options is BF16 else 1e-5)
         if at_once == 1:  # what is predicted, and the state: what is told may be fused
