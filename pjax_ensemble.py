@@ -1268,12 +1268,12 @@ def _num_parts(batch: PyTree, model_state: PyTree, microbatch: int | str | None)
     return rows // microbatch
 
 
-def _make_step(average, loss_fn, optimizer, hyper, *options) -> Callable:
-    """Make the training step: (state, part, *rows) -> (state, metrics).
+def _make_step(average, part, loss_fn, optimizer, hyper, *options) -> Callable:
+    """Make the training step: (state, *batch) -> (state, metrics).
 
-    average(tree) is over the model's replicas.  One of these sees `rows`, a part of the
-    batch, whose number is `part`, from 0.  The options are those of `make_sync_update`,
-    in their order.
+    average(tree) is over the model's replicas.  One of these sees a part of the batch,
+    and part() is its number, from 0.  The options are those of `make_sync_update`, in
+    their order.
     """
     has_aux, stateful, microbatch, skip_nonfinite = options
     loss_fn = _full_loss(loss_fn, hyper, has_aux, stateful)
@@ -1288,7 +1288,7 @@ def _make_step(average, loss_fn, optimizer, hyper, *options) -> Callable:
     parameters = inspect.signature(optimizer.update).parameters.values()
     takes_value = any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in parameters)
 
-    def step(state, part, *batch):
+    def step(state, *batch):
         params, opt_state, model_state, key = state
         num_parts = _num_parts(batch, model_state, microbatch)
         if stateful:
@@ -1304,7 +1304,7 @@ def _make_step(average, loss_fn, optimizer, hyper, *options) -> Callable:
             i, rows = numbered_rows
             rows_key = None
             if stateful:
-                rows_key = jax.random.fold_in(loss_key, part * num_parts + i)
+                rows_key = jax.random.fold_in(loss_key, part() * num_parts + i)
             result, grads = loss_and_grads(params, model_state, rows_key, *rows)
             return jax.tree.map(jnp.add, total, grads), result
 
@@ -1532,20 +1532,21 @@ def _consume(owner: Any, program: Callable, state: PyTree, *rest) -> tuple:
         if _is_consumed(state):
             waiting += 1
         else:
-            signal.signal(signal.SIGINT, handler)
+            itself = signal.signal(signal.SIGINT, handler)  # by no name: no cycle
             signal.raise_signal(signal.SIGINT)
-            handler = signal.signal(signal.SIGINT, guard)
+            handler = signal.signal(signal.SIGINT, itself)
 
     # Only the main thread is interrupted, and only there can handlers be set.
     main = threading.main_thread() is threading.current_thread()
+    guarded = main and callable(handler)
     try:
-        if main and callable(handler):
+        if guarded:
             signal.signal(signal.SIGINT, guard)
         result = program(state, *rest)
         object.__setattr__(owner, "latest", result[0])  # frozen for all others
     finally:
-        if signal.getsignal(signal.SIGINT) is guard:
-            signal.signal(signal.SIGINT, handler)
+        if guarded and (last := signal.signal(signal.SIGINT, handler)) is not guard:
+            signal.signal(signal.SIGINT, last)
     for _ in range(waiting):
         signal.raise_signal(signal.SIGINT)
     return result
@@ -1555,12 +1556,8 @@ def _make_update(replicas: bool, *args) -> Callable:
     """Map the step over the devices; check and place the states that come from afar."""
     axis = "devices" if replicas else "members"
     average = functools.partial(lax.pmean, axis_name=axis) if replicas else _alone
-    step = _make_step(average, *args)
-
-    def on_device(state, *batch):
-        return step(state, lax.axis_index(axis) if replicas else 0, *batch)
-
-    pmapped = jax.pmap(on_device, axis_name=axis, donate_argnums=0)
+    step = _make_step(average, lambda: lax.axis_index(axis) if replicas else 0, *args)
+    pmapped = jax.pmap(step, axis_name=axis, donate_argnums=0)
     program = functools.partial(_run, pmapped, replicas)
 
     def place(state):
@@ -1708,6 +1705,7 @@ def _axis(layout: Layout) -> str:
     return "devices" if layout.members == 1 else f"replicas by {layout.replicas}"
 
 
+@functools.cache
 def _slots(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
     """Return the member and the replica in each slot [D * M], device after device.
 
@@ -1720,6 +1718,7 @@ def _slots(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
     return np.minimum(slot // replicas, members - 1), slot % replicas
 
 
+@functools.cache
 def _layout_sharding(layout: Layout) -> Any:
     """Lay slots [D * M, ...] over the devices in use, of this process."""
     return _device_sharding(layout.devices // jax.process_count(), _axis(layout))
@@ -1973,7 +1972,7 @@ class Trainer:
         _count("at_once", self.at_once)
         own = (self.hyper,) if self._hyper else ()
         for i in range(self.layout.members if own else 1):  # raises for what cannot be
-            self._make_step(*jax.tree.map(operator.itemgetter(i), own))
+            self._make_step(1, *jax.tree.map(operator.itemgetter(i), own))
 
     def __getstate__(self) -> dict:  # a copy makes programs of its own
         compiled = "_programs", "_chunk_shapes"
@@ -2036,15 +2035,16 @@ class Trainer:
         make = functools.partial(_call, "optimizer", expected, self.optimizer)
         return make(*hyper) if hyper else self.optimizer
 
-    def _make_step(self, *hyper):
-        average, replicas = _alone, self.layout.replicas
+    def _make_step(self, parts, *hyper):
+        """Make the step of a member's replica, of a batch that is in so many parts."""
+        axis, average, replicas = _axis(self.layout), _alone, self.layout.replicas
         if replicas > 1:
             groups = np.arange(self.layout.devices).reshape(-1, replicas).tolist()
-            where = dict(axis_name=_axis(self.layout), axis_index_groups=groups)
+            where = dict(axis_name=axis, axis_index_groups=groups)
             average = functools.partial(lax.pmean, **where)
         options = self.has_aux, self.stateful, self.microbatch, self.skip_nonfinite
-        optimizer = self._make_optimizer(*hyper)
-        return _make_step(average, self.loss_fn, optimizer, hyper, *options)
+        args = self.loss_fn, self._make_optimizer(*hyper), hyper, *options
+        return _make_step(average, lambda: lax.axis_index(axis) % parts, *args)
 
     # Making and moving the members.  Beside each method stands its function of one
     # member, mapped over all.
@@ -2141,8 +2141,8 @@ class Trainer:
         state, metrics = self._map(self._step_one, state, *given, train=True)
         return state, _take(metrics, self.layout)
 
-    def _step_one(self, state, hyper, batch, part=0):
-        return self._make_step(*hyper)(state, part, *batch)
+    def _step_one(self, state, hyper, batch, parts=1):
+        return self._make_step(parts, *hyper)(state, *batch)
 
     def _deal(self, batch: dict, axis: int) -> tuple[dict, dict]:
         """Give each slot its part of a batch: (of_slot, of_all), as `_map` takes them.
@@ -2167,23 +2167,12 @@ class Trainer:
             return _split_axis(_numbers("batch", x), axis, parts)
 
         cuts, part = jax.tree.map(cut, batch), replica % parts
-        numbers = {"part": np.arange(parts, dtype=np.int32)} if replicas > 1 else {}
-        if not axis:
-            return self._share(cuts | numbers, part)
-        own = jax.tree.map(lambda x: x[member, part], cuts)
-        own |= {name: x[part] for name, x in numbers.items()}
-        return jax.device_put(own, _layout_sharding(self.layout)), {}
-
-    def _share(self, parts: dict, part: np.ndarray) -> tuple[dict, dict]:
-        """Give each slot its own of the parts [P, ...] of what is the same for all.
-
-        Returns (of_slot, of_all), as `_map` takes them.  Without replicas there is one
-        part, the whole.
-        """
-        if self.layout.replicas == 1:
-            return {}, self.place(jax.tree.map(lambda x: x[0], parts))
-        own = jax.tree.map(lambda x: x[part], parts)
-        return jax.device_put(own, _layout_sharding(self.layout)), {}
+        if replicas == 1 and not axis:
+            return {}, self.place(jax.tree.map(lambda x: x[0], cuts))
+        at = (member, part) if axis else part
+        own = jax.tree.map(lambda x: x[at], cuts)
+        own = jax.device_put(own, _layout_sharding(self.layout))
+        return own, {"parts": np.int32(parts)} if replicas > 1 else {}
 
     def epoch(
         self, state: TrainState, data: tuple | list, order: ArrayLike
@@ -2216,11 +2205,11 @@ class Trainer:
         metrics = _take(metrics, self.layout)
         return state, jax.tree.map(lambda x: x[:, :num_steps], metrics)
 
-    def _train_one(self, state, hyper, order, data, num_steps, part=0):
-        step = self._make_step(*hyper)
+    def _train_one(self, state, hyper, order, data, num_steps, parts=1):
+        step = self._make_step(parts, *hyper)
 
         def train_on(state, rows):
-            return step(state, part, *jax.tree.map(lambda x: x[rows], data))
+            return step(state, *jax.tree.map(lambda x: x[rows], data))
 
         return _scan_first(train_on, state, order.T, num_steps)  # order [b, steps]
 
@@ -2297,11 +2286,14 @@ class Trainer:
         turn, (_, replica) = replicas * self.chunk, _slots(self.layout)
         size = chunks * turn
 
-        def deal(x):  # [n, ...] -> [R, chunks, chunk, ...], zeros where there is no row
+        def deal(
+            x,
+        ):  # [n, ...] -> [D * M, chunks, chunk, ...] or, of all, without D * M
             x = np.asarray(_numbers("inputs", x))
             if len(x) < size:
                 x = np.pad(x, [(0, size - len(x)), *[(0, 0)] * (x.ndim - 1)])
-            return x.reshape(chunks, replicas, self.chunk, *x.shape[1:]).swapaxes(0, 1)
+            x = x.reshape(chunks, replicas, self.chunk, *x.shape[1:]).swapaxes(0, 1)
+            return x[replica] if replicas > 1 else x[0]
 
         def join(n, x):  # [D * M, chunks, chunk, ...] -> [K, n, ...]
             x = _gather_devices(x)
@@ -2311,8 +2303,9 @@ class Trainer:
         def dispatch(start):
             n = min(size, num_rows - start)
             rows = jax.tree.map(lambda x: _on_data(deal, x[start : start + n]), inputs)
-            of_slot, of_all = self._share({"chunks": rows}, replica)
-            of_all |= {"count": np.int32(-(-n // turn))}
+            of_all = {"count": np.int32(-(-n // turn))}
+            of_slot = {} if replicas == 1 else {"chunks": rows}
+            of_all |= {} if of_slot else {"chunks": rows}
             outputs = self._map(self._predict_one, model, of_slot, of_all)
             return functools.partial(join, n), outputs
 

@@ -2866,13 +2866,14 @@ def test_a_state_shows_its_shapes_and_no_numbers():
 
 def test_a_trainer_that_is_gone_takes_its_state_along():
     trainer, state = begin(net_trainer.__wrapped__(2, 4))
-    state, _ = trainer.epoch(state, image_data(), orders(1)[0])
-    trainer.predict(state, image_data()[0])
-    held = weakref.ref(trainer.latest.params.dense.weight), weakref.ref(trainer)
     gc.disable()
     try:
+        held = [weakref.ref(state.params.dense.weight)]  # consumed
+        state, _ = trainer.epoch(state, image_data(), orders(1)[0])
+        trainer.predict(state, image_data()[0])
+        held += [weakref.ref(trainer.latest.params.dense.weight), weakref.ref(trainer)]
         del trainer, state
-        assert [ref() for ref in held] == [None, None]
+        assert [ref() for ref in held] == [None] * 3
     finally:
         gc.enable()
 

@@ -254,15 +254,31 @@ def interrupt_loop(trainer: pe.Trainer, train: Callable) -> dict:
     return counts | {"different": bits(state) != whole}
 
 
+STAGES = itertools.cycle(("returns", "raises"))
+
+
+def raise_at_second(number: int, frame: object) -> None:
+    """Handle interrupts as asyncio does: one that returns, and then one that raises.
+
+    Whoever presses Ctrl-C again does so at once: the second comes in the same call.
+    """
+    if next(STAGES) == "raises":
+        raise KeyboardInterrupt
+    again = random.uniform(0, LOOP_SECONDS / 1000)
+    threading.Timer(again, os.kill, (os.getpid(), number)).start()
+
+
 def cell(trials: int) -> dict:
     """Interrupt loops of all forms, so often in all or a little more."""
     pe.use_cpu_devices(2)
     names = "loops", "interrupts", "dropped", "lost", "different"
     total = collections.Counter(dict.fromkeys(names, 0))
-    forms = [*itertools.product((1, 4), ("update", "epoch"), (True, False))]
+    handlers = signal.default_int_handler, raise_at_second
+    forms = [*itertools.product((1, 4), ("update", "epoch"), (True, False), handlers)]
     # A shell has what runs in its background ignore it.
-    old = signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number, form in enumerate(forms, 1):
+    old = signal.getsignal(signal.SIGINT)
+    for number, (*form, handler) in enumerate(forms, 1):
+        signal.signal(signal.SIGINT, handler)
         trainer, train = make_loop(*form)
         while total["interrupts"] < trials * number / len(forms):
             total.update(loops=1, **interrupt_loop(trainer, train))
