@@ -1472,17 +1472,11 @@ def _is_consumed(state: PyTree) -> bool:
     return any(isinstance(x, Array) and x.is_deleted() for x in leaves)
 
 
-def _check_usable(state: Any) -> None:
-    """Raise ValueError for what is no state, and for one that was consumed."""
+def _check_form(state: Any) -> None:
+    """Raise ValueError for what is no state."""
     if getattr(state, "_fields", ()) != TrainState._fields:  # a reloaded module's too
         expected = "a TrainState, as init returns it, or load with like"
         raise ValueError(f"the state is {type(state).__name__}; expected {expected}")
-    if _is_consumed(state):
-        raise ValueError(
-            "the state was consumed by an earlier update or epoch; go on with the one "
-            "that it returned, state, metrics = update(state, ...), which a trainer "
-            "keeps as trainer.latest"
-        )
 
 
 def _check_apart(state: PyTree) -> None:
@@ -1507,7 +1501,13 @@ def _admit(owner: Any, state: Any, place: Callable, consume: bool = True) -> Tra
     which raises for one that is not the owner's, and where it will be consumed, no two
     of its leaves may be one buffer.
     """
-    _check_usable(state)
+    _check_form(state)
+    if _is_consumed(state):
+        raise ValueError(
+            "the state was consumed by an earlier update or epoch; go on with the one "
+            "that it returned, state, metrics = update(state, ...), which a trainer "
+            "keeps as trainer.latest"
+        )
     leaves, latest = jax.tree.leaves(state), jax.tree.leaves(owner.latest)
     if len(leaves) == len(latest) and all(map(operator.is_, leaves, latest)):
         return state
@@ -2104,7 +2104,7 @@ class Trainer:
         They may come from a trainer of as many members on other devices.  Raises
         ValueError for another number of them, or equal keys.
         """
-        _check_usable(gathered)
+        _check_form(gathered)
         expected = f"the trainer's {self.members} members"
         _check_axes("members' state", gathered, self.members, expected=expected)
         if gathered.key is not None:

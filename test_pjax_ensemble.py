@@ -370,29 +370,6 @@ def test_readme_is_read_to_the_end_and_trains_in_thirteen_lines():
     assert sum(map(bool, block.partition("\n```")[0].splitlines())) == 13
 
 
-@linux
-def test_readme_starts_alike_on_any_number_of_cores(tmp_path, monkeypatch):
-    """benchmarks/devices.py in its short form: the README's first example."""
-    code, said = machines.read_readme()
-    short = [block.replace("(500, 50)", "(5, 50)") for block in code[:2]]
-    assert short != code[:2]
-    for variable in ENVIRONMENT.items():
-        monkeypatch.setenv(*variable)
-
-    def start(cores):
-        folder = tmp_path / str(cores)
-        folder.mkdir()
-        return machines.first_steps(cores, folder, short)
-
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        (_, one), *others = pool.map(start, [1, 3, 16])
-    for printed, weights in others:
-        assert printed.count("accuracy") == 6
-        assert machines.difference(weights, one) < 1e-5
-    for wrong, count in (said, 0), (said + 0.025, 15), (said + 0.2, 22), (said[1:], 1):
-        assert len(machines.complaints(wrong, said)) == count
-
-
 def test_commands_of_every_page_are_those_of_the_script(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "DIR").mkdir()  # what the command with --resume finds
@@ -2122,28 +2099,6 @@ def test_init_makes_member_i_of_the_key_and_i_alone():
     assert leaves_equal(member(ten_members().params, 3), jax.jit(net_init)(init_key))
 
 
-@functools.cache
-def trained(members, devices):
-    """Train for two epochs on a layout; return what became of each member."""
-    trainer = net_trainer(members, devices)
-    state = trainer.scatter(jax.tree.map(lambda x: x[:members], ten_members()))
-    losses = []
-    for epoch in range(2):
-        state, loss = trainer.epoch(state, image_data(), orders(members, epoch))
-        losses.append(loss)
-    gathered = trainer.gather(state)
-    ends = gathered.params, gathered.opt_state, np.concatenate(losses, axis=1)
-    return [member(ends, i) for i in range(members)]
-
-
-@pytest.mark.parametrize("members, devices", [*LAYOUTS, (3, 3)])
-def test_member_is_the_same_on_every_layout(members, devices):
-    alone = trained(10, 1)  # on one device, one after another
-    for i, ends in enumerate(trained(members, devices)):
-        assert_same(net_trainer(members, devices), ends, alone[i])
-    assert not np.allclose(ends[2][0], ends[2][-1])  # it learned
-
-
 def cnn_loss(params, images, labels):
     logits = pe.cnn(params, images.astype(jnp.float32) / 255)
     return cross_entropy(logits, labels).mean()
@@ -2571,12 +2526,6 @@ def test_a_batch_in_fewer_parts_than_replicas_is_warned_of():
         state, _ = trainer.update(state, *batch)
         trainer.epoch(state, batch, np.arange(12)[None])
     assert [each.filename for each in said] == [__file__] * 2
-    with warnings.catch_warnings(record=True) as said:  # by Python, once for a line
-        warnings.simplefilter("default")
-        for _ in range(2):
-            _, state = begin(trainer)
-            trainer.update(state, *batch)
-    assert len(said) == 1
 
 
 def test_at_once_changes_no_bit_of_members_that_share_no_device():
@@ -2806,37 +2755,30 @@ def failing_loss(w, x):
     loss = loss_fn(w, x)
     return loss + jax.pure_callback(fail, loss, jax.lax.stop_gradient(loss))
 
-def update_of(loss_fn, by_hand):
-    if by_hand:
-        state = pe.replicate(pe.train_state(np.ones(3, np.float32), pe.sgd(0.1)))
-        return pe.make_sync_update(loss_fn, pe.sgd(0.1)), state
+def trainer_of(loss_fn):
     init = lambda key: jax.random.normal(key, (3,))
     trainer = pe.make_trainer(init, loss_fn, pe.sgd(0.1), members=1)
-    return trainer.update, trainer.init(jax.random.key(0))
+    return trainer, trainer.init(jax.random.key(0))
 
-x = np.ones((2, 3), np.float32)
-for by_hand in (False, True):
-    losses = []
-    for fails in (False, True):
-        other, state = update_of(loss_fn, False)
-        if fails:
-            update, bad = update_of(failing_loss, by_hand)
-            try:
-                jax.block_until_ready(update(bad, x))
-            except Exception as error:
-                assert "a callback" in str(error), error
-            else:
-                raise SystemExit("it did not fail")
-        for _ in range(2):
-            state, loss = other(state, x)
-            losses.append(loss.item())
-    assert losses[:2] == losses[2:], losses
-print("ended")
+x, losses = np.ones((2, 3), np.float32), []
+for fails in (False, True):
+    other, state = trainer_of(loss_fn)
+    if fails:
+        trainer, bad = trainer_of(failing_loss)
+        try:
+            jax.block_until_ready(trainer.update(bad, x))
+        except Exception as error:
+            print("a callback" in str(error))
+    for _ in range(2):
+        state, loss = other.update(state, x)
+        losses.append(loss.item())
+assert losses[:2] == losses[2:], losses
 """
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="JAX 0.5 itself fails")
 def test_a_program_that_fails_takes_no_other_along():
-    assert run_python(FAILING) == "ended\n"
+    assert run_python(FAILING) == "True\n"
 
 
 def test_a_copy_of_a_trainer_goes_on_by_itself():

@@ -1,6 +1,7 @@
 """Tests of the scripts beside this file; what takes long has a short form here."""
 
 from test_pjax_ensemble import (  # isort: skip  # first: it sets JAX up for tests
+    ENVIRONMENT,
     IMAGES,
     D,
     assert_close,
@@ -9,6 +10,7 @@ from test_pjax_ensemble import (  # isort: skip  # first: it sets JAX up for tes
     few_programs,
     leaves_equal,
     lines_of,
+    linux,
     member,
     posix,
     randn,
@@ -23,6 +25,7 @@ from test_pjax_ensemble import (  # isort: skip  # first: it sets JAX up for tes
     wrong,
 )
 
+import concurrent.futures
 import functools
 import json
 import os
@@ -30,6 +33,7 @@ import re
 import sys
 from unittest import mock
 
+import devices as machines
 import faults
 import jax
 import jax.numpy as jnp
@@ -699,3 +703,31 @@ def test_damage_is_refused_and_nothing_is_lost(name):
     """The trials of benchmarks/faults.py, in their short form."""
     counts, failures = faults.run(name, quick=True)
     assert sum(counts.values()) and not failures, failures
+
+
+# ---------------------------------------------------------------------------------
+# benchmarks/devices.py
+# ---------------------------------------------------------------------------------
+
+
+@linux
+def test_readme_starts_alike_on_any_number_of_cores(tmp_path, monkeypatch):
+    """benchmarks/devices.py in its short form: the README's first example."""
+    code, said = machines.read_readme()
+    short = [block.replace("(500, 50)", "(5, 50)") for block in code[:2]]
+    assert short != code[:2]
+    for variable in ENVIRONMENT.items():
+        monkeypatch.setenv(*variable)
+
+    def start(cores):
+        folder = tmp_path / str(cores)
+        folder.mkdir()
+        return machines.first_steps(cores, folder, short)
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        (_, one), *others = pool.map(start, [1, 3, 16])
+    for printed, weights in others:
+        assert printed.count("accuracy") == 6
+        assert machines.difference(weights, one) < 1e-5
+    for told, count in (said, 0), (said + 0.025, 15), (said + 0.2, 22), (said[1:], 1):
+        assert len(machines.complaints(told, said)) == count
