@@ -252,9 +252,9 @@ def _conv_patches(images, weight, *, stride, padding):
             outputs.append(lax.pad(product, zero, [no, edge, no, no]))
         return sum(outputs[1:], outputs[0])
 
-    numbers = len(images) * patch_rows * columns * min(by_windows, by_groups)
-    num_bytes = numbers * images.dtype.itemsize
-    if num_bytes <= _FEW_BYTES:
+    each = patch_rows * columns * min(by_windows, by_groups) * images.dtype.itemsize
+    # Exported for any batch, its size is no number.
+    if not _is_int(images.shape[0]) or (num_bytes := len(images) * each) <= _FEW_BYTES:
         return convolve(images)
     chunks = min(-(-num_bytes // _CHUNK_BYTES), len(images))
     chunk = -(-len(images) // chunks)
@@ -1216,8 +1216,8 @@ def _call(what: str, given: str, function: Callable, *args) -> Any:
         raise ValueError(f"{what}: {error}; {given}") from error
 
 
-def _full_loss(loss_fn, hyper, has_aux, stateful) -> Callable:
-    """Give every loss one form.
+def _full_loss(loss_fn, more, has_aux, stateful) -> Callable:
+    """Give every loss one form; it takes `more` last.
 
     (params, model_state, key, *batch) -> (loss, (model_state, aux)), with floats in aux
     """
@@ -1225,7 +1225,7 @@ def _full_loss(loss_fn, hyper, has_aux, stateful) -> Callable:
     def loss(params, model_state, key, *batch):
         model = (params, model_state, key) if stateful else (params,)
         given = f"it is given {len(batch)} of the batch or data"
-        result = _call("loss_fn", given, loss_fn, *model, *batch, *hyper)
+        result = _call("loss_fn", given, loss_fn, *model, *batch, *more)
         value, rest = result if has_aux or stateful else (result, ())
         shapes = [jnp.shape(x) for x in jax.tree.leaves(value)]
         if shapes != [()]:
@@ -1268,15 +1268,15 @@ def _num_parts(batch: PyTree, model_state: PyTree, microbatch: int | str | None)
     return rows // microbatch
 
 
-def _make_step(average, part, loss_fn, optimizer, hyper, *options) -> Callable:
+def _make_step(average, part, loss_fn, optimizer, more, *options) -> Callable:
     """Make the training step: (state, *batch) -> (state, metrics).
 
     average(tree) is over the model's replicas.  One of these sees a part of the batch,
-    and part() is its number, from 0.  The options are those of `make_sync_update`, in
-    their order.
+    and part() is its number, from 0.  `more` is what the loss takes last.  The options
+    are those of `make_sync_update`, in their order.
     """
     has_aux, stateful, microbatch, skip_nonfinite = options
-    loss_fn = _full_loss(loss_fn, hyper, has_aux, stateful)
+    loss_fn = _full_loss(loss_fn, more, has_aux, stateful)
     loss_and_grads = jax.value_and_grad(loss_fn, has_aux=True)
     if microbatch not in (None, "auto"):
         _count("microbatch", microbatch)
@@ -1922,14 +1922,18 @@ class Trainer:
         over its examples, pass as many devices as members, or fewer.
     apply_fn(params, inputs) -> outputs, with `stateful` (params, model_state, inputs)
         For predicting: any tree of arrays [B, ...] to any such tree, each example by
-        itself: `chunk` at a time on a device, some of them zeros that fill the last
-        chunk.  `output` is a function of what it returns: softmax for logits
-        [B, ..., C], or None to leave it as it is.
+        itself: `chunk` at a time on a device, or of fewer a power of two, some of them
+        zeros that fill the last chunk.  `output` is a function of what it returns:
+        softmax for logits [B, ..., C], or None to leave it as it is.
     hyper
         A tree of arrays [K, ...], what members differ in besides their key.  With it,
         the functions take the member's own, leaves [...], as their last argument:
         `init_fn(key, h)`, `loss_fn(params, *batch, h)`, `apply_fn(params, inputs, h)`;
         and `optimizer(h)` returns the member's optimizer.
+    frozen
+        A tree of arrays that all members share and none trains, such as the weights of
+        a pretrained network: one copy a device.  With it, `init_fn`, `loss_fn` and
+        `apply_fn` take it as their last argument, after the member's `hyper`.
     at_once
         How many of the members that share a device are computed together, by `vmap`;
         more than there are means all.  A device that one member does not fill, a GPU
@@ -1965,6 +1969,7 @@ class Trainer:
     skip_nonfinite: bool = False  # a step that is not finite changes nothing
     chunk: int = 32  # examples that a device predicts at a time
     at_once: int = 1  # members of a device that are computed together
+    frozen: PyTree = None  # what all share and none trains
     latest: TrainState | None = dataclasses.field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
@@ -1972,11 +1977,11 @@ class Trainer:
         _count("at_once", self.at_once)
         own = (self.hyper,) if self._hyper else ()
         for i in range(self.layout.members if own else 1):  # raises for what cannot be
-            self._make_step(1, *jax.tree.map(operator.itemgetter(i), own))
+            hyper = jax.tree.map(operator.itemgetter(i), own)
+            self._make_step(1, hyper, self._frozen)
 
     def __getstate__(self) -> dict:  # a copy makes programs of its own
-        compiled = "_programs", "_chunk_shapes"
-        return {name: x for name, x in vars(self).items() if name not in compiled}
+        return {name: x for name, x in vars(self).items() if name != "_programs"}
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -2003,19 +2008,26 @@ class Trainer:
         return (_lay("hyper", self.hyper, self.layout),)
 
     @functools.cached_property
+    def _frozen(self) -> tuple:
+        """What is frozen, on every device; empty where nothing is."""
+        return () if self.frozen is None else (self._place("frozen", self.frozen),)
+
+    @functools.cached_property
     def _programs(self) -> dict:
         """What is compiled, by the name of the function that it maps."""
         return {}
 
     def _map(self, f, state, of_slot, of_all, train=False):
-        """Call f(state, hyper, **of_slot, **of_all), of one member, for all members.
+        """Call f(state, hyper, frozen, **of_slot, **of_all), of one member, for all.
 
-        What the arguments are stands at `_over_members`; hyper is one more of a slot.
+        What the arguments are stands at `_over_members`; hyper is one more of a slot,
+        and frozen one of all.
         """
         if f.__name__ not in self._programs:
             how = self.layout, train, self.at_once
             self._programs[f.__name__] = _over_members(_weakly(f), *how)
-        args = state, {"hyper": self._hyper, **of_slot}, of_all
+        of_slot = {"hyper": self._hyper, **of_slot}
+        args = state, of_slot, {"frozen": self._frozen, **of_all}
         program = self._programs[f.__name__]
         return _consume(self, program, *args) if train else program(*args)
 
@@ -2035,7 +2047,7 @@ class Trainer:
         make = functools.partial(_call, "optimizer", expected, self.optimizer)
         return make(*hyper) if hyper else self.optimizer
 
-    def _make_step(self, parts, *hyper):
+    def _make_step(self, parts, hyper, frozen):
         """Make the step of a member's replica, of a batch that is in so many parts."""
         axis, average, replicas = _axis(self.layout), _alone, self.layout.replicas
         if replicas > 1:
@@ -2043,7 +2055,8 @@ class Trainer:
             where = dict(axis_name=axis, axis_index_groups=groups)
             average = functools.partial(lax.pmean, **where)
         options = self.has_aux, self.stateful, self.microbatch, self.skip_nonfinite
-        args = self.loss_fn, self._make_optimizer(*hyper), hyper, *options
+        optimizer = self._make_optimizer(*hyper)
+        args = self.loss_fn, optimizer, (*hyper, *frozen), *options
         return _make_step(average, lambda: lax.axis_index(axis) % parts, *args)
 
     # Making and moving the members.  Beside each method stands its function of one
@@ -2066,9 +2079,9 @@ class Trainer:
         member, _ = _slots(self.layout)
         return self._map(self._init_one, None, {"number": member}, {"key": key})
 
-    def _init_one(self, _, hyper, number, key):
+    def _init_one(self, _, hyper, frozen, number, key):
         init_key, key = jax.random.split(jax.random.fold_in(key, number))
-        made = self.init_fn(init_key, *hyper)
+        made = self.init_fn(init_key, *hyper, *frozen)
         _check_made(made, self.stateful)
         params, model_state = made if self.stateful else (made, ())
         optimizer = self._make_optimizer(*hyper)
@@ -2097,6 +2110,24 @@ class Trainer:
             lambda path, x: _on_data(functools.partial(gather, path), x),
             _admit(self, state, self._place_state, consume=False),
         )
+
+    def like(self, key: Array | None = None) -> TrainState:
+        """Return the form of what `gather` returns, [K, ...], as `load` takes it.
+
+        Leaves are `jax.ShapeDtypeStruct`; nothing is computed.  The state's key is
+        `key`'s kind, by default that of `jax.random.key`.
+        """
+
+        def first(hyper, frozen, key):
+            hyper = jax.tree.map(lambda x: x[0], hyper)
+            return self._init_one(None, hyper, frozen, 0, key)
+
+        def stack(x):
+            return jax.ShapeDtypeStruct((self.members, *x.shape), x.dtype)
+
+        key = jax.random.key(0) if key is None else key
+        one = jax.eval_shape(first, self._hyper, self._frozen, key)
+        return jax.tree.map(stack, one)
 
     def scatter(self, gathered: TrainState) -> TrainState:
         """Put members, leaves [K, ...], on the devices: the inverse of `gather`.
@@ -2141,8 +2172,8 @@ class Trainer:
         state, metrics = self._map(self._step_one, state, *given, train=True)
         return state, _take(metrics, self.layout)
 
-    def _step_one(self, state, hyper, batch, parts=1):
-        return self._make_step(parts, *hyper)(state, *batch)
+    def _step_one(self, state, hyper, frozen, batch, parts=1):
+        return self._make_step(parts, hyper, frozen)(state, *batch)
 
     def _deal(self, batch: dict, axis: int) -> tuple[dict, dict]:
         """Give each slot its part of a batch: (of_slot, of_all), as `_map` takes them.
@@ -2205,8 +2236,8 @@ class Trainer:
         metrics = _take(metrics, self.layout)
         return state, jax.tree.map(lambda x: x[:, :num_steps], metrics)
 
-    def _train_one(self, state, hyper, order, data, num_steps, parts=1):
-        step = self._make_step(parts, *hyper)
+    def _train_one(self, state, hyper, frozen, order, data, num_steps, parts=1):
+        step = self._make_step(parts, hyper, frozen)
 
         def train_on(state, rows):
             return step(state, *jax.tree.map(lambda x: x[rows], data))
@@ -2219,9 +2250,12 @@ class Trainer:
         Once, and not again in every call of `epoch`: what is there already stays.  Each
         device has a copy of its own, virtual ones too: 100 MiB are 800 on eight.
         """
+        return self._place("data", data)
+
+    def _place(self, what, tree):
         mesh = _layout_sharding(self.layout).mesh
         everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        return jax.device_put(_private("data", data), everywhere)
+        return jax.device_put(_private(what, tree), everywhere)
 
     def _warn_if_equal(self, state, order=()):
         known = self.members == 1 or self.hyper is not None or self.stateful
@@ -2282,9 +2316,13 @@ class Trainer:
             raise ValueError("the inputs hold no example")
         state = _admit(self, state, self._place_state, consume=False)
         model = (state.params, state.model_state)[: 1 + self.stateful]
-        chunks, replicas = self._block_chunks(model, inputs), self.layout.replicas
-        turn, (_, replica) = replicas * self.chunk, _slots(self.layout)
-        size = chunks * turn
+        replicas, (_, replica) = self.layout.replicas, _slots(self.layout)
+        # A few rows, less than a turn, fill one chunk of a power of two.
+        few = 2 ** math.ceil(math.log2(-(-num_rows // replicas)))
+        chunk, chunks = min(few, self.chunk), 1
+        if num_rows > replicas * chunk:
+            chunks = self._block_chunks(model, inputs)
+        turn, size = replicas * chunk, replicas * chunk * chunks
 
         def deal(
             x,
@@ -2292,12 +2330,12 @@ class Trainer:
             x = np.asarray(_numbers("inputs", x))
             if len(x) < size:
                 x = np.pad(x, [(0, size - len(x)), *[(0, 0)] * (x.ndim - 1)])
-            x = x.reshape(chunks, replicas, self.chunk, *x.shape[1:]).swapaxes(0, 1)
+            x = x.reshape(chunks, replicas, chunk, *x.shape[1:]).swapaxes(0, 1)
             return x[replica] if replicas > 1 else x[0]
 
         def join(n, x):  # [D * M, chunks, chunk, ...] -> [K, n, ...]
             x = _gather_devices(x)
-            x = x.reshape(-1, replicas, *x.shape[1:]).swapaxes(1, 2)
+            x = x.reshape(len(x) // replicas, replicas, *x.shape[1:]).swapaxes(1, 2)
             return x.reshape(len(x), size, *x.shape[4:])[: self.members, :n]
 
         def dispatch(start):
@@ -2320,32 +2358,30 @@ class Trainer:
 
         The same for any number of rows: one program serves them all.
         """
+        if "shapes" not in self._programs:  # it keeps what it has traced
+            self._programs["shapes"] = jax.jit(_weakly(self._of_chunk)).eval_shape
         row = jax.tree.map(lambda x: _numbers("inputs", x[:1]), inputs)
-        leaves = jax.tree.leaves(self._chunk_shapes(model, self._hyper, row))
-        num_bytes = sum(x.size * x.dtype.itemsize for x in leaves)
+        of_chunk = self._programs["shapes"](model, self._hyper, self._frozen, row)
+        num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(of_chunk))
         return max(1, min(_BLOCK_CHUNKS, _BLOCK_BYTES // max(1, num_bytes)))
 
-    @functools.cached_property
-    def _chunk_shapes(self) -> Callable:  # it keeps what it has traced
-        return jax.jit(_weakly(self._of_chunk)).eval_shape
-
-    def _of_chunk(self, model, hyper, row):
+    def _of_chunk(self, model, hyper, frozen, row):
         """Return what goes into and out of a device for a chunk of rows like this."""
         model, hyper = jax.tree.map(lambda x: x[0], (model, hyper))
         inputs = jax.tree.map(lambda x: x[jnp.zeros(self.chunk, int)], row)
-        outputs = self._predict_chunk(model, hyper, inputs)
+        outputs = self._predict_chunk(model, (*hyper, *frozen), inputs)
         return inputs, [outputs] * self.layout.members_per_device
 
-    def _predict_one(self, model, hyper, chunks, count):
+    def _predict_one(self, model, hyper, frozen, chunks, count):
         def predict_chunk(_, inputs):
-            return (), self._predict_chunk(model, hyper, inputs)
+            return (), self._predict_chunk(model, (*hyper, *frozen), inputs)
 
         return _scan_first(predict_chunk, (), chunks, count)[1]
 
-    def _predict_chunk(self, model, hyper, inputs):
+    def _predict_chunk(self, model, more, inputs):
         shapes = jax.tree.map(np.shape, inputs)
         given = f"of inputs of shapes {shapes}, where one example x is x[None]"
-        outputs = _call("apply_fn", given, self.apply_fn, *model, inputs, *hyper)
+        outputs = _call("apply_fn", given, self.apply_fn, *model, inputs, *more)
         if self.output is jax.nn.softmax:
             logits = isinstance(outputs, Array) and outputs.ndim > 1
             if not (logits and outputs.shape[-1] > 1):
@@ -2356,8 +2392,9 @@ class Trainer:
                 )
             outputs = outputs.astype(_wide(outputs.dtype))
         outputs = outputs if self.output is None else self.output(outputs)
-        expected = f"{self.chunk}, one of each example, in all of them"
-        _check_axes("outputs", outputs, self.chunk, expected=expected)
+        chunk = jax.tree.leaves(inputs)[0].shape[0]
+        expected = f"{chunk}, one of each example, in all of them"
+        _check_axes("outputs", outputs, chunk, expected=expected)
         return outputs
 
 
