@@ -2601,7 +2601,7 @@ def test_what_is_frozen_is_copied_and_in_no_program():
     def loss_fn(w, x, frozen):
         return jnp.mean((x @ frozen @ w) ** 2)
 
-    texts, run, frozen = [], pe._run, randn(0, 400, 4)
+    texts, run, frozen = [], pe._run, aligned(randn(0, 400, 4))
     options = dict(members=2, devices=2, frozen=frozen, output=None)
     with mock.patch.object(pe, "_run", lower):
         trainer = pe.make_trainer(
