@@ -2040,7 +2040,14 @@ class Trainer:
             _check_draws(state.key, self.at_once)
             both = jax.random.key_data(state.key), members
             _call("a state of another trainer", expected, _check_keys, *both)
-        return jax.device_put(_private("state", state), _layout_sharding(self.layout))
+        there = _layout_sharding(self.layout)
+
+        def is_there(x):
+            return isinstance(x, Array) and x.sharding.is_equivalent_to(there, x.ndim)
+
+        if all(map(is_there, jax.tree.leaves(state))):  # as init and scatter put it
+            return state
+        return jax.device_put(_private("state", state), there)
 
     def _make_optimizer(self, *hyper):
         expected = "with hyper, expected a function, such as lambda h: sgd(h)"
