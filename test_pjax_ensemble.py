@@ -3046,7 +3046,7 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         (r"data .*\[\(10,\), \(240,\)\]", trainer.epoch, (data[0], ten[1]), rows),
         ("batch hold 1099511627776, beyond int32", trainer.update, *data[:1], large),
         ("inputs hold a MaskedArray of", trainer.predict, np.ma.array(data[0])),
-        (r"apply_fn: .*\(32, 8, 1\), where one", trainer.predict, data[0][0]),
+        (r"apply_fn: .*\(2, 8, 1\), where one", trainer.predict, data[0][0]),
         ("axes of the batch have lengths", trainer.update, data[0][:8], data[1][:4]),
         (r"\[\(8,\)\]; expected this trainer's 4: use", other.update, *data),
         ("expected this trainer's", other.predict, data[0]),
