@@ -68,6 +68,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
+from jax.extend import core
 from numpy.typing import ArrayLike
 
 __version__ = "0.1.0"
@@ -1268,6 +1269,83 @@ def _num_parts(batch: PyTree, model_state: PyTree, microbatch: int | str | None)
     return rows // microbatch
 
 
+# XLA:CPU has a fast routine for convolutions of NHWC images and HWIO kernels.  It
+# brings others into that form, but not in a loop, where gradients took some sixty times
+# as long (jax issue 12868).  So that is done here, before XLA sees them.
+
+
+def _channels_last(ndim: int) -> lax.ConvDimensionNumbers:
+    """Return the form NHWC, HWIO -> NHWC, for any number of axes."""
+    last, *space = ndim - 1, *range(1, ndim - 1)
+    images, kernel = (0, last, *space), (last, last - 1, *range(ndim - 2))
+    return lax.ConvDimensionNumbers(images, kernel, images)
+
+
+def _convolve(lhs, rhs, *, dimension_numbers, **how):
+    """Do a convolution of any form; on CPU by one of NHWC, between transposes."""
+    (batch, features, *space), (out, ins, *window), (b, f, *s) = dimension_numbers
+    convolve = functools.partial(lax.conv_general_dilated_p.bind, **how)
+
+    def on_cpu(lhs, rhs):
+        lhs = lhs.transpose(batch, *space, features)
+        rhs = rhs.transpose(*window, ins, out)
+        own, groups = {}, how["batch_group_count"]
+        if groups > 1:  # of the batch: the same groups of features are faster
+            lhs = jnp.moveaxis(lhs.reshape(groups, -1, *lhs.shape[1:]), 0, -2)
+            lhs = lhs.reshape(*lhs.shape[:-2], groups * lhs.shape[-1])
+            own = dict(batch_group_count=1, feature_group_count=groups)
+        outputs = convolve(lhs, rhs, dimension_numbers=_channels_last(lhs.ndim), **own)
+        return outputs.transpose(np.argsort((b, *s, f)))
+
+    as_it_is = functools.partial(convolve, dimension_numbers=dimension_numbers)
+    return lax.platform_dependent(lhs, rhs, cpu=on_cpu, default=as_it_is)
+
+
+def _rewrite(x: Any) -> Any:
+    """Put `_convolve` for each convolution in a program of JAX's, at any depth.
+
+    x is a program, a step of one, or a leaf of a step's parameters, which may be a
+    program too.  What there is nothing to change in is returned as it is.
+    """
+    if isinstance(x, core.Jaxpr):
+        eqns = [*map(_rewrite, x.eqns)]
+        same = all(map(operator.is_, eqns, x.eqns))
+        return x if same else x.replace(eqns=eqns)
+    if isinstance(x, core.ClosedJaxpr):  # before JAX 0.12, where it is the same class
+        jaxpr = _rewrite(x.jaxpr)
+        return x if jaxpr is x.jaxpr else x.replace(jaxpr=jaxpr)
+    if not isinstance(x, core.JaxprEqn):
+        return x
+    if x.primitive is lax.conv_general_dilated_p:
+        form = x.params["dimension_numbers"]
+        if form == _channels_last(len(form.lhs_spec)):
+            return x
+        program = jax.jit(functools.partial(_convolve, **x.params))
+        call = jax.make_jaxpr(program)(*(v.aval for v in x.invars)).eqns[0]
+        return x.replace(primitive=call.primitive, params=call.params)
+    if x.params.get("branches_platforms"):  # chosen by whoever wrote it, as in `conv`
+        return x
+    leaves, treedef = jax.tree.flatten(x.params)
+    new = [*map(_rewrite, leaves)]
+    same = all(map(operator.is_, new, leaves))
+    return x if same else x.replace(params=jax.tree.unflatten(treedef, new))
+
+
+def _fast_in_loops(f: Callable) -> Callable:
+    """Return f with fast convolutions, gradients' too; not to be differentiated again.
+
+    f is traced once, and its program, convolutions apart, is the one that is evaluated.
+    """
+
+    def evaluate(*args):
+        # Of a function that is new, as JAX keeps what it has traced by the function.
+        program, made = jax.make_jaxpr(lambda *args: f(*args), return_shape=True)(*args)
+        outputs = core.jaxpr_as_fun(_rewrite(program))(*jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(made), outputs)
+
+    return evaluate
+
+
 def _make_step(average, part, loss_fn, optimizer, more, *options) -> Callable:
     """Make the training step: (state, *batch) -> (state, metrics).
 
@@ -1277,7 +1355,7 @@ def _make_step(average, part, loss_fn, optimizer, more, *options) -> Callable:
     """
     has_aux, stateful, microbatch, skip_nonfinite = options
     loss_fn = _full_loss(loss_fn, more, has_aux, stateful)
-    loss_and_grads = jax.value_and_grad(loss_fn, has_aux=True)
+    loss_and_grads = _fast_in_loops(jax.value_and_grad(loss_fn, has_aux=True))
     if microbatch not in (None, "auto"):
         _count("microbatch", microbatch)
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
@@ -2388,7 +2466,8 @@ class Trainer:
     def _predict_chunk(self, model, more, inputs):
         shapes = jax.tree.map(np.shape, inputs)
         given = f"of inputs of shapes {shapes}, where one example x is x[None]"
-        outputs = _call("apply_fn", given, self.apply_fn, *model, inputs, *more)
+        apply = _fast_in_loops(self.apply_fn)
+        outputs = _call("apply_fn", given, apply, *model, inputs, *more)
         if self.output is jax.nn.softmax:
             logits = isinstance(outputs, Array) and outputs.ndim > 1
             if not (logits and outputs.shape[-1] > 1):
