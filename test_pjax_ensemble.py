@@ -2303,6 +2303,22 @@ def test_programs_without_others_convolutions_are_not_touched():
         assert pe._rewrite(program) is program
 
 
+def test_functions_are_traced_anew_in_every_program():
+    traced = []
+
+    def apply(params, images):  # may depend on what has changed since
+        traced.append(1)
+        return net(params, images)
+
+    counts = []
+    for _ in range(2):
+        options = dict(members=2, devices=1, apply_fn=apply)
+        trainer, state = begin(pe.make_trainer(net_init, net_loss, SGD, **options))
+        trainer.predict(state, image_data()[0][:4])
+        counts.append(len(traced))
+    assert counts[1] == 2 * counts[0] > 0
+
+
 class Counted(NamedTuple):
     steps: jax.Array
     key: jax.Array  # a typed one
