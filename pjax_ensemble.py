@@ -1694,13 +1694,14 @@ def layout(members: int, num_devices: int, num_processes: int = 1) -> Layout:
     return Layout(members, -(-members // shared) * replicas, shared, replicas)
 
 
-def _axis(layout: Layout) -> str:
-    """Name the devices' axis after what stands on them.
+def _axis(layout: Layout, train: bool) -> str:
+    """Name the devices' axis in a program after what `replica_mean` averages there.
 
-    JAX keeps what it has traced by the names around it, so that a function with an
-    average over R replicas is not taken for one with an average over others.
+    JAX keeps what it has traced of a function by the names and sizes of the axes around
+    it, so that one which averages over R replicas is not taken for one that averages
+    over others, or over none, as in every program that does not train.
     """
-    if layout.replicas == 1:
+    if layout.replicas == 1 or not train:
         return "members"
     return "devices" if layout.members == 1 else f"replicas by {layout.replicas}"
 
@@ -1721,7 +1722,7 @@ def _slots(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
 @functools.cache
 def _layout_sharding(layout: Layout) -> Any:
     """Lay slots [D * M, ...] over the devices in use, of this process."""
-    return _device_sharding(layout.devices // jax.process_count(), _axis(layout))
+    return _device_sharding(layout.devices // jax.process_count(), "slots")
 
 
 def _check_draws(key: Any, at_once: int) -> None:
@@ -1755,9 +1756,16 @@ def _over_members(f: Callable, layout: Layout, train: bool, at_once: int) -> Cal
     together = min(at_once, layout.members_per_device)
     # Alone, not by a vmap of one, whose bits are others.
     batch_size = None if together == 1 else together
-    axis, spec = _axis(layout), jax.sharding.PartitionSpec
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[: layout.devices]), axis)
-    given, made = (spec(axis), spec(axis), spec()), spec(axis)
+    named, spec = jax.sharding.NamedSharding, jax.sharding.PartitionSpec
+
+    def over(axis):  # the devices, what each of them is given, and what they make
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[: layout.devices]), axis)
+        return mesh, (spec(axis), spec(axis), spec()), spec(axis)
+
+    # A state lies on devices of one name for all programs: JAX traces a program again
+    # for another.
+    mesh, given, made = over("slots")
+    inside, in_specs, out_specs = over(_axis(layout, train))
 
     def on_device(state, of_slot, of_all):
         def in_slot(own):
@@ -1767,8 +1775,9 @@ def _over_members(f: Callable, layout: Layout, train: bool, at_once: int) -> Cal
         return lax.map(in_slot, (state, of_slot), batch_size=batch_size)
 
     program = jax.jit(
-        _shard_map(on_device, mesh=mesh, in_specs=given, out_specs=made),
-        in_shardings=tuple(jax.sharding.NamedSharding(mesh, each) for each in given),
+        _shard_map(on_device, mesh=inside, in_specs=in_specs, out_specs=out_specs),
+        in_shardings=tuple(named(mesh, each) for each in given),
+        out_shardings=named(mesh, made),
         donate_argnums=(0,) if train else (),
     )
 
@@ -2037,7 +2046,8 @@ class Trainer:
 
     def _make_step(self, parts, *hyper):
         """Make the step of a member's replica, of a batch that is in so many parts."""
-        axis, average, replicas = _axis(self.layout), _alone, self.layout.replicas
+        axis, replicas = _axis(self.layout, train=True), self.layout.replicas
+        average = _alone
         if replicas > 1:
             groups = np.arange(self.layout.devices).reshape(-1, replicas).tolist()
             where = dict(axis_name=axis, axis_index_groups=groups)

@@ -1929,17 +1929,83 @@ def test_replica_mean_gives_floats_on_any_number_of_replicas():
     assert {*map(tuple, types)} == {("float32", "float32", "float32", "bfloat16")}
 
 
+def scanned(forward):
+    def layer(model, xs):
+        outputs, stats = forward(*model, xs)
+        return (model[0], stats), outputs
+
+    def through(params, stats, xs):
+        (_, stats), outputs = jax.lax.scan(layer, (params, stats), xs[None])
+        return outputs[0], stats
+
+    return through
+
+
+# What keeps what it has traced of a function: JAX takes it again where axes are named
+# alike.
+KEEPING = {"jit": jax.jit, "checkpoint": jax.checkpoint, "scan": scanned}
+
+
 def test_what_jax_has_traced_is_not_taken_for_other_replicas():
     forward = jax.jit(norm_forward)  # one function, kept by JAX between the trainers
 
     key, (params, stats) = jax.random.key(0), norm_init(jax.random.key(0))
     forward(params, stats, norm_batch(0)[0][:6])
-    for members in (1, 2):  # eight replicas, then four, of equal shapes
-        batch = [x[: 6 * D // members] for x in norm_batch(0)]
-        way, keys = Way("trainer", members, D), jax.random.split(key, members)
+    ways = [Way("ensemble", D, D), *(Way("trainer", n, D) for n in (1, 2, D))]
+    for way in [*ways, Way("sync", 1, D)]:  # six examples on each device
+        batch = [x[: 6 * pe.layout(*way[1:]).replicas] for x in norm_batch(0)]
+        keys = jax.random.split(key, way.members)
         first = members_state(keys, lambda key: norm_init(key)[0], model_state=stats)
         losses = [norm_loss(f) for f in (forward, norm_forward)]
         assert_close(*[train(way, f, first, [batch], stateful=True)[1] for f in losses])
+
+
+KEPT = [
+    *(("jit", earlier, 1, 2) for earlier in ("init", "predict", "training")),
+    *(("jit", earlier, 2, 4) for earlier in ("init", "predict", "training")),
+    *((keep, "init", 1, 2) for keep in ("checkpoint", "scan")),
+    *((keep, "training", 2, 4) for keep in ("checkpoint", "scan")),
+    *((keep, "by hand", 1, 2) for keep in KEEPING),
+]
+
+
+@cases("keep, earlier, members, devices", *KEPT)
+def test_only_training_averages_over_replicas_whatever_was_traced_before(
+    keep, earlier, members, devices
+):
+    xs, ys = (x[:12] for x in norm_batch(0))
+
+    def ends(keep):
+        def forward(params, stats, xs):
+            return norm_forward(params, stats, xs)
+
+        forward = keep(forward)
+
+        def init(key):
+            params, stats = norm_init(key)
+            if earlier != "training":  # as others do, by a look at an example
+                forward(params, stats, jnp.zeros((6, 2, 3)))
+            return params, stats
+
+        def apply_fn(params, stats, xs):
+            return forward(params, stats, xs)[0]
+
+        options = dict(members=members, devices=devices, apply_fn=apply_fn, chunk=6)
+        options |= dict(stateful=True, output=None)
+        trainer = pe.make_trainer(init, norm_loss(forward), SGD, **options)
+        state = trainer.init(jax.random.key(0))
+        before = trainer.predict(state, xs) if earlier == "predict" else ()
+        if earlier == "by hand":
+            params, stats = norm_init(KEY)
+            first = pe.train_state(params, SGD, model_state=stats, key=KEY)
+            update = sync(norm_loss(forward), SGD, stateful=True)
+            before = update(pe.replicate(first, devices), *pe.split((xs, ys), devices))[
+                1
+            ]
+        state, losses = trainer.update(state, xs, ys)
+        return before, losses, trainer.predict(state, xs)
+
+    assert_close(ends(KEEPING[keep]), ends(lambda forward: forward))
 
 
 # ---------------------------------------------------------------------------------
@@ -2306,6 +2372,33 @@ def test_a_member_that_is_not_finite_leaves_the_others_predictions():
     assert np.isnan(spoiled[1]).all() and np.isnan(trainer.predict(state, images)).all()
     others = [0, 2, 3, 4]
     assert leaves_equal(spoiled[others], probs[others])
+
+
+@every_layout
+def test_a_state_is_the_same_to_a_program_wherever_it_comes_from(members, devices):
+    traces = []
+
+    def counted(*args):
+        traces.append(1)
+        return net(*args)
+
+    def loss_fn(params, images, labels):
+        return cross_entropy(counted(params, images), labels).mean()
+
+    options = dict(loss_fn=loss_fn, apply_fn=counted)
+    trainer = net_trainer.__wrapped__(members, devices, **options)
+    batch = net_batches(1)[0]
+
+    def use(state):
+        trainer.predict(state, batch[0])
+        state, _ = trainer.update(state, *batch)
+        return trainer.epoch(state, batch, np.arange(16)[None])[0]
+
+    state = use(trainer.init(KEY))
+    known = len(traces)
+    state, _ = trainer.update(use(state), *batch)
+    use(trainer.scatter(trainer.gather(use(state))))
+    assert len(traces) == known > 0
 
 
 def test_predicting_compiles_few_programs_and_holds_one_chunk_at_a_time():
