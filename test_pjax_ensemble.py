@@ -1308,14 +1308,54 @@ def test_defaults_are_those_that_the_docstrings_name():
 
 
 @pytest.mark.parametrize("make", [pe.sgd, pe.adam])
-def test_optimizer_keeps_half_precision(make):
+def test_optimizer_keeps_half_precision_and_float32_moments(make):
     optimizer, params = make(pe.linear_schedule(0.1, 4)), jnp.ones(3, jnp.bfloat16)
-    updates, (_, *state) = optimizer.update(params, optimizer.init(params))
-    assert {x.dtype for x in (updates, *state)} == {jnp.dtype(jnp.bfloat16)}
-    assert pe.apply_updates(params, updates.astype(jnp.float32)).dtype == jnp.bfloat16
+    with jax.numpy_dtype_promotion("strict"):
+        updates, (_, *state) = optimizer.update(params, optimizer.init(params))
+        assert pe.apply_updates(params, updates).dtype == jnp.bfloat16
+    assert {x.dtype for x in (updates, *state)} == {jnp.dtype(jnp.float32)}
     traced = jax.jit(lambda *h: make(*h).update(params, optimizer.init(params)))
     updates, (_, *state) = traced(0.1, 0.9)
-    assert {x.dtype for x in (updates, *state)} == {jnp.dtype(jnp.bfloat16)}
+    assert {x.dtype for x in (updates, *state)} == {jnp.dtype(jnp.float32)}
+
+
+def adam_of(mean, square, n):
+    corrected = mean / (1 - 0.9**n), square / (1 - 0.999**n)
+    return -0.1 * corrected[0] / (np.sqrt(corrected[1]) + 1e-8)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@cases(
+    "optimizer, update_of",  # of sums of b^i g, and of b^i g^2, and of the steps
+    (pe.sgd(0.1, momentum=0.999), lambda first, _, n: -0.1 * first(0.999)),
+    (
+        pe.adam(0.1),
+        lambda first, second, n: adam_of(0.1 * first(0.9), 0.001 * second(0.999), n),
+    ),
+)
+def test_ten_thousand_steps_of_any_precision_are_those_of_the_formula(
+    optimizer, update_of, dtype
+):
+    """Of a gradient of 1 in the first half, and of 1/64 in the second."""
+    n, later = 5000, 1 / 64
+
+    @jax.jit
+    def last_update(params):
+        def step(i, both):
+            grads = jnp.where(i < n, 1, later).astype(dtype)
+            return optimizer.update(grads, both[1], params)
+
+        first = jnp.zeros_like(params, jnp.float32), optimizer.init(params)
+        return jax.lax.fori_loop(0, 2 * n, step, first)[0]
+
+    def sums(power):
+        def of(b):
+            return (1 - b**n) / (1 - b) * (b**n + later**power)
+
+        return of
+
+    expected = update_of(sums(1), sums(2), 2 * n)
+    assert_close(last_update(jnp.ones((), dtype)), expected, 0.02)
 
 
 SHAPES = {pe.linear_schedule: lambda t: t}
@@ -1698,6 +1738,51 @@ def test_microbatches_make_the_step_of_the_whole_batch(way):
         assert_close(results[0], other)
 
 
+HALVES_ON = [("bfloat16", 1, 1), ("float16", 100, 1), ("bfloat16", 1, 2)]
+
+
+@cases("dtype, slope, devices", *HALVES_ON)
+def test_sums_and_means_of_half_precision_are_of_float32(dtype, slope, devices):
+    def loss_fn(w, x):
+        part = jnp.mean(x).astype(dtype)
+        return slope * jnp.mean(w * x.astype(dtype)) + part, {"mean": part}
+
+    way, descend = Way("trainer", 1, devices), pe.sgd(1.0)
+    first = members_state(keys_of(0, 1), lambda key: jnp.zeros((), dtype), descend)
+    # Of 1 and the next number of bfloat16, whose mean it has not, in parts of either.
+    x = np.float32([1, 1 + 1 / 128]).repeat(2**14)
+    options = dict(has_aux=True, microbatch=16)
+    ends, ((loss, aux),) = train(way, loss_fn, first, [(x,)], descend, **options)
+    assert loss.dtype == aux["mean"].dtype == np.float32 and ends.params.dtype == dtype
+    assert loss == aux["mean"] == x.mean()
+    assert_close(np.float32(ends.params), [-slope], 0.01)
+
+
+@pytest.mark.parametrize("optimizer", [pe.adam(0.03), pe.sgd(0.001, momentum=0.998)])
+def test_a_network_of_bfloat16_learns_as_one_of_float32(optimizer):
+    rng = np.random.default_rng(0)
+    x, weight = rng.normal(size=(2048, 8)).astype(np.float32), rng.normal(size=(8, 4))
+    labels = (x @ weight + rng.gumbel(size=(2048, 4))).argmax(axis=1)
+    order = rng.integers(2048, size=(250, 32))
+
+    def loss_fn(params, x, labels):
+        hidden = jax.nn.relu(pe.dense(params.hidden, x))
+        return cross_entropy(pe.dense(params.dense, hidden), labels).mean()
+
+    def losses_of(dtype):
+        def init(key):
+            keys = jax.random.split(key)
+            net = Net(pe.dense_init(keys[0], 8, 16), pe.dense_init(keys[1], 16, 4))
+            return jax.tree.map(lambda x: x.astype(dtype), net)
+
+        trainer = pe.make_trainer(init, loss_fn, optimizer, members=2, devices=1)
+        state, _ = trainer.epoch(trainer.init(KEY), (x, labels), order)
+        params = jax.tree.map(np.float32, trainer.gather(state).params)
+        return [loss_fn(member(params, k), x, labels) for k in range(2)]
+
+    assert_close(losses_of("bfloat16"), losses_of("float32"), 0.05)
+
+
 def test_parts_draw_alike_wherever_they_stand():
     ends, options = [], dict(stateful=True, microbatch=4)
     for devices in (1, 2, 4):  # 4, 2 and 1 parts of 4 on a device
@@ -1906,17 +1991,83 @@ def test_replica_mean_gives_floats_on_any_number_of_replicas():
     assert {*map(tuple, types)} == {("float32", "float32", "float32", "bfloat16")}
 
 
+def scanned(forward):
+    def layer(model, xs):
+        outputs, stats = forward(*model, xs)
+        return (model[0], stats), outputs
+
+    def through(params, stats, xs):
+        (_, stats), outputs = jax.lax.scan(layer, (params, stats), xs[None])
+        return outputs[0], stats
+
+    return through
+
+
+# What keeps what it has traced of a function: JAX takes it again where axes are named
+# alike.
+KEEPING = {"jit": jax.jit, "checkpoint": jax.checkpoint, "scan": scanned}
+
+
 def test_what_jax_has_traced_is_not_taken_for_other_replicas():
     forward = jax.jit(norm_forward)  # one function, kept by JAX between the trainers
 
     key, (params, stats) = jax.random.key(0), norm_init(jax.random.key(0))
     forward(params, stats, norm_batch(0)[0][:6])
-    for members in (1, 2):  # eight replicas, then four, of equal shapes
-        batch = [x[: 6 * D // members] for x in norm_batch(0)]
-        way, keys = Way("trainer", members, D), jax.random.split(key, members)
+    ways = [Way("ensemble", D, D), *(Way("trainer", n, D) for n in (1, 2, D))]
+    for way in [*ways, Way("sync", 1, D)]:  # six examples on each device
+        batch = [x[: 6 * pe.layout(*way[1:]).replicas] for x in norm_batch(0)]
+        keys = jax.random.split(key, way.members)
         first = members_state(keys, lambda key: norm_init(key)[0], model_state=stats)
         losses = [norm_loss(f) for f in (forward, norm_forward)]
         assert_close(*[train(way, f, first, [batch], stateful=True)[1] for f in losses])
+
+
+KEPT = [
+    *(("jit", earlier, 1, 2) for earlier in ("init", "predict", "training")),
+    *(("jit", earlier, 2, 4) for earlier in ("init", "predict", "training")),
+    *((keep, "init", 1, 2) for keep in ("checkpoint", "scan")),
+    *((keep, "training", 2, 4) for keep in ("checkpoint", "scan")),
+    *((keep, "by hand", 1, 2) for keep in KEEPING),
+]
+
+
+@cases("keep, earlier, members, devices", *KEPT)
+def test_only_training_averages_over_replicas_whatever_was_traced_before(
+    keep, earlier, members, devices
+):
+    xs, ys = (x[:12] for x in norm_batch(0))
+
+    def ends(keep):
+        def forward(params, stats, xs):
+            return norm_forward(params, stats, xs)
+
+        forward = keep(forward)
+
+        def init(key):
+            params, stats = norm_init(key)
+            if earlier != "training":  # as others do, by a look at an example
+                forward(params, stats, jnp.zeros((6, 2, 3)))
+            return params, stats
+
+        def apply_fn(params, stats, xs):
+            return forward(params, stats, xs)[0]
+
+        options = dict(members=members, devices=devices, apply_fn=apply_fn, chunk=6)
+        options |= dict(stateful=True, output=None)
+        trainer = pe.make_trainer(init, norm_loss(forward), SGD, **options)
+        state = trainer.init(jax.random.key(0))
+        before = trainer.predict(state, xs) if earlier == "predict" else ()
+        if earlier == "by hand":
+            params, stats = norm_init(KEY)
+            first = pe.train_state(params, SGD, model_state=stats, key=KEY)
+            update = sync(norm_loss(forward), SGD, stateful=True)
+            before = update(pe.replicate(first, devices), *pe.split((xs, ys), devices))[
+                1
+            ]
+        state, losses = trainer.update(state, xs, ys)
+        return before, losses, trainer.predict(state, xs)
+
+    assert_close(ends(KEEPING[keep]), ends(lambda forward: forward))
 
 
 # ---------------------------------------------------------------------------------
@@ -2551,6 +2702,33 @@ def test_a_member_that_is_not_finite_leaves_the_others_predictions():
     assert leaves_equal(spoiled[others], probs[others])
 
 
+@every_layout
+def test_a_state_is_the_same_to_a_program_wherever_it_comes_from(members, devices):
+    traces = []
+
+    def counted(*args):
+        traces.append(1)
+        return net(*args)
+
+    def loss_fn(params, images, labels):
+        return cross_entropy(counted(params, images), labels).mean()
+
+    options = dict(loss_fn=loss_fn, apply_fn=counted)
+    trainer = net_trainer.__wrapped__(members, devices, **options)
+    batch = net_batches(1)[0]
+
+    def use(state):
+        trainer.predict(state, batch[0])
+        state, _ = trainer.update(state, *batch)
+        return trainer.epoch(state, batch, np.arange(16)[None])[0]
+
+    state = use(trainer.init(KEY))
+    known = len(traces)
+    state, _ = trainer.update(use(state), *batch)
+    use(trainer.scatter(trainer.gather(use(state))))
+    assert len(traces) == known > 0
+
+
 def test_predicting_compiles_few_programs_and_holds_one_chunk_at_a_time():
     shapes = []
 
@@ -3174,6 +3352,54 @@ assert losses[:2] == losses[2:], losses
 @pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="JAX 0.5 itself fails")
 def test_a_program_that_fails_takes_no_other_along():
     assert run_python(FAILING) == "True\n"
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_a_nan_is_found_by_jax_also_where_it_is_given(members):
+    (trainer, state), (batch,) = begin(net_trainer(members, 2)), net_batches(1)
+    params = jax.tree.map(np.array, state.params)
+    params.dense.bias[0] = np.nan
+    spoiled = state._replace(params=params)
+    with jax.debug_nans(True):
+        found = said_by(FloatingPointError, trainer.predict, spoiled, batch[0])
+        found += said_by(FloatingPointError, trainer.update, spoiled, *batch)
+        if jax.__version_info__ >= (0, 8):  # which goes round in circles by itself
+            assert found.count("params.dense.bias") + found.count("0].dense.bias") == 2
+        trainer.update(state, *batch)  # nothing was lost
+
+
+@every_layout
+def test_a_trainer_moves_what_it_is_given_where_jax_moves_nothing(members, devices):
+    trainer = noisy_trainer(members, devices, apply_fn=lambda p, _, x: net(p, x))
+    images, labels = net_batches(1)[0]
+    with jax.transfer_guard("disallow"):
+        state = trainer.init(KEY)
+        state, _ = trainer.update(state, images, labels)
+        state, _ = trainer.epoch(state, (images, labels), np.arange(16)[None])
+        trainer.predict(state, images)
+        trainer.scatter(trainer.gather(state))
+        plain = net_trainer.__wrapped__(members, devices)
+        plain.update(plain.init(KEY), images, labels)  # which compares members
+
+
+@every_layout
+def test_a_stateful_loss_takes_no_promotion(members, devices):
+    with enable_x64(True), jax.numpy_dtype_promotion("strict"):
+
+        def init(key):
+            return jax.random.normal(key, (3,)), jnp.zeros((), int)
+
+        def loss_fn(w, count, key, x):
+            noise = jax.random.normal(key)
+            return jnp.square(x @ w).mean() + noise * w.sum(), count + 1
+
+        options = dict(members=members, devices=devices, stateful=True)
+        trainer, state = begin(pe.make_trainer(init, loss_fn, pe.adam(0.1), **options))
+        state, losses = trainer.update(state, np.ones((8, 3)))
+        state, _ = trainer.epoch(state, (np.ones((8, 3)),), np.arange(8)[None])
+        ended = trainer.gather(state)
+        assert losses.dtype == ended.params.dtype == float
+        assert ended.model_state.tolist() == [2] * members
 
 
 def test_a_copy_of_a_trainer_goes_on_by_itself():
