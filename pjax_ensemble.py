@@ -907,8 +907,23 @@ def _check_params(params: PyTree) -> None:
 
 
 def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
-    """Add updates to params, leaf by leaf, in the dtype of params."""
-    return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
+    """Add updates to params, leaf by leaf, in the wider type; round to that of params.
+
+    What is below half the distance from a parameter to the next number of its type is
+    lost: in bfloat16 an update of less than 1/512 of it, and of 1/256 of some.
+    """
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
+
+
+def _wide(dtype: np.dtype) -> np.dtype:
+    """Return the type of means of numbers: float32, or a wider one that they have."""
+    return dtype if dtype.kind in "fc" and dtype.itemsize > 2 else np.dtype(np.float32)
+
+
+def _zeros(params: PyTree) -> PyTree:
+    """Return zeros to add up what is like params, in float32 at least."""
+    return jax.tree.map(lambda p: jnp.zeros_like(p, _wide(jnp.result_type(p))), params)
 
 
 def _as_schedule(learning_rate: Real | Schedule) -> Schedule:
@@ -923,7 +938,7 @@ class SGDState(NamedTuple):
     """What `sgd` keeps from step to step."""
 
     num_steps: Array  # [], that are done
-    velocity: PyTree  # like params
+    velocity: PyTree  # like params, in float32 at least
 
 
 def sgd(
@@ -934,6 +949,8 @@ def sgd(
     v = mu v + g; w = w - eta v, or with Nesterov's w = w - eta (g + mu v): the form of
     PyTorch and Optax, which leaves eta out of v (Sutskever et al. 2013 fold it in).
     `learning_rate` is a number or a function of the step count, 0 at the first step.
+    For parameters of less precision than float32, v and the updates are float32: a v of
+    bfloat16 would stop where (1 - mu) v is below its rounding, as with mu = 0.999.
 
     Raises ValueError for a negative or non-finite learning rate and for a momentum
     outside [0, 1), unless they are traced, and for parameters that are not real
@@ -944,10 +961,11 @@ def sgd(
 
     def init(params):
         _check_params(params)
-        return SGDState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
+        return SGDState(jnp.zeros((), jnp.int32), _zeros(params))
 
     def update(grads, opt_state, params=None):
         num_steps, velocity = opt_state
+        grads = jax.tree.map(lambda v, g: jnp.asarray(g, v.dtype), velocity, grads)
         add = functools.partial(jax.tree.map, lambda v, g: _times(momentum, v) + g)
         velocity = add(velocity, grads)
         steps = add(velocity, grads) if nesterov else velocity
@@ -961,8 +979,8 @@ class AdamState(NamedTuple):
     """What `adam` keeps from step to step."""
 
     num_steps: Array  # [], that are done
-    mean: PyTree  # like params, of gradients
-    square: PyTree  # like params, of their squares
+    mean: PyTree  # like params, in float32 at least, of gradients
+    square: PyTree  # the same, of their squares
 
 
 def adam(
@@ -973,7 +991,9 @@ def adam(
     m = b1 m + (1 - b1) g; s = b2 s + (1 - b2) g^2; with t the step, from 1,
     w = w - eta (m / (1 - b1^t)) / (sqrt(s / (1 - b2^t)) + eps).
     `learning_rate` is a number or a function of the step count, 0 at the first step.
-    float16 holds neither eps nor small squares: have parameters in bfloat16 or float32.
+    For parameters of less precision than float32, m, s and the updates are float32, as
+    bfloat16 rounds b2 to 1, and float16 eps to 0.  (Optax's `mu_dtype` is of m alone; s
+    has the type of the parameters there.)
 
     Raises ValueError for a learning rate or eps that is negative or not finite, and for
     b1 or b2 outside [0, 1), unless they are traced, and for parameters that are not
@@ -986,8 +1006,7 @@ def adam(
 
     def init(params):
         _check_params(params)
-        zeros = functools.partial(jax.tree.map, jnp.zeros_like, params)
-        return AdamState(jnp.zeros((), jnp.int32), zeros(), zeros())
+        return AdamState(jnp.zeros((), jnp.int32), _zeros(params), _zeros(params))
 
     def update(grads, opt_state, params=None):
         num_steps, mean, square = opt_state
@@ -997,6 +1016,7 @@ def adam(
         def average(beta, old, new):
             return _times(beta, old) + _times(1 - beta, new)
 
+        grads = jax.tree.map(lambda m, g: jnp.asarray(g, m.dtype), mean, grads)
         mean = jax.tree.map(lambda m, g: average(beta1, m, g), mean, grads)
         square = jax.tree.map(lambda s, g: average(beta2, s, g * g), square, grads)
         rate, root = schedule(num_steps) / (1 - beta1**t), jnp.sqrt(1 - beta2**t)
@@ -1268,6 +1288,13 @@ def _num_parts(batch: PyTree, model_state: PyTree, microbatch: int | str | None)
     return rows // microbatch
 
 
+def _average(tree: PyTree, **where) -> PyTree:
+    """Average over replicas in float32 at least; leaves keep their types."""
+    wide = jax.tree.map(lambda x: x.astype(_wide(x.dtype)), tree)
+    means = lax.pmean(wide, **where)
+    return jax.tree.map(lambda mean, x: mean.astype(x.dtype), means, tree)
+
+
 def _make_step(average, part, loss_fn, optimizer, hyper, *options) -> Callable:
     """Make the training step: (state, *batch) -> (state, metrics).
 
@@ -1306,22 +1333,26 @@ def _make_step(average, part, loss_fn, optimizer, hyper, *options) -> Callable:
             if stateful:
                 rows_key = jax.random.fold_in(loss_key, part() * num_parts + i)
             result, grads = loss_and_grads(params, model_state, rows_key, *rows)
-            return jax.tree.map(jnp.add, total, grads), result
+            total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
+            return total, result
 
-        def mean(x):  # of one part, whatever its type
+        def mean(x):  # over the parts
+            x = x.astype(_wide(x.dtype))
             return x.mean(axis=0) if num_parts > 1 else x[0]
 
         def cut(x):
             return split(x, num_parts) if num_parts > 1 else x[None]
 
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        parts = jnp.arange(num_parts), jax.tree.map(cut, batch)
+        parts = jnp.arange(num_parts, dtype=jnp.int32), jax.tree.map(cut, batch)
         context = contextvars.copy_context()  # for what is traced in it alone
         context.run(_replica_mean.set, average)
-        total, results = context.run(lax.scan, add, zeros, parts)
-        loss, (new_model_state, aux) = jax.tree.map(mean, results)
+        total, results = context.run(lax.scan, add, _zeros(params), parts)
+        loss, (new_model_state, aux) = results
+        loss, aux = jax.tree.map(mean, (loss, aux))
+        new_model_state = jax.tree.map(lambda x: x[0], new_model_state)  # of one part
         grads = jax.tree.map(lambda g: g / num_parts, total)
         grads, loss, aux = average((grads, loss, aux))
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         old_form, new_form = map(_form, (model_state, new_model_state))
         if old_form != new_form:
             raise ValueError(
@@ -1555,7 +1586,7 @@ def _consume(owner: Any, program: Callable, state: PyTree, *rest) -> tuple:
 def _make_update(replicas: bool, *args) -> Callable:
     """Map the step over the devices; check and place the states that come from afar."""
     axis = "devices" if replicas else "members"
-    average = functools.partial(lax.pmean, axis_name=axis) if replicas else _alone
+    average = functools.partial(_average, axis_name=axis) if replicas else _alone
     step = _make_step(average, lambda: lax.axis_index(axis) if replicas else 0, *args)
     pmapped = jax.pmap(step, axis_name=axis, donate_argnums=0)
     program = functools.partial(_run, pmapped, replicas)
@@ -1598,10 +1629,13 @@ def make_sync_update(
     and the replicas stay bit-identical.  `metrics` is the loss [D] or `(loss, aux)`,
     D equal copies.  Aux is a tree of means over the batch too: integers and booleans
     become floats, and what is of each example would be averaged over different ones.
+    All means and sums are taken in float32 at least, and so are loss and aux returned.
 
     With `stateful`, `loss_fn(params, model_state, key, *batch)` returns
     `(loss, model_state)`, or `(loss, (model_state, aux))`; floating-point leaves of the
     model state are averaged too, and the key is another in every replica and step.
+    Other leaves, such as counts of steps, are not: they must not depend on the batch,
+    of which each replica sees a part.
 
     With `microbatch`, a device works through its batch that many examples at a time and
     averages loss, aux and gradients: in less memory, and faster on CPU, where the work
@@ -1862,11 +1896,6 @@ def _padded(order: Any, members: int, num_rows: int) -> tuple[np.ndarray, int]:
     return np.pad(order.astype(np.int32, copy=False), axes), num_steps
 
 
-def _wide(dtype: np.dtype) -> np.dtype:
-    """Return the type of means of numbers: float32, or a wider one that they have."""
-    return dtype if dtype.kind in "fc" and dtype.itemsize > 2 else np.dtype(np.float32)
-
-
 def _scan_first(f: Callable, carry: PyTree, xs: PyTree, count: Array) -> tuple:
     """Scan the first `count` of xs, a traced number; what it returns for others is 0.
 
@@ -2051,7 +2080,7 @@ class Trainer:
         if replicas > 1:
             groups = np.arange(self.layout.devices).reshape(-1, replicas).tolist()
             where = dict(axis_name=axis, axis_index_groups=groups)
-            average = functools.partial(lax.pmean, **where)
+            average = functools.partial(_average, **where)
         options = self.has_aux, self.stateful, self.microbatch, self.skip_nonfinite
         args = self.loss_fn, self._make_optimizer(*hyper), hyper, *options
         return _make_step(average, lambda: lax.axis_index(axis) % parts, *args)

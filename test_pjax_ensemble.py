@@ -1331,14 +1331,54 @@ def test_defaults_are_those_that_the_docstrings_name():
 
 
 @pytest.mark.parametrize("make", [pe.sgd, pe.adam])
-def test_optimizer_keeps_half_precision(make):
+def test_optimizer_keeps_half_precision_and_float32_moments(make):
     optimizer, params = make(pe.linear_schedule(0.1, 4)), jnp.ones(3, jnp.bfloat16)
-    updates, (_, *state) = optimizer.update(params, optimizer.init(params))
-    assert {x.dtype for x in (updates, *state)} == {jnp.dtype(jnp.bfloat16)}
-    assert pe.apply_updates(params, updates.astype(jnp.float32)).dtype == jnp.bfloat16
+    with jax.numpy_dtype_promotion("strict"):
+        updates, (_, *state) = optimizer.update(params, optimizer.init(params))
+        assert pe.apply_updates(params, updates).dtype == jnp.bfloat16
+    assert {x.dtype for x in (updates, *state)} == {jnp.dtype(jnp.float32)}
     traced = jax.jit(lambda *h: make(*h).update(params, optimizer.init(params)))
     updates, (_, *state) = traced(0.1, 0.9)
-    assert {x.dtype for x in (updates, *state)} == {jnp.dtype(jnp.bfloat16)}
+    assert {x.dtype for x in (updates, *state)} == {jnp.dtype(jnp.float32)}
+
+
+def adam_of(mean, square, n):
+    corrected = mean / (1 - 0.9**n), square / (1 - 0.999**n)
+    return -0.1 * corrected[0] / (np.sqrt(corrected[1]) + 1e-8)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@cases(
+    "optimizer, update_of",  # of sums of b^i g, and of b^i g^2, and of the steps
+    (pe.sgd(0.1, momentum=0.999), lambda first, _, n: -0.1 * first(0.999)),
+    (
+        pe.adam(0.1),
+        lambda first, second, n: adam_of(0.1 * first(0.9), 0.001 * second(0.999), n),
+    ),
+)
+def test_ten_thousand_steps_of_any_precision_are_those_of_the_formula(
+    optimizer, update_of, dtype
+):
+    """Of a gradient of 1 in the first half, and of 1/64 in the second."""
+    n, later = 5000, 1 / 64
+
+    @jax.jit
+    def last_update(params):
+        def step(i, both):
+            grads = jnp.where(i < n, 1, later).astype(dtype)
+            return optimizer.update(grads, both[1], params)
+
+        first = jnp.zeros_like(params, jnp.float32), optimizer.init(params)
+        return jax.lax.fori_loop(0, 2 * n, step, first)[0]
+
+    def sums(power):
+        def of(b):
+            return (1 - b**n) / (1 - b) * (b**n + later**power)
+
+        return of
+
+    expected = update_of(sums(1), sums(2), 2 * n)
+    assert_close(last_update(jnp.ones((), dtype)), expected, 0.02)
 
 
 SHAPES = {pe.linear_schedule: lambda t: t}
@@ -1719,6 +1759,51 @@ def test_microbatches_make_the_step_of_the_whole_batch(way):
         assert set(sizes) == {min(microbatch or rows, rows)}
     for other in results[1:]:
         assert_close(results[0], other)
+
+
+HALVES_ON = [("bfloat16", 1, 1), ("float16", 100, 1), ("bfloat16", 1, 2)]
+
+
+@cases("dtype, slope, devices", *HALVES_ON)
+def test_sums_and_means_of_half_precision_are_of_float32(dtype, slope, devices):
+    def loss_fn(w, x):
+        part = jnp.mean(x).astype(dtype)
+        return slope * jnp.mean(w * x.astype(dtype)) + part, {"mean": part}
+
+    way, descend = Way("trainer", 1, devices), pe.sgd(1.0)
+    first = members_state(keys_of(0, 1), lambda key: jnp.zeros((), dtype), descend)
+    # Of 1 and the next number of bfloat16, whose mean it has not, in parts of either.
+    x = np.float32([1, 1 + 1 / 128]).repeat(2**14)
+    options = dict(has_aux=True, microbatch=16)
+    ends, ((loss, aux),) = train(way, loss_fn, first, [(x,)], descend, **options)
+    assert loss.dtype == aux["mean"].dtype == np.float32 and ends.params.dtype == dtype
+    assert loss == aux["mean"] == x.mean()
+    assert_close(np.float32(ends.params), [-slope], 0.01)
+
+
+@pytest.mark.parametrize("optimizer", [pe.adam(0.03), pe.sgd(0.001, momentum=0.998)])
+def test_a_network_of_bfloat16_learns_as_one_of_float32(optimizer):
+    rng = np.random.default_rng(0)
+    x, weight = rng.normal(size=(2048, 8)).astype(np.float32), rng.normal(size=(8, 4))
+    labels = (x @ weight + rng.gumbel(size=(2048, 4))).argmax(axis=1)
+    order = rng.integers(2048, size=(250, 32))
+
+    def loss_fn(params, x, labels):
+        hidden = jax.nn.relu(pe.dense(params.hidden, x))
+        return cross_entropy(pe.dense(params.dense, hidden), labels).mean()
+
+    def losses_of(dtype):
+        def init(key):
+            keys = jax.random.split(key)
+            net = Net(pe.dense_init(keys[0], 8, 16), pe.dense_init(keys[1], 16, 4))
+            return jax.tree.map(lambda x: x.astype(dtype), net)
+
+        trainer = pe.make_trainer(init, loss_fn, optimizer, members=2, devices=1)
+        state, _ = trainer.epoch(trainer.init(KEY), (x, labels), order)
+        params = jax.tree.map(np.float32, trainer.gather(state).params)
+        return [loss_fn(member(params, k), x, labels) for k in range(2)]
+
+    assert_close(losses_of("bfloat16"), losses_of("float32"), 0.05)
 
 
 def test_parts_draw_alike_wherever_they_stand():
