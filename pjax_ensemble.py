@@ -1517,7 +1517,7 @@ def _private(what: str, tree: PyTree) -> PyTree:
 
 def _check_keys(key_data: Any, members: Sequence[int] | np.ndarray) -> None:
     """Raise ValueError unless keys [n] are equal where members [n] are, and only so."""
-    rows = [row.tobytes() for row in np.asarray(key_data)]
+    rows = [row.tobytes() for row in jax.device_get(key_data)]
     first: dict = {}  # that is of a member, or has a key
     for i, (member, row) in enumerate(zip(members, rows)):
         if rows[j := first.setdefault(member, i)] != row:
@@ -1532,6 +1532,23 @@ def _check_keys(key_data: Any, members: Sequence[int] | np.ndarray) -> None:
             )
 
 
+def _compute(program: Callable, args: tuple) -> Any:
+    """Call a mapped program on what lies on the devices, or on purpose on the host."""
+    try:
+        with jax.transfer_guard_host_to_device("allow"):
+            return program(*args)
+    except RecursionError:
+        # With jax_debug_nans JAX looks for the operation that made a nan, and goes
+        # round in circles (0.10, 0.12) where it was there before.
+        leaves = jax.tree_util.tree_leaves_with_path(args)
+        bad = [path for path, x in leaves if not (_is_key(x) or np.isfinite(x).all())]
+        if not bad:
+            raise
+        names = ", ".join(map(jax.tree_util.keystr, bad))
+        found = f"invalid value (nan or inf) in what the program is given: {names}"
+        raise FloatingPointError(found) from None
+
+
 _in_flight = None  # a result of the last program whose devices wait for each other
 
 
@@ -1544,19 +1561,20 @@ def _run(program: Callable, meet: bool, *args) -> Any:
     """
     global _in_flight
     if not meet or jax.default_backend() != "cpu":
-        return program(*args)
+        return _compute(program, args)
     if _in_flight is not None and not _in_flight.is_deleted():
         with contextlib.suppress(Exception):  # whoever reads that program's results
             jax.block_until_ready(_in_flight)
     _in_flight = None  # also where this one fails
-    result = program(*jax.block_until_ready(args))
+    result = _compute(program, jax.block_until_ready(args))
     _in_flight = jax.tree.leaves(result)[-1]
     return result
 
 
 def _gather_devices(x: Array | np.ndarray) -> np.ndarray:
     """Bring [D, ...] to the host from the devices of this and all other processes."""
-    x = np.asarray(x)
+    with jax.transfer_guard_device_to_host("allow"):  # faster than `jax.device_get`
+        x = np.asarray(x)
     if jax.process_count() == 1:
         return x
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
@@ -1910,7 +1928,8 @@ def _on_data(function: Callable, leaf: Array) -> Array:
     """Apply a function of an array; to a typed random key, as to the numbers in it."""
     if not _is_key(leaf):
         return function(leaf)
-    data = jnp.asarray(function(jax.random.key_data(leaf)))
+    data = function(jax.random.key_data(leaf))
+    data = data if isinstance(data, Array) else jax.device_put(data)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
 
 
@@ -2008,6 +2027,7 @@ def _check_made(made: PyTree, stateful: bool) -> None:
                 f"'{jax.tree_util.keystr(path)}'; expected a tree of arrays: keep "
                 "apart what is none (equinox.partition, flax.nnx.split)"
             )
+        _numbers("leaves that init_fn returns", leaf)
 
 
 def _weakly(method: Callable) -> Callable:
@@ -2201,7 +2221,8 @@ class Trainer:
         _call("key", expected, jax.random.split, key)
         _check_draws(key, self.at_once)
         member, _ = _slots(self.layout)
-        return self._map(self._init_one, None, {"number": member}, {"key": key})
+        of_all = self.place({"key": key})
+        return self._map(self._init_one, None, {"number": member}, of_all)
 
     def _init_one(self, _, hyper, frozen, number, key):
         init_key, key = jax.random.split(jax.random.fold_in(key, number))
@@ -2223,10 +2244,12 @@ class Trainer:
             for i, copy in enumerate(copies):
                 first = i - i % self.layout.replicas
                 if i > first and copy.tobytes() != copies[first].tobytes():
+                    name, remedy = jax.tree_util.keystr(path), "go on from a checkpoint"
+                    if name.startswith(".model_state") and copy.dtype.kind in "biu":
+                        remedy += ", or, if it depends on the batch, make it a float"
                     raise RuntimeError(
-                        f"replicas differ: {jax.tree_util.keystr(path)} on device "
-                        f"{jax.devices()[i]} is not what it is on "
-                        f"{jax.devices()[first]}; go on from a checkpoint"
+                        f"replicas differ: {name} on device {jax.devices()[i]} is not "
+                        f"what it is on {jax.devices()[first]}; {remedy}"
                     )
             return _take(copies, self.layout)
 
@@ -2357,8 +2380,11 @@ class Trainer:
         given, of_all = self._deal({"order": rows.swapaxes(-1, -2)}, rows.ndim - 2)
         of_all |= {"data": self.place(tuple(data)), "num_steps": np.int32(num_steps)}
         state, metrics = self._map(self._train_one, state, given, of_all, train=True)
-        metrics = _take(metrics, self.layout)
-        return state, jax.tree.map(lambda x: x[:, :num_steps], metrics)
+
+        def cut(x):  # by indices, they would be moved to the device
+            return lax.slice_in_dim(x, 0, num_steps, axis=1)
+
+        return state, jax.tree.map(cut, _take(metrics, self.layout))
 
     def _train_one(self, state, hyper, frozen, order, data, num_steps, parts=1):
         step = self._make_step(parts, hyper, frozen)
@@ -2389,7 +2415,8 @@ class Trainer:
             return
 
         def equal(leaf):
-            return len({x.tobytes() for x in np.asarray(_take(leaf, self.layout))}) == 1
+            members = jax.device_get(_take(leaf, self.layout))
+            return len({x.tobytes() for x in members}) == 1
 
         if all(map(equal, jax.tree.leaves(state.params))):
             warnings.warn(
