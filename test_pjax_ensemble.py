@@ -3404,54 +3404,6 @@ def test_a_stateful_loss_takes_no_promotion(members, devices):
         assert ended.model_state.tolist() == [2] * members
 
 
-@pytest.mark.parametrize("members", [1, 2])
-def test_a_nan_is_found_by_jax_also_where_it_is_given(members):
-    (trainer, state), (batch,) = begin(net_trainer(members, 2)), net_batches(1)
-    params = jax.tree.map(np.array, state.params)
-    params.dense.bias[0] = np.nan
-    spoiled = state._replace(params=params)
-    with jax.debug_nans(True):
-        found = said_by(FloatingPointError, trainer.predict, spoiled, batch[0])
-        found += said_by(FloatingPointError, trainer.update, spoiled, *batch)
-        if jax.__version_info__ >= (0, 8):  # which goes round in circles by itself
-            assert found.count("params.dense.bias") + found.count("0].dense.bias") == 2
-        trainer.update(state, *batch)  # nothing was lost
-
-
-@every_layout
-def test_a_trainer_moves_what_it_is_given_where_jax_moves_nothing(members, devices):
-    trainer = noisy_trainer(members, devices, apply_fn=lambda p, _, x: net(p, x))
-    images, labels = net_batches(1)[0]
-    with jax.transfer_guard("disallow"):
-        state = trainer.init(KEY)
-        state, _ = trainer.update(state, images, labels)
-        state, _ = trainer.epoch(state, (images, labels), np.arange(16)[None])
-        trainer.predict(state, images)
-        trainer.scatter(trainer.gather(state))
-        plain = net_trainer.__wrapped__(members, devices)
-        plain.update(plain.init(KEY), images, labels)  # which compares members
-
-
-@every_layout
-def test_a_stateful_loss_takes_no_promotion(members, devices):
-    with enable_x64(True), jax.numpy_dtype_promotion("strict"):
-
-        def init(key):
-            return jax.random.normal(key, (3,)), jnp.zeros((), int)
-
-        def loss_fn(w, count, key, x):
-            noise = jax.random.normal(key)
-            return jnp.square(x @ w).mean() + noise * w.sum(), count + 1
-
-        options = dict(members=members, devices=devices, stateful=True)
-        trainer, state = begin(pe.make_trainer(init, loss_fn, pe.adam(0.1), **options))
-        state, losses = trainer.update(state, np.ones((8, 3)))
-        state, _ = trainer.epoch(state, (np.ones((8, 3)),), np.arange(8)[None])
-        ended = trainer.gather(state)
-        assert losses.dtype == ended.params.dtype == float
-        assert ended.model_state.tolist() == [2] * members
-
-
 def test_a_copy_of_a_trainer_goes_on_by_itself():
     (trainer, state), (batch,) = begin(net_trainer.__wrapped__(2, 2)), net_batches(1)
     state, expected = trainer.update(state, *batch)
