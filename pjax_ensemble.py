@@ -1432,7 +1432,7 @@ def _make_step(average, part, loss_fn, optimizer, more, *options) -> Callable:
         grads, loss, aux = average((grads, loss, aux))
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         old_form, new_form = map(_form, (model_state, new_model_state))
-        if old_form != new_form:
+        if jax.tree.flatten(old_form) != jax.tree.flatten(new_form):
             raise ValueError(
                 f"loss_fn makes a model state of {new_form} of one of {old_form}; "
                 "return it in the form in which it is given"

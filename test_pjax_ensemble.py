@@ -3470,6 +3470,35 @@ def test_gather_says_what_may_differ_between_replicas_of_a_model_state():
     assert re.search(r"\.model_state on .*, or, if it depends on the batch, make", said)
 
 
+@jax.tree_util.register_pytree_node_class
+class Steps:
+    """A tree like older Flax's, which is not equal to another of the same form."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    def tree_flatten(self):
+        return (self.steps,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_a_model_state_may_be_any_tree():
+    def loss_fn(params, done, key, *batch):
+        return net_loss(params, *batch), Steps(done.steps + 1)
+
+    def init(key):
+        return net_init(key), Steps(jnp.zeros(()))
+
+    trainer, state = begin(
+        pe.make_trainer(init, loss_fn, SGD, members=2, stateful=True)
+    )
+    state, _ = trainer.update(state, *net_batches(1)[0])
+    assert trainer.gather(state).model_state.steps.tolist() == [1, 1]
+
+
 def test_a_model_state_keeps_its_form():
     def init(key):
         return net_init(key), {"count": jnp.int32(0)}
