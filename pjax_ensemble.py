@@ -2468,11 +2468,10 @@ class Trainer:
         state = _admit(self, state, self._place_state, consume=False)
         model = (state.params, state.model_state)[: 1 + self.stateful]
         replicas, (_, replica) = self.layout.replicas, _slots(self.layout)
-        # A few rows, less than a turn, fill one chunk of a power of two.
-        few = 2 ** math.ceil(math.log2(-(-num_rows // replicas)))
-        chunk, chunks = min(few, self.chunk), 1
-        if num_rows > replicas * chunk:
-            chunks = self._block_chunks(model, inputs)
+        # A few rows fill one chunk of a power of two; others share a program.
+        chunk, chunks = 2 ** math.ceil(math.log2(-(-num_rows // replicas))), 1
+        if chunk >= self.chunk:
+            chunk, chunks = self.chunk, self._block_chunks(model, inputs)
         turn, size = replicas * chunk, replicas * chunk * chunks
 
         def deal(

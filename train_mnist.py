@@ -443,11 +443,14 @@ class Run:
         """Predict [K, N, C] part by part; look for signals between."""
         members, _, a_device, replicas = self.trainer.layout
         chunk = self.trainer.chunk
-        rows = max(1, self.segment_images // chunk // a_device) * chunk * replicas
+        turn = chunk * replicas
+        rows = max(1, self.segment_images // chunk // a_device) * turn
+        # Each with a turn of rows or more: fewer would round as a smaller chunk does.
+        starts = [*range(0, max(0, len(images) - turn) + 1, rows)]
         parts = []
         with progress_bar("predicting", members * len(images)) as advance:
-            for start in range(0, len(images), rows):
-                part = images[start : start + rows]
+            for start, stop in zip(starts, [*starts[1:], len(images)]):
+                part = images[start:stop]
                 parts.append(self.trainer.predict_members(self.state, part))
                 self.look()
                 advance(members * len(part))
