@@ -2474,9 +2474,7 @@ class Trainer:
             chunk, chunks = self.chunk, self._block_chunks(model, inputs)
         turn, size = replicas * chunk, replicas * chunk * chunks
 
-        def deal(
-            x,
-        ):  # [n, ...] -> [D * M, chunks, chunk, ...] or, of all, without D * M
+        def deal(x):  # [n, ...] -> [D * M, chunks, chunk, ...], or of all, no D * M
             x = np.asarray(_numbers("inputs", x))
             if len(x) < size:
                 x = np.pad(x, [(0, size - len(x)), *[(0, 0)] * (x.ndim - 1)])
