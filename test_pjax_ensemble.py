@@ -916,7 +916,9 @@ def scores_by_loops(probs, labels):
     return [x / len(probs) for x in (hits, nll, brier, ece)]
 
 
-def test_report_equals_loops_for_members_ensemble_and_sizes():
+@cases("block_size", 2**16, 100, 1)  # 4,369 rows, 6, and a row at a time
+def test_report_equals_loops_for_members_ensemble_and_sizes(monkeypatch, block_size):
+    monkeypatch.setattr(pe, "_BLOCK_SIZE", block_size)
     probs, labels = random_probs(0, 3, 200, 5), np.arange(200) % 5
     probs[:, :20] = probs[0, :20]  # in which the members agree
     report = pe.ensemble_report(probs, labels)
@@ -941,6 +943,57 @@ def test_report_equals_loops_for_members_ensemble_and_sizes():
     means = report["predictive_entropy"], report["mutual_information"]
     assert_allclose(means, np.mean(found, axis=1))
     json.dumps(report, allow_nan=False)
+    tokens = probs.reshape(3, 50, 4, 5), labels.reshape(50, 4)
+    assert pe.ensemble_report(*tokens) == report
+    assert_array_equal(pe.mutual_information(tokens[0]).ravel(), found[1])
+
+
+@cases(
+    "call",
+    lambda probs, labels: pe.predictive_entropy(probs),
+    lambda probs, labels: pe.temper(probs, 2),
+    lambda probs, labels: pe.fit_temperature(probs[0], labels),
+    lambda probs, labels: pe.reliability(probs[1], labels),
+)
+def test_size_of_blocks_does_not_change_what_is_said(monkeypatch, call):
+    args = random_probs(0, 3, 200, 5), np.arange(200) % 5
+    whole = call(*args)
+    monkeypatch.setattr(pe, "_BLOCK_SIZE", 100)
+    assert_allclose(call(*args), whole, rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_report_of_less_precise_probabilities_is_of_float64(dtype):
+    first = np.rint(256 * random_probs(0, 3, 200, 2)[..., 0]) / 256  # bfloat16 has it
+    probs = np.asarray(jnp.asarray(np.stack([first, 1 - first], axis=-1), dtype))
+    both = probs, np.float64(probs)
+    report, expected = (pe.ensemble_report(x, np.arange(200) % 2) for x in both)
+    float32_logs = "predictive_entropy", "mutual_information"
+    for name, scores in expected.items():
+        tolerance = 1e-6 if name in float32_logs else 1e-12
+        close = functools.partial(assert_allclose, rtol=tolerance)
+        jax.tree.map(close, report[name], scores)
+    assert pe.mutual_information(np.stack([probs[0]] * 3)).max() < 1e-7
+
+
+@cases(
+    "call, result",  # besides which, MiB, it takes the memory of a few blocks
+    (lambda probs, labels: pe.ensemble_report(probs, labels), 0),
+    (lambda probs, labels: pe.mutual_information(probs), 0.6),
+    (lambda probs, labels: pe.temper(probs[0], 2), 7.6),
+    (lambda probs, labels: pe.fit_temperature(probs[0], labels), 0),
+    (lambda probs, labels: pe.reliability(probs[0], labels), 0),
+    (lambda probs, labels: regression(*2 * [probs[..., 0]], labels), 0.8),
+)
+def test_memory_of_a_report_is_that_of_a_block(call, result):
+    draw, shape = np.random.default_rng(0), (4, 20_000, 50)
+    probs = draw.dirichlet(np.ones(50), shape[:2]).astype(np.float32)  # 15 MiB
+    labels = np.where(draw.random(20_000) < 0.1, probs[0].argmax(axis=-1), 0)
+    tracemalloc.start()
+    call(probs, labels)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < (result + 4) * 2**20
 
 
 def test_report_of_certain_members_is_finite():
@@ -1177,6 +1230,8 @@ def test_temperature_of_perfect_probabilities_is_one():
 TWO, ZEROS = np.ones((1, 2)), np.zeros((2, 2))
 ONE_HOT, COLUMN, HALVES = np.eye(4)[:3], np.zeros((3, 1), int), np.full((1, 2, 2), 0.5)
 THREE, PLANES = np.ones(3), np.ones((3, 4, 1))
+MANY, FAR = np.full((2, 40_000, 2), 0.5), np.ones((2, 40_000, 1))
+FAR[1, -1] = 2
 SURE, NONE_WRONG = np.array([[0.75, 0.25]] * 3), (THREE, THREE > 1)
 
 METRICS = [  # and what they call the arrays that they take, each in its place
@@ -1215,7 +1270,26 @@ test_metric_names_what_does_not_fit = refuses(
     (lambda: pe.reliability(ONE_HOT, [0, 1, 4]), "in 0..4; the classes are 0..3"),
     (lambda: pe.ensemble_report(ONE_HOT, [0]), r"shape \(3, 4\); expected \[K, N, C\]"),
     (lambda: pe.ensemble_report(HALVES, [0]), r"int64\[1\]; expected integers \[2\]"),
-    (lambda: pe.ensemble_report(HALVES[:, :0], []), "none of them empty"),
+    (lambda: pe.ensemble_report(HALVES[:, :0], np.arange(0)), "none may be empty"),
+    (lambda: pe.ensemble_report(HALVES[:0], [0]), r"\(0, 2, 2\); expected \[K, N, C\]"),
+    (
+        lambda: pe.predictive_entropy(SURE),
+        r"shape \(3, 2\); expected \[K, N, C\], each",
+    ),
+    (
+        lambda: pe.mutual_information(SURE),
+        r"shape \(3, 2\); expected \[K, N, C\], each",
+    ),
+    (lambda: pe.temper(0.5, 2), r"shape \(\); expected \[..., C\]"),
+    (lambda: pe.reliability(SURE[:, :0], [0] * 3), r"\(3, 0\); expected \[..., C\]"),
+    (
+        lambda: pe.temper(MANY * FAR, 2),
+        r"s\[1, 39999\] begin with 1.0 and add up to 2.0",
+    ),
+    (
+        lambda: pe.mutual_information(MANY * FAR),
+        r"s\[1, 39999\] begin with 1.0 and add",
+    ),
     (lambda: pe.ensemble_report(HALVES, [0, 2]), "in 0..2; the classes are 0..1"),
     (lambda: pe.ensemble_report(HALVES, [0, -1]), "labels lie in -1..0"),
     (lambda: pe.ensemble_report(HALVES, [0.0, 1.0]), "labels are float64"),

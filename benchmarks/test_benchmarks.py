@@ -40,13 +40,45 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import recipe as recipes
+import reports
 import speed
 import uci
 import uncertainty
-from numpy.testing import assert_array_equal
+from numpy.testing import assert_allclose, assert_array_equal
 
 import pjax_ensemble as pe
 import train_mnist as tm
+
+# ---------------------------------------------------------------------------------
+# benchmarks/reports.py
+# ---------------------------------------------------------------------------------
+
+
+def test_report_is_timed_beside_others_that_give_its_scores(monkeypatch, capsys):
+    probs, labels = reports.make(200, 10)
+    report = pe.ensemble_report(probs, labels)
+    *found, entropy = reports.by_numpy(probs, labels)
+    for each, scores in (
+        (found[::3], report["member"]),
+        (found[1::3], report["by_size"]),
+    ):
+        assert_allclose(each, [[*x.values()] for x in scores], rtol=1e-4)
+    assert_allclose(entropy, report["predictive_entropy"], rtol=1e-4)
+    parts = entropy - report["mutual_information"]
+    assert_allclose(np.mean(found[2::3]), parts, rtol=1e-4)
+    monkeypatch.delitem(reports.SYSTEMS, "TorchMetrics")
+    reports.main(["--rows", "300", "--classes", "7", "--rounds", "1"])
+    names = [row.split(" | ")[1] for row in capsys.readouterr().out.splitlines()[2:]]
+    assert names == ["ensemble_report", "NumPy"]
+
+
+def test_torchmetrics_gives_the_scores_of_the_report():
+    pytest.importorskip("torchmetrics")
+    probs, labels = reports.make(200, 10)
+    report = pe.ensemble_report(probs, labels)
+    expected = [[*x.values()] for x in report["member"] + report["by_size"]]
+    assert_allclose(reports.by_torchmetrics(probs, labels), expected, rtol=1e-4)
+
 
 # ---------------------------------------------------------------------------------
 # benchmarks/recipe.py
