@@ -5178,7 +5178,8 @@ EXPECTED = {
     "a whole number from 0 to 2147483647": "--epochs -1|--process-id -1|--max-shift -1|"
     "--epochs 2147483648",
     "a whole number from 1 to 2147483647": "--members 0|--members 1.5|--batch-size 0|"
-    "--keep 0|--train-size 0|--num-processes 0|--at-once 2147483648",
+    "--keep 0|--train-size 0|--at-once 2147483648",
+    "a whole number from 1 to 65536": "--num-processes 0|--num-processes 65537",
     "a whole number from 1 to 86400": "--connect-timeout 0|--connect-timeout 86401",
     "a whole number from 1 to 1024": "--devices 0|--devices two|--devices 1025",
     "a whole number from 0 to 4294967295": "--seed -1|--seed 4294967296",
@@ -5281,6 +5282,7 @@ def test_help_shows_every_flag_with_its_choices_and_its_default(capsys):
 def test_largest_and_smallest_numbers_are_taken():
     ends = {"devices": (1, 1024), "seed": (0, 2**32 - 1), "connect_timeout": (1, 86400)}
     ends |= dict.fromkeys(("epochs", "max_shift"), (0, 2**31 - 1))
+    ends["num_processes"] = 1, 2**16
     counts = "members", "at_once", "batch_size", "train_size", "keep"
     ends |= dict.fromkeys(counts, (1, 2**31 - 1))
     ends |= {

@@ -1277,7 +1277,7 @@ FLAGS = {
     "keep": (at_least(1), 3),
     "resume": (bool, False),
     "coordinator": (address, None),
-    "num_processes": (at_least(1), None),
+    "num_processes": (between(1, 2**16), None),
     "process_id": (at_least(0), None),
     "distributed": (bool, False),
     "connect_timeout": (between(1, 24 * 60 * 60), 60),
