@@ -1764,7 +1764,7 @@ def _admit(owner: Any, state: Any, place: Callable, consume: bool = True) -> Tra
         raise ValueError(
             "the state was consumed by an earlier update or epoch; go on with the one "
             "that it returned, state, metrics = update(state, ...), which a trainer "
-            "keeps as trainer.latest"
+            "keeps as trainer.latest, or where that call failed, with what was saved"
         )
     leaves, latest = jax.tree.leaves(state), jax.tree.leaves(owner.latest)
     if len(leaves) == len(latest) and all(map(operator.is_, leaves, latest)):
