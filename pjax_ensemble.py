@@ -1982,8 +1982,9 @@ def _slots(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def _layout_sharding(layout: Layout) -> Any:
-    """Lay slots [D * M, ...] over the devices in use, of this process."""
-    return _device_sharding(layout.devices // jax.process_count(), "slots")
+    """Lay slots [D * M, ...] over the devices in use, of this process, to train."""
+    num_devices = layout.devices // jax.process_count()
+    return _device_sharding(num_devices, _axis(layout, train=True))
 
 
 def _check_draws(key: Any, at_once: int) -> None:
@@ -2017,16 +2018,10 @@ def _over_members(f: Callable, layout: Layout, train: bool, at_once: int) -> Cal
     together = min(at_once, layout.members_per_device)
     # Alone, not by a vmap of one, whose bits are others.
     batch_size = None if together == 1 else together
-    named, spec = jax.sharding.NamedSharding, jax.sharding.PartitionSpec
-
-    def over(axis):  # the devices, what each of them is given, and what they make
-        mesh = jax.sharding.Mesh(np.array(jax.devices()[: layout.devices]), axis)
-        return mesh, (spec(axis), spec(axis), spec()), spec(axis)
-
-    # A state lies on devices of one name for all programs: JAX traces a program again
-    # for another.
-    mesh, given, made = over("slots")
-    inside, in_specs, out_specs = over(_axis(layout, train))
+    axis, named = _axis(layout, train), jax.sharding.NamedSharding
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[: layout.devices]), axis)
+    of_all, made = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(axis)
+    given = made, made, of_all
 
     def on_device(state, of_slot, of_all):
         def in_slot(own):
@@ -2036,7 +2031,7 @@ def _over_members(f: Callable, layout: Layout, train: bool, at_once: int) -> Cal
         return lax.map(in_slot, (state, of_slot), batch_size=batch_size)
 
     program = jax.jit(
-        _shard_map(on_device, mesh=inside, in_specs=in_specs, out_specs=out_specs),
+        _shard_map(on_device, mesh=mesh, in_specs=given, out_specs=made),
         in_shardings=tuple(named(mesh, each) for each in given),
         out_shardings=named(mesh, made),
         donate_argnums=(0,) if train else (),
@@ -2310,7 +2305,7 @@ class Trainer:
         there = _layout_sharding(self.layout)
 
         def is_there(x):
-            return isinstance(x, Array) and x.sharding.is_equivalent_to(there, x.ndim)
+            return isinstance(x, Array) and x.sharding == there
 
         if all(map(is_there, jax.tree.leaves(state))):  # as init and scatter put it
             return state
@@ -2353,7 +2348,9 @@ class Trainer:
         _check_draws(key, self.at_once)
         member, _ = _slots(self.layout)
         of_all = self.place({"key": key})
-        return self._map(self._init_one, None, {"number": member}, of_all)
+        state = self._map(self._init_one, None, {"number": member}, of_all)
+        # By the name that the axis has in training: else JAX traces a step once more.
+        return jax.device_put(state, _layout_sharding(self.layout))
 
     def _init_one(self, _, hyper, frozen, number, key):
         init_key, key = jax.random.split(jax.random.fold_in(key, number))

@@ -3373,6 +3373,49 @@ def test_a_state_of_another_trainer_is_refused(ours, theirs):
     other.update(state, *net_batches(1)[0])  # nothing was lost
 
 
+LAYOUTS = [(1, 1), (1, 4), (2, 8), (3, 2)]
+
+
+@cases("members, devices", *LAYOUTS)
+def test_a_step_is_traced_once_for_states_from_anywhere(members, devices):
+    traces, batch = [], net_batches(1)[0]
+
+    def loss(*args):
+        traces.append(1)
+        return net_loss(*args)
+
+    trainer, state = begin(net_trainer(members, devices, loss))
+    for _ in range(2):
+        state, _ = trainer.update(state, *batch)
+    state, _ = trainer.update(trainer.scatter(trainer.gather(state)), *batch)
+    elsewhere = jax.device_put(jax.device_get(state._replace(key=None)))
+    trainer.update(elsewhere._replace(key=state.key), *batch)
+    assert len(traces) == 1
+
+
+@cases("members, devices", *LAYOUTS)
+def test_functions_may_call_back(members, devices):
+    def host(x):
+        return jax.pure_callback(
+            lambda x: 2 * np.asarray(x), x, x, vmap_method="expand_dims"
+        )
+
+    def run(double):
+        trainer = pe.make_trainer(
+            lambda key: double(jax.random.normal(key, (3,))),
+            lambda w, x: (double(x * 1.0).mean() * w).sum(),
+            SGD,
+            members=members,
+            devices=devices,
+            apply_fn=lambda w, x: double(x * w.sum()),
+            output=None,
+        )
+        state, _ = trainer.update(trainer.init(KEY), np.arange(8))
+        return trainer.predict_members(state, np.arange(3)), trainer.gather(state)
+
+    assert leaves_equal(run(host), run(lambda x: 2 * x))
+
+
 def test_a_state_that_lies_elsewhere_is_placed():
     trainer, state = begin(net_trainer(3, 2))
     batch, inputs = net_batches(1)[0], image_data()[0][:40]
