@@ -2893,16 +2893,7 @@ HYPER = Own(*np.float32(np.random.default_rng(5).uniform(0.1, 0.9, size=(4, 10))
 
 
 @functools.cache
-def full_trainer(
-    which,
-    devices,
-    at_once=1,
-    *,
-    adam=False,
-    dtype="float32",
-    statistics=False,
-    **options,
-):
+def full_trainer(which, devices, at_once=1, *, statistics=False, **options):
     """Make a trainer of some members of HYPER, with all that a trainer takes.
 
     Every function takes the member's own; the second member is spoiled now and then.
