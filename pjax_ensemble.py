@@ -1860,9 +1860,10 @@ def make_sync_update(
 
     With `stateful`, `loss_fn(params, model_state, key, *batch)` returns
     `(loss, model_state)`, or `(loss, (model_state, aux))`; floating-point leaves of the
-    model state are averaged too, and the key is another in every replica and step.
-    Other leaves, such as counts of steps, are not: they must not depend on the batch,
-    of which each replica sees a part.
+    model state are averaged too.  Other leaves, such as counts of steps, are not: they
+    must not depend on the batch, of which each replica sees a part.  The key is another
+    for every part of the batch and every step, so a loss that draws (dropout) takes
+    another step where the batch is in other parts: with D, unless `microbatch` is set.
 
     With `microbatch`, a device works through its batch that many examples at a time and
     averages loss, aux and gradients: in less memory, and faster on CPU, where the work
@@ -1870,8 +1871,8 @@ def make_sync_update(
     step, to rounding; for others, such as a sum, a contrast between examples or a mean
     over some of them, it is another.  "auto" takes on CPU the largest size from 16 to
     32 that divides a device's batch, where there is no model state.  With `stateful`,
-    every micro-batch has a key of its own too, the same one on whichever device it
-    stands.
+    the key is another for every micro-batch, and the same on whichever device it
+    stands: with one size that divides B / D for every D, draws do not depend on D.
 
     An `optimizer` whose update takes `value`, as some of Optax's do, is given the loss.
 
@@ -2337,8 +2338,12 @@ class Trainer:
 
         It depends on that and its `hyper` alone: on CPU it ends in the same bits for
         every number of members and devices with K >= D, and agrees to rounding where it
-        has replicas or `at_once` is above 1.  Leaves of the state are [D * M, ...], by
-        slot, and by member in `gather`.
+        has replicas or `at_once` is above 1, and between one device and several where
+        XLA compiles a network otherwise for these, such as attention.  A loss that
+        draws takes other steps on replicas, unless `microbatch` divides their parts of
+        the batch into parts of one size: see `make_sync_update`.
+
+        Leaves of the state are [D * M, ...], by slot, and by member in `gather`.
 
         Raises ValueError for what is not one random key, for keys of "rbg" with at_once
         above 1, and for an init_fn that returns other leaves than arrays.
@@ -2489,9 +2494,10 @@ class Trainer:
         tuple of what `loss_fn` takes, trees of arrays [N, ...], which it sees in their
         dtype: bytes take a quarter of the memory of floats, and are scaled in it.  The
         result is (state, metrics), with leaves [K, steps].  Orders of up to 256 steps
-        share one compiled program, so an epoch in pieces of those ends in the same bits
-        as step by step, and answers Ctrl-C after each.  `state` is consumed, replicas
-        take parts of the batch, and warnings are given, as by `update`.
+        share one compiled program.  An epoch in pieces ends in the same bits as in one
+        call, answers Ctrl-C after each, and agrees with `update` to rounding.  `state`
+        is consumed, replicas take parts of the batch, and warnings are given, as by
+        `update`.
 
         Raises ValueError for an order that is empty or has rows outside the data, and
         for data of several lengths.
