@@ -2116,6 +2116,11 @@ class Trainer:
             hyper = jax.tree.map(operator.itemgetter(i), own)
             self._make_step(1, hyper, self._frozen)
 
+    def __repr__(self) -> str:  # on a line, without numbers and addresses
+        made_of = self.init_fn, self.loss_fn
+        names = [getattr(f, "__name__", type(f).__name__) for f in made_of]
+        return f"Trainer({', '.join(names)}, {self.layout})"
+
     def __getstate__(self) -> dict:  # a copy makes programs of its own
         return {name: x for name, x in vars(self).items() if name != "_programs"}
 

@@ -2208,7 +2208,6 @@ def test_help_of_every_method_says_what_it_takes():
     assert {"init", "update", "epoch", "place", "predict", "gather"} < {*methods}
     with pytest.raises(dataclasses.FrozenInstanceError):  # it would be ignored
         trainer.chunk = 64
-    assert "members=2" in repr(trainer)
     page = pydoc.render_doc(pe.make_trainer, renderer=pydoc.plaintext)
     assert "output: 'Callable | None' = <" in page
     assert not re.search(r"KW_ONLY|^ \|  _[a-z]|Softmax function", page, re.MULTILINE)
@@ -3418,8 +3417,12 @@ def test_a_copy_of_a_trainer_goes_on_by_itself():
     assert copied.update(copied.latest, *other)[1].shape == expected.shape
 
 
-def test_a_state_shows_its_shapes_and_no_numbers():
+def test_a_trainer_and_its_state_show_what_they_are_on_a_line_without_numbers():
     trainer, state = begin(net_trainer(3, 2))
+    stands = "members=3, devices=2, members_per_device=2, replicas=1"
+    assert repr(trainer) == f"Trainer(net_init, net_loss, Layout({stands}))"
+    nameless = dataclasses.replace(trainer, init_fn=functools.partial(net_init))
+    assert repr(nameless) == repr(trainer).replace("net_init", "partial")
     shown = repr(state)
     assert shown.startswith("TrainState(params=Net(hidden=Dense(weight=float32[4, 64, ")
     assert shown.endswith("model_state=(), key=key<fry>[4])")
