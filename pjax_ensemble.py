@@ -196,7 +196,7 @@ def conv_init(
     *,
     bias: bool = True,
 ) -> Conv:
-    """Draw a convolution: weights by `_he_normal`, bias zero, or None without bias."""
+    """Draw a convolution: weights from N(0, 2 / fan_in), bias zero, or None without."""
     kh, kw = _pair("kernel_size", kernel_size)
     weight = _he_normal(key, (kh, kw, in_channels, out_channels))
     return Conv(weight, jnp.zeros(out_channels) if bias else None)
@@ -303,7 +303,7 @@ class Dense(NamedTuple):
 
 
 def dense_init(key: Array, in_features: int, out_features: int) -> Dense:
-    """Draw a dense layer: weights by `_he_normal`, bias zero."""
+    """Draw a dense layer: weights from N(0, 2 / fan_in), bias zero."""
     return Dense(_he_normal(key, (in_features, out_features)), jnp.zeros(out_features))
 
 

@@ -397,6 +397,55 @@ def test_completion_offers_the_public_names():
     assert {*dir(pe)} == {*pe.__all__, "__doc__", "__version__"}
 
 
+METHODS = "init update epoch place predict predict_members gather scatter like layout"
+METHODS = METHODS.split()
+
+
+def test_an_editor_completes_the_public_names_of_module_and_trainer():
+    jedi, trainer = pytest.importorskip("jedi"), net_trainer(2, 2)
+    fields = {field.name for field in dataclasses.fields(trainer)}
+    public = {"pe": (pe, {*pe.__all__}), "it": (trainer, {*METHODS, *fields})}
+    for name, (thing, expected) in public.items():
+        found = jedi.Interpreter(f"{name}.", [{name: thing}]).complete()
+        assert {c.name for c in found if c.name[0] != "_"} == expected
+
+
+FUNCTIONS = HERE / "docs" / "functions.md"
+
+
+def write_functions():
+    """Return the page: what stands above its first section, and the module's names."""
+
+    def row(name, thing):
+        called = ""
+        if callable(thing):
+            call, none = inspect.signature(thing), inspect.Parameter.empty
+            names = [p for p in call.parameters.values() if p.name != "self"]
+            names = [p.replace(annotation=none, default=none) for p in names]
+            called = call.replace(parameters=names, return_annotation=none)
+        return f"| `{name}{called}` | {thing.__doc__.splitlines()[0]} |\n"
+
+    page, *_ = FUNCTIONS.read_text("utf-8").partition("\n## ")
+    starts = r"^# -+\n# ([A-Z][\w ]+)|^(?:class |def )?(\w+)(?:\(|:| = )"
+    for section, name in re.findall(starts, inspect.getsource(pe), re.MULTILINE):
+        if section:
+            page += f"\n## {section}\n\n| name | what it does |\n|---|---|\n"
+        elif name in pe.__all__:
+            page += row(name, getattr(pe, name))
+        if name == "Trainer":
+            methods = vars(pe.Trainer).items()
+            page += "".join(row(f"trainer.{n}", f) for n, f in methods if n in METHODS)
+    return page
+
+
+def test_page_of_functions_says_what_the_docstrings_say():
+    write = (
+        "import test_pjax_ensemble as t; t.FUNCTIONS.write_text(t.write_functions())"
+    )
+    anew = f"write it anew: PYTHONPATH=benchmarks python -c '{write}'"
+    assert write_functions() == FUNCTIONS.read_text("utf-8"), anew
+
+
 def test_all_names_stand_in_the_order_of_the_file():
     source = inspect.getsource(pe)
     starts = "def {}(", "class {}(", "class {}:", "{} = "
