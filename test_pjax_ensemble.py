@@ -364,6 +364,55 @@ def test_code_of_every_page_runs_and_prints_what_it_says(tmp_path, monkeypatch, 
     assert all(report["ensemble"][nll] < each[nll] for each in report["member"])
 
 
+FOREVER = """
+state, losses = trainer.epoch(state, (x[:200], y[:200]), order)
+print("now", flush=True)
+while True:
+    state, losses = trainer.epoch(state, (x[:200], y[:200]), order)
+"""
+GO_ON = """
+state, losses = trainer.epoch(trainer.latest, (x[:200], y[:200]), order)
+int(state.opt_state.num_steps.min())
+"""
+
+
+@posix
+def test_readme_runs_in_a_notebook_that_is_interrupted(tmp_path, monkeypatch):
+    pytest.importorskip("ipykernel")
+    manager = pytest.importorskip("jupyter_client.manager")
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path))
+    env = {**ENVIRONMENT, "PYTHONPATH": str(HERE), "IPYTHONDIR": str(tmp_path)}
+    kernel, client = manager.start_new_kernel(env=env, cwd=tmp_path)
+
+    def run(cell):
+        said = []
+
+        def hear(message):
+            content = message["content"]
+            shown = content.get("data", {}).get("text/plain")
+            said.append(content.get("text", shown) or "")
+            if said[-1] == "now\n":
+                kernel.interrupt_kernel()
+
+        reply = client.execute_interactive(cell, output_hook=hear, timeout=120)
+        stopped, expected = reply["content"].get("ename"), [None, "KeyboardInterrupt"]
+        assert stopped == expected[cell is FOREVER], reply["content"]
+        return "".join(said)
+
+    cells = [code for kind, code in machines.blocks(README) if kind == "python"]
+    trained = next(i for i, code in enumerate(cells, 1) if "trainer.epoch" in code)
+    cells[trained:trained] = FOREVER, GO_ON, "trainer", "state"
+    try:
+        said = dict(zip(cells, map(run, cells)))
+    finally:
+        client.stop_channels()
+        kernel.shutdown_kernel(now=True)
+    num_steps = int(said[GO_ON])
+    assert num_steps >= 1500 and num_steps % 500 == 0
+    assert all(said[n].count("\n") == 0 for n in ("trainer", "state"))
+    assert said["trainer"].startswith("Trainer(init, loss_fn, Layout(members=5")
+
+
 def test_readme_is_read_to_the_end_and_trains_in_thirteen_lines():
     assert README.count("\n") <= 300
     _, block = README.split("```python\nimport pjax_ensemble", 1)
