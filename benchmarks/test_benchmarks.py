@@ -500,6 +500,7 @@ def test_runs_of_other_data_are_refused(whole_run, small_folder, wrong, command)
 # ---------------------------------------------------------------------------------
 
 
+@mock.patch.object(tabular, "FOLDS", 3)  # smaller programs
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")
 @cases("name", "EnsembleRegressor", "EnsembleClassifier")
 def test_tabular_estimators_are_as_scikit_learn_checks(name):
@@ -532,7 +533,7 @@ def test_tabular_estimator_keeps_networks_of_all_rows_and_scores_rows_left_out()
 
 
 def test_tabular_intervals_are_in_the_units_of_the_targets():
-    x = 1e6 + randn(2, 60, 3)  # as float32 has it, in sixteenths
+    x = 1e6 + randn(2, 28, 3)  # as float32 has it, in sixteenths
     y, options = 5e9 + 1e8 * x[:, 0], dict(members=1, epochs=2, random_state=0)
     model = tabular.EnsembleRegressor(**options).fit(x, y)
     mean, deviation = model.predict_deviation(x)
@@ -540,7 +541,7 @@ def test_tabular_intervals_are_in_the_units_of_the_targets():
     q = pe.conformal_quantile(model.scores_, 0.8)
     assert_close(ends - mean[:, None], np.outer(q * deviation, [-1, 1]))
     assert model.score(x, y) > 0.5
-    few = tabular.EnsembleRegressor(**options).fit(x[:3], y[:3])
+    few = tabular.EnsembleRegressor(**options).fit(x[:8], y[:8])
     assert_array_equal(few.predict_interval(x[:1]), [[-np.inf, np.inf]])
 
 
@@ -741,14 +742,15 @@ def test_uci_names_what_is_wrong(uci_folder, wrong, file, content, flags, messag
 def test_tables_score_each_split_on_its_test_rows(capsys):
     x, y, rows = np.arange(8.0)[:, None], np.arange(8.0), np.arange(8)
 
-    def predict(model, train, new):  # 2 off, in intervals of 1 to the left and 3
+    def predict(model, train, new):  # 2 below or above, and wide enough from 6 on
         assert model == "m" and not {*train[0].flat} & {*new.flat}
-        mean, wide = new[:, 0] + 2, 3 * (new[:, 0] > 5)
-        return mean, np.stack([mean - 1 - wide, mean + 3], axis=1)
+        (new,) = new.T
+        mean, wide = new + np.where(new < 5, -2, 2), 3 * (new > 5)
+        return mean, np.stack([mean - 1 - wide, mean + 1], axis=1)
 
     splits = [uci.Split(rows[2:], rows[:2]), uci.Split(rows[:4], rows[4:])]
     found = tables.measure(predict, "m", uci.Data(x, y, splits))
-    assert_array_equal(found[:, :3], [[2, 0, 4], [2, 0.5, 5.5]])
+    assert_array_equal(found[:, :3], [[2, 0, 2], [2, 0.5, 3.5]])
 
 
 @posix

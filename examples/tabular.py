@@ -261,10 +261,8 @@ class Ensemble(BaseEstimator):
         held = [leaf[:-1] for leaf in found]
         best = plainest(losses(model, data._replace(splits=folds), held).mean(axis=0))
         self.decays_ = model.recipes[best]
-        last = self.members * (
-            best - len(model.recipes)
-        )  # the first kept, from the end
-        kept = np.arange(self.members) + last
+        # Those of all rows are the last, setting by setting.
+        kept = np.arange(self.members) + self.members * (best - len(model.recipes))
         self._networks = jax.tree.map(lambda leaf: leaf[kept], networks)
         self._form = model, x.shape[1], 1, self.members
         return folds, [leaf[:, best] for leaf in held]
