@@ -533,7 +533,7 @@ def test_tabular_estimator_keeps_networks_of_all_rows_and_scores_rows_left_out()
 
 
 def test_tabular_intervals_are_in_the_units_of_the_targets():
-    x = 1e6 + randn(2, 28, 3)  # as float32 has it, in sixteenths
+    x = 1e8 + np.float64(randn(2, 28, 3))  # float32 would have it in eights
     y = 5e9 + 1e8 * x[:, 0]
     model = tabular.EnsembleRegressor(members=1, epochs=20, random_state=0).fit(x, y)
     mean, deviation = model.predict_deviation(x)
