@@ -42,9 +42,12 @@ import pytest
 import recipe as recipes
 import reports
 import speed
+import tables
+import tabular
 import uci
 import uncertainty
 from numpy.testing import assert_allclose, assert_array_equal
+from sklearn.utils.estimator_checks import check_estimator
 
 import pjax_ensemble as pe
 import train_mnist as tm
@@ -527,6 +530,65 @@ def test_runs_of_other_data_are_refused(whole_run, small_folder, wrong, command)
 
 
 # ---------------------------------------------------------------------------------
+# examples/tabular.py
+# ---------------------------------------------------------------------------------
+
+
+@mock.patch.object(tabular, "FOLDS", 3)  # smaller programs
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")
+@cases("name", "EnsembleRegressor", "EnsembleClassifier")
+def test_tabular_estimators_are_as_scikit_learn_checks(name):
+    check_estimator(getattr(tabular, name)(members=1, epochs=2))
+
+
+def test_tabular_estimator_keeps_networks_of_all_rows_and_scores_rows_left_out():
+    x, y, splits = randn(0, 25, 2), randn(1, 25), []
+
+    def train(model, data, recipes, members, *sizes):  # off by 0.1 where seen, else by
+        splits.extend(data.splits)  # twice the decay and a bit
+        off = np.full((len(splits), 9, members, 25), 0.1)
+        for i, split in enumerate(splits):
+            for j, (decay, other) in enumerate(recipes[i]):
+                off[i, j, :, split.test] = 2 * decay + (0 if other == 30 else 0.5)
+        networks = {"number": np.arange(off[..., 0].size)}
+        return networks, [data.y + off, np.ones(off.shape)]
+
+    with mock.patch.object(tabular, "train", train):
+        model = tabular.EnsembleRegressor(members=2, random_state=0).fit(x, y)
+    *folds, whole = splits
+    assert len(folds) == 10 and len(whole.train) == 25
+    assert sorted(np.concatenate([fold.test for fold in folds])) == [*range(25)]
+    assert all(sorted([*each.train, *each.test]) == [*range(25)] for each in folds)
+    assert model.decays_ == (0.1, 30) == tabular.GAUSSIAN.recipes[7]
+    assert_close(model.scores_, np.full(25, 0.2))
+    assert_array_equal(
+        model._networks["number"], [2 * (9 * 10 + 7) + i for i in (0, 1)]
+    )
+
+
+def test_tabular_intervals_are_in_the_units_of_the_targets():
+    x = 1e8 + np.float64(randn(2, 28, 3))  # float32 would have it in eights
+    y = 5e9 + 1e8 * x[:, 0]
+    model = tabular.EnsembleRegressor(members=1, epochs=20, random_state=0).fit(x, y)
+    mean, deviation = model.predict_deviation(x)
+    ends = model.predict_interval(x, coverage=0.8)
+    q = pe.conformal_quantile(model.scores_, 0.8)
+    assert_close(ends - mean[:, None], np.outer(q * deviation, [-1, 1]))
+    assert model.score(x, y) > 0.5
+    assert_array_equal(model.predict_interval(x[:1], 0.99), [[-np.inf, np.inf]])
+
+
+def test_tabular_cross_entropy_has_a_decay_of_all_weights():
+    params, x = tabular.init(jax.random.key(0), 3, 4), randn(3, 5, 3)
+    params = jax.tree.map(lambda p: p + randn(9, *p.shape), params)
+    h = tabular.member_hyper(x, np.arange(5), np.arange(5), 3.0, 0)
+    (probs,) = tabular.softmax_apply(params, x, h)
+    y, squares = np.array([0, 1, 2, 3, 3]), [np.square(p.weight).sum() for p in params]
+    expected = -np.log(probs[np.arange(5), y]).mean() + 3 / 5 * np.sum(squares)
+    assert_close(tabular.softmax_loss(params, x, y, h), expected)
+
+
+# ---------------------------------------------------------------------------------
 # benchmarks/uci.py
 # ---------------------------------------------------------------------------------
 
@@ -545,7 +607,7 @@ def uci_folder(tmp_path):
     return tmp_path
 
 
-@mock.patch.multiple(uci, BATCH=20, STEPS=2)
+@mock.patch.multiple(tabular, BATCH=20, STEPS=2)
 def test_uci_scores_are_those_of_networks_trained_one_by_one(uci_folder):
     """benchmarks/uci.py in its short form."""
     file, own, choose = uci_folder / "uci.json", [(10, 300), (0.1, 3)], uci.choose
@@ -554,27 +616,29 @@ def test_uci_scores_are_those_of_networks_trained_one_by_one(uci_folder):
         assert choose(*args) == [(1, 30)] * 2
         return own
 
-    with mock.patch.multiple(uci, choose=chosen, DECAYS=(1,), VARIANCE_DECAYS=(30,)):
+    one = tabular.GAUSSIAN._replace(recipes=((1, 30),))
+    with mock.patch.multiple(uci, choose=chosen, GAUSSIAN=one):
         uci.main(words("--members 2 --epochs 3 --data", uci_folder, "--json", file))
     found = json.loads(file.read_text())["results"]["made-up"]
     x, y, splits = uci.read_set(uci_folder / "made-up")
     trains = [split.train for split in splits for _ in range(2)]
     num_steps = 3 * 2  # 52 rows: two batches of 20
-    assert uci.member_orders([np.arange(30)], 0, 0).shape == (1, 2, 15)
+    assert tabular.member_orders([np.arange(30)], 0, 0).shape == (1, 2, 15)
     assert found["recipes"] == [list(recipe) for recipe in own]
-    hyper = [uci.member_hyper(x, y, trains[i], *own[i // 2]) for i in range(4)]
-    together = uci.make_trainer(hyper, num_steps)
-    start, ends = together.gather(together.init(jax.random.key(0))), []
-    drawn = [uci.member_orders(trains, epoch, 0)[i] for epoch in (0, 1) for i in (0, 1)]
+    hyper = [tabular.member_hyper(x, y, trains[i], *own[i // 2]) for i in range(4)]
+    make = functools.partial(tabular.make_trainer, tabular.GAUSSIAN, 3, num_steps)
+    together = make(4)
+    start, ends = together.gather(tabular.start(together, hyper, 0)), []
+    drawn = [order for i in (0, 1) for order in tabular.member_orders(trains, i, 0)[:2]]
     assert len({order.tobytes() for order in drawn}) == 4  # of one split
     for i, rows in enumerate(trains):
         assert_close(hyper[i]["x_mean"][0], x[rows].mean(axis=0))
         assert_close(hyper[i]["x_scale"][0], [*x[rows, :2].std(axis=0), 1])
         assert_close(hyper[i]["variance_decay"], own[i // 2][1] / len(rows))
-        alone = uci.make_trainer(hyper[i : i + 1], num_steps)
+        alone = make(1)
         state = alone.scatter(jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], start))
         for epoch in range(3):
-            order = uci.member_orders(trains, epoch, 0)[i]
+            order = tabular.member_orders(trains, epoch, 0)[i]
             assert order.shape == (2, 20) == (2, len(set(order.flat)) // 2)
             assert set(order.flat) <= set(rows)
             state, _ = alone.epoch(state, (x, y), order)
@@ -594,18 +658,19 @@ def test_uci_scores_are_those_of_networks_trained_one_by_one(uci_folder):
 
 def test_uci_loss_weighs_rows_by_their_deviation_and_has_a_decay_for_each_output():
     x, y, key = randn(7, 20, 3), 5 + randn(8, 20), jax.random.key(0)
-    h = uci.member_hyper(x, y, np.arange(20), 3.0, 7.0)
-    params = jax.tree.map(lambda p: p + randn(9, *p.shape), uci.init(key, h))
-    mean, variance = map(np.float64, uci.apply_fn(params, x, h))
+    h = tabular.member_hyper(x, y, np.arange(20), 3.0, 7.0)
+    params = tabular.init(key, 3, 2)
+    params = jax.tree.map(lambda p: p + randn(9, *p.shape), params)
+    mean, variance = map(np.float64, tabular.gaussian_apply(params, x, h))
     weights = np.sqrt(variance)
     nll = (np.log(2 * np.pi * variance) + (y - mean) ** 2 / variance) / 2
     expected = (weights * nll).sum() / weights.sum() - np.log(y.std())
     (first, _), (last, _) = params
     squares = np.square(first).sum() + np.square(last[:, 0]).sum()
     expected += (3 * squares + 7 * np.square(last[:, 1]).sum()) / 20
-    assert_close(uci.loss_fn(params, x, y, h), expected)
+    assert_close(tabular.gaussian_loss(params, x, y, h), expected)
     low = params[1]._replace(bias=jnp.full(2, -1e3), weight=jnp.zeros((50, 2)))
-    _, variance = uci.apply_fn((params[0], low), x, h)
+    _, variance = tabular.gaussian_apply((params[0], low), x, h)
     assert_close(variance, np.full(20, 1e-4 * y.var()))
 
 
@@ -614,7 +679,7 @@ def test_uci_looks_at_no_test_row(uci_folder):
     (rows, test), nonsense, seen, found = splits[0], y.copy(), [], []
     nonsense[test] = 1e6
 
-    def train(data, recipes, members, *sizes):  # the target of the nearest row, or two
+    def train(_, data, recipes, members, *sizes):  # the target of the nearest, or two
         seen.append(data.splits)
         squares = np.square(data.x[:, None] - data.x).sum(axis=2)
         means = []
@@ -623,7 +688,7 @@ def test_uci_looks_at_no_test_row(uci_folder):
             one, other = data.y[nearest].T
             means.append([one if d < 10 else (one + other) / 2 for d, _ in each])
         means = np.stack([means] * members, axis=2)
-        return means, np.full(means.shape, y.var())
+        return None, [means, np.full(means.shape, y.var())]
 
     for targets in (y, nonsense):
         with mock.patch.object(uci, "train", train):
@@ -646,14 +711,15 @@ def test_uci_choice_is_best_over_the_folds_and_of_equals_the_plainest():
     # An error a setting: of the first split, fold 1, of its others, of the second.
     errors = [(1.7, 1, 1), (0.5, 2, 1), (1.5, 1, 0.5), (1.5, 1, 0.4999), (1, 1, np.nan)]
 
-    def train(data, recipes, members, *sizes):
+    def train(model, data, recipes, members, *sizes):
         settings.extend(recipes[0])
         first, others, second = np.transpose(errors)[..., None, None]
         means = np.stack([first, *[others] * 4, *[second] * 5]) + y
-        return np.broadcast_to(means, (10, 5, 2, 100)), np.ones((10, 5, 2, 100))
+        return None, [np.broadcast_to(means, (10, 5, 2, 100)), np.ones((10, 5, 2, 100))]
 
     data = uci.Data(None, y, [uci.Split(rows, rows)] * 2)
-    with mock.patch.multiple(uci, train=train, DECAYS=range(5), VARIANCE_DECAYS=(0,)):
+    five = tabular.GAUSSIAN._replace(recipes=tuple((i, 0) for i in range(5)))
+    with mock.patch.multiple(uci, train=train, GAUSSIAN=five):
         assert uci.choose(data, 40, 0) == [settings[4], settings[2]]
 
 
@@ -702,8 +768,22 @@ def test_uci_names_what_is_wrong(uci_folder, wrong, file, content, flags, messag
 
 
 # ---------------------------------------------------------------------------------
-# benchmarks/speed.py, benchmarks/faults.py
+# benchmarks/tables.py, benchmarks/speed.py, benchmarks/faults.py
 # ---------------------------------------------------------------------------------
+
+
+def test_tables_score_each_split_on_its_test_rows(capsys):
+    x, y, rows = np.arange(8.0)[:, None], np.arange(8.0), np.arange(8)
+
+    def predict(model, train, new):  # 2 below or above, and wide enough from 6 on
+        assert model == "m" and not {*train[0].flat} & {*new.flat}
+        (new,) = new.T
+        mean, wide = new + np.where(new < 5, -2, 2), 3 * (new > 5)
+        return mean, np.stack([mean - 1 - wide, mean + 1], axis=1)
+
+    splits = [uci.Split(rows[2:], rows[:2]), uci.Split(rows[:4], rows[4:])]
+    found = tables.measure(predict, "m", uci.Data(x, y, splits))
+    assert_array_equal(found[:, :3], [[2, 0, 2], [2, 0.5, 3.5]])
 
 
 @posix

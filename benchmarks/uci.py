@@ -7,8 +7,8 @@ estimation using deep ensembles": networks of one hidden layer of 50 units that 
 mean and a variance, 40 epochs in batches of 100 (here of fewer where an epoch would
 have less than 30 steps); an ensemble of five for each split of a set into training and
 test rows.  Here the networks of all splits of a set, five times 20 there, are the
-members of ONE trainer: `hyper` gives each its own split's normalization, and `order`
-its own batches of its own split's training rows.
+members of ONE trainer: the model state of each has its own split's normalization, and
+`order` its own batches of its own split's training rows.
 
 A set is a folder of DIR with data.txt, a row an example, the last column the target,
 and test_rows.txt, a line a split: its test rows, from 0; the others are to train on.
@@ -20,42 +20,32 @@ over the folds, is taken.  With it, networks that learn all training rows are sc
 the paper's were, and networks that leave the fifth out get calibrated intervals (split
 conformal prediction).  A split's test rows have no part in any of it.
 
-All have Adam with a cosine schedule, a last layer that starts at 0, and, against means
-and variances that run away, of targets whose own variance is 1,
-
-- a decay of the weights of the variance, and one of all others: a normal prior (MacKay
-  1992), apart for the two (Sluijterman et al. 2023).  The recipe is these;
-- a floor of the variance, as the paper has, but of 1e-4;
-- a loss that weighs a row by the deviation that the network says, so that it learns
-  where that is large as well (Seitzer et al. 2022, beta = 0.5).
+The networks, their recipe and its choice are those of examples/tabular.py.
 """
 
 import argparse
 import collections
-import itertools
 import os
 import sys
 import time
 from pathlib import Path
 from statistics import NormalDist
-from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import speed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "examples"))
+import tabular
+from tabular import GAUSSIAN, Data, Split, fold, mixture, train
+
 import pjax_ensemble as pe
 import train_mnist as tm
 
-HIDDEN, WARMUP, FLOOR = 50, 0.05, 1e-4
-BATCH, STEPS = 100, 30  # the paper's batch; smaller where an epoch has fewer steps
-DECAYS, VARIANCE_DECAYS = (10, 1, 0.1), (300, 30, 3)  # to choose from, plainest first
 FOLDS, TRIALS = 5, 2  # networks of each setting and fold to choose by
 ENOUGH = 1000  # held-out rows to choose by: folds beyond these are left out
 COVERAGE, GAUSSIAN_QUANTILE = 0.9, NormalDist().inv_cdf(0.95)  # of the intervals
-RMSE, NLL = "root_mean_squared_error", "negative_log_likelihood"
+RMSE, NLL = "root_mean_squared_error", tabular.NLL
 PARTS = "mean_of_variances", "variance_of_means"
 PAPER = {  # RMSE and NLL of its deep ensembles, by how a folder's name begins
     "boston": ("3.28 ± 1.00", "2.41 ± 0.25"),
@@ -69,17 +59,6 @@ PAPER = {  # RMSE and NLL of its deep ensembles, by how a folder's name begins
     "yacht": ("1.58 ± 0.48", "1.18 ± 0.21"),
     "year": ("8.89 ± NA", "3.35 ± NA"),
 }
-
-
-class Split(NamedTuple):
-    train: np.ndarray  # rows to train on
-    test: np.ndarray  # rows to score
-
-
-class Data(NamedTuple):
-    x: np.ndarray  # [N, F]
-    y: np.ndarray  # [N]
-    splits: list[Split]
 
 
 def read_set(folder: Path) -> Data:
@@ -109,102 +88,6 @@ def read_set(folder: Path) -> Data:
     if not splits:
         raise ValueError("test_rows.txt is empty; expected a line of rows a split")
     return Data(table[:, :-1], table[:, -1], splits)
-
-
-def init(key, h):  # the first prediction: each split's mean, variance log(2) of 1
-    hidden = pe.dense_init(key, h["x_mean"].shape[-1], HIDDEN)
-    return hidden, pe.Dense(jnp.zeros((HIDDEN, 2)), jnp.zeros(2))
-
-
-def gaussian(params, x, h):  # [B, F] -> means and variances [B], of normalized targets
-    hidden, last = params
-    x = (x - h["x_mean"]) / h["x_scale"]
-    mean, spread = pe.dense(last, jax.nn.relu(pe.dense(hidden, x))).T
-    return mean, jax.nn.softplus(spread) + FLOOR
-
-
-def loss_fn(params, x, y, h):
-    mean, variance = gaussian(params, x, h)
-    nll = pe.gaussian_nll(mean, variance, (y - h["y_mean"]) / h["y_scale"])
-    loss = jnp.average(nll, weights=jax.lax.stop_gradient(jnp.sqrt(variance)))
-    hidden, last = (jnp.sum(layer.weight**2, axis=0) for layer in params)  # a unit each
-    return loss + h["decay"] * (hidden.sum() + last[0]) + h["variance_decay"] * last[1]
-
-
-def apply_fn(params, x, h):  # means and variances [B] in the units of the targets
-    mean, variance = gaussian(params, x, h)
-    return mean * h["y_scale"] + h["y_mean"], variance * h["y_scale"] ** 2
-
-
-def member_hyper(x, y, train, decay, variance_decay) -> dict:
-    """Return what one member differs in: its recipe, and its rows' normalization."""
-
-    def mean_and_scale(z):  # a column that does not vary has scale 1
-        scale = np.where(np.ptp(z, axis=0) == 0, 1, z.std(axis=0, dtype=float))
-        return z.mean(axis=0, dtype=float), scale
-
-    (x_mean, x_scale), (y_mean, y_scale) = map(mean_and_scale, (x[train], y[train]))
-    h = {"x_mean": x_mean[None], "x_scale": x_scale[None]}  # [1, F]
-    h |= {"y_mean": y_mean, "y_scale": y_scale}
-    h |= {"decay": decay / len(train), "variance_decay": variance_decay / len(train)}
-    return jax.tree.map(np.float32, h)
-
-
-def member_orders(trains: list, epoch: int, seed: int) -> np.ndarray:
-    """Draw an epoch's batches of every member, [K, steps, B]: its rows, in its order.
-
-    Where members have different numbers of rows, as many steps as the fewest allow.
-    """
-    fewest = min(map(len, trains))
-    batch = max(1, min(BATCH, fewest // STEPS))
-    used = fewest - fewest % batch
-    draws = [np.random.default_rng([seed, epoch, i]) for i in range(len(trains))]
-    rows = [draw.permutation(train)[:used] for draw, train in zip(draws, trains)]
-    return np.reshape(rows, (len(trains), -1, batch))
-
-
-def make_trainer(hyper, num_steps: int, devices: int | None = None) -> pe.Trainer:
-    """Make the trainer of all members; `hyper` is a list, an entry a member."""
-
-    def optimizer(h):
-        peak = num_steps**-0.5  # a walk of random steps comes as far
-        return pe.adam(pe.cosine_schedule(peak, num_steps, warmup=WARMUP))
-
-    options = dict(apply_fn=apply_fn, output=None, chunk=1024, at_once=25)
-    options["devices"] = min(len(hyper), devices or jax.local_device_count())
-    options["hyper"] = jax.tree.map(lambda *leaves: np.stack(leaves), *hyper)
-    return pe.make_trainer(init, loss_fn, optimizer, members=len(hyper), **options)
-
-
-def train(data: Data, recipes, members: int, epochs: int, seed: int, devices=None):
-    """Train `members` networks of each of a split's recipes; predict all rows.
-
-    `recipes` is a list for each split, of (decay, variance_decay), all of one length.
-    Returns means and variances, [splits, recipes, members, N] each.
-    """
-    x, y, splits = data
-    each = [
-        (split.train, recipe)
-        for split, own in zip(splits, recipes)
-        for recipe in own
-        for _ in range(members)
-    ]
-    hyper = [member_hyper(x, y, rows, *recipe) for rows, recipe in each]
-    trains = [rows for rows, _ in each]
-    num_steps = epochs * member_orders(trains, 0, seed).shape[1]
-    trainer = make_trainer(hyper, num_steps, devices)
-    state, placed = trainer.init(jax.random.key(seed)), trainer.place((x, y))
-    for epoch in range(epochs):
-        order = member_orders(trains, epoch, seed)
-        state, _ = trainer.epoch(state, placed, order)
-    shape = len(splits), len(recipes[0]), members, len(y)
-    return [found.reshape(shape) for found in trainer.predict_members(state, x)]
-
-
-def mixture(means, variances) -> tuple:
-    """Return an ensemble's mean and deviation: [members, N] -> [N]."""
-    means, variances = np.float64(means), np.float64(variances)
-    return means.mean(axis=0), np.sqrt(variances.mean(axis=0) + means.var(axis=0))
 
 
 def score(data: Data, means, variances) -> dict:
@@ -240,41 +123,26 @@ def calibrate(data: Data, held: list[Split], means, variances) -> dict:
     return scores
 
 
-def fold(splits: list[Split], seed: int) -> list[list[Split]]:
-    """Share out each split's training rows: FOLDS splits of them, a part to test each.
-
-    A row is tested once.
-    """
-    draw, folds = np.random.default_rng(seed), []
-    for rows, _ in splits:
-        parts = np.array_split(draw.permutation(rows), FOLDS)
-        folds.append([Split(np.setdiff1d(rows, part), part) for part in parts])
-    return folds
-
-
 def choose(data: Data, epochs: int, seed: int) -> list:
     """Return the recipe of each split that does best in cross-validation."""
-    folds = fold(data.splits, seed)
-    count = min(FOLDS, -(-ENOUGH // min(len(own[0].test) for own in folds)))
+    folds = fold(data.splits, FOLDS, seed)
+    count = min(len(folds[0]), -(-ENOUGH // min(len(own[0].test) for own in folds)))
     data = data._replace(splits=[split for own in folds for split in own[:count]])
-    settings = list(itertools.product(DECAYS, VARIANCE_DECAYS))
-    found = train(data, [settings] * len(data.splits), TRIALS, epochs, seed)
-    found = [np.nan_to_num(x, nan=1e18, posinf=1e18) for x in found]  # never the best
-    nll = [score(data, *(x[:, i] for x in found))[NLL] for i in range(len(settings))]
-    nll = np.reshape(nll, (len(settings), -1, count)).mean(axis=2)
-    # Of those that are equal to a hundredth of a nat, the plainest.
-    return [settings[best] for best in nll.round(2).argmin(axis=0)]
+    recipes = [GAUSSIAN.recipes] * len(data.splits)
+    _, found = train(GAUSSIAN, data, recipes, TRIALS, epochs, seed)
+    nll = tabular.losses(GAUSSIAN, data, found).reshape(len(folds), count, -1)
+    return [GAUSSIAN.recipes[i] for i in tabular.plainest(nll.mean(axis=1))]
 
 
 def measure(data: Data, members: int, epochs: int, seed: int) -> dict:
     """Return the scores of each split's ensembles, and its recipe: [splits] each."""
-    held = [first for first, *_ in fold(data.splits, seed)]
+    held = [first for first, *_ in fold(data.splits, FOLDS, seed)]
     rest = data._replace(splits=held)
     recipes = choose(rest, epochs, seed)
 
     def ensembles(some):
         own = [[recipe] for recipe in recipes]
-        return (x[:, 0] for x in train(some, own, members, epochs, seed))
+        return (x[:, 0] for x in train(GAUSSIAN, some, own, members, epochs, seed)[1])
 
     scores = score(data, *ensembles(data)) | calibrate(data, held, *ensembles(rest))
     return scores | {"recipes": recipes}

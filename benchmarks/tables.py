@@ -1,0 +1,93 @@
+"""Intervals for tables: examples/tabular.py beside a forest and boosting under MAPIE.
+
+    python -m pip install '.[bench]'
+    UCI_DIR=... python benchmarks/tables.py
+
+Three of scikit-learn's sets, in five folds twice, and those of UCI_DIR (see uci.py), on
+their first splits.  Scikit-learn's estimators have their defaults, and MAPIE's
+cross-conformal intervals (CV+, Barber et al. 2021) with its five folds.  Seconds are to
+fit and to predict a split; ours compile at the first of a set.
+"""
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import speed
+import uci
+from sklearn import datasets
+from sklearn.ensemble import HistGradientBoostingRegressor, RandomForestRegressor
+from sklearn.model_selection import RepeatedKFold
+from tabular import EnsembleRegressor
+
+DRAWN = {
+    "diabetes": lambda: datasets.load_diabetes(return_X_y=True),
+    "friedman1": lambda: datasets.make_friedman1(1000, noise=1, random_state=0),
+    "friedman2": lambda: datasets.make_friedman2(1000, noise=1, random_state=0),
+}
+
+
+def under_mapie(model, train, new):
+    from mapie.regression import CrossConformalRegressor
+
+    conformal = CrossConformalRegressor(model, confidence_level=0.9, random_state=0)
+    means, intervals = conformal.fit_conformalize(*train).predict_interval(new)
+    return means, intervals[:, :, 0]
+
+
+def ours(model, train, new):
+    model.fit(*train)
+    return model.predict(new), model.predict_interval(new)
+
+
+SYSTEMS = {
+    "ensemble": (ours, EnsembleRegressor(random_state=0)),
+    "forest": (under_mapie, RandomForestRegressor(random_state=0, n_jobs=-1)),
+    "boosting": (under_mapie, HistGradientBoostingRegressor(random_state=0)),
+}
+
+
+def read(name: str, folder: Path) -> uci.Data:
+    if name not in DRAWN:
+        return uci.read_set(folder / name)
+    x, y = DRAWN[name]()
+    return uci.Data(x, y, list(RepeatedKFold(n_repeats=2, random_state=0).split(x)))
+
+
+def measure(predict, model, data: uci.Data) -> np.ndarray:
+    """Return RMSE, coverage, width and seconds of each split, [splits, 4]."""
+    scores = []
+    for train, test in data.splits:
+        started, y = time.perf_counter(), data.y[test]
+        means, ends = predict(model, (data.x[train], data.y[train]), data.x[test])
+        seconds, (low, high) = time.perf_counter() - started, ends.T
+        rmse, inside = np.sqrt(np.mean((means - y) ** 2)), (low <= y) & (y <= high)
+        scores.append((rmse, inside.mean(), (high - low).mean(), seconds))
+    return np.array(scores)
+
+
+def main(argv=None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sets", nargs="+", metavar="NAME", help="default: all")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
+    parser.add_argument("--splits", type=int, default=10, help="so many, the first")
+    args, folder = parser.parse_args(argv), Path(os.environ.get("UCI_DIR", "."))
+    there = sorted(path.parent.name for path in folder.glob("*/test_rows.txt"))
+    uci.pe.use_cpu_devices()
+    columns = "set", "system", "RMSE", "in 90% intervals", "width", "s, first split"
+    speed.print_head(*columns, "s, last split")
+    for name in args.sets or [*DRAWN, *there]:
+        data = read(name, folder)
+        data = data._replace(splits=data.splits[: args.splits])
+        for system in args.systems:
+            found = measure(*SYSTEMS[system], data)
+            rmse, inside, width, _ = found.mean(axis=0)
+            cells = f"{rmse:.3g}", f"{inside:.1%}", f"{width:.3g}"
+            seconds = (f"{s:.1f}" for s in found[[0, -1], -1])
+            speed.print_row(name, system, *cells, *seconds)
+
+
+if __name__ == "__main__":
+    main()
