@@ -82,7 +82,7 @@ __all__ = [
     # Losses and metrics
     "softmax_cross_entropy", "gaussian_nll", "accuracy", "predictive_entropy",
     "mutual_information", "reliability", "ensemble_report", "regression_report",
-    "auroc", "conformal_quantile", "temper", "fit_temperature",
+    "auroc", "conformal_quantile", "risk_threshold", "temper", "fit_temperature",
     # Optimizers
     "Optimizer", "apply_updates", "SGDState", "sgd", "AdamState", "adam",
     "linear_schedule", "cosine_schedule",
@@ -92,7 +92,8 @@ __all__ = [
     "TrainState", "train_state", "gather_processes", "make_sync_update",
     "make_ensemble_update",
     # Trainer
-    "Layout", "layout", "Trainer", "make_trainer", "epoch_order", "prefetch",
+    "Layout", "layout", "Trainer", "make_trainer", "choose_members", "epoch_order",
+    "prefetch",
     # Checkpoints, Demo
     "replace_file", "save", "load", "main",
 ]
@@ -817,6 +818,50 @@ def conformal_quantile(scores: Any, coverage: float = 0.9) -> float:
     # Rounded, as 100 * 0.55 is above 55 in floating point.
     rank = max(1, math.ceil(round((len(scores) + 1) * coverage, 9)))
     return float(scores[rank - 1]) if rank <= len(scores) else math.inf
+
+
+def risk_threshold(
+    uncertainty: Any, wrong: Any, *, risk: float = 0.01, confidence: float = 0.95
+) -> float:
+    """Return up to which uncertainty to decide, for few of the decisions to be wrong.
+
+    uncertainty [n] and wrong [n], booleans, are of labeled examples that training did
+    not see.  Of new ones like them whose uncertainty is at most the threshold, a
+    fraction of at most `risk` is wrong: with probability `confidence` over draws of the
+    n, if risk grows with uncertainty (Geifman and El-Yaniv 2017).  Minus infinity where
+    that can be said of none: with the defaults it takes 299 examples, none wrong.
+
+    The surest are kept, and more, for as long as it would be improbable, at most 1 -
+    confidence, that so few of them are wrong, were the risk higher (Clopper and Pearson
+    1934).  That is tested of one number after another, from twice as many on as it
+    takes where none is wrong, or from half of them all: a sequence that n alone fixes,
+    so that the first failure ends it (Angelopoulos et al. 2021, "Learn then test").
+
+    Raises ValueError for uncertainty that is not [n], masked, complex, or nan, for
+    wrong that is not as many booleans, and for a risk or a confidence outside (0, 1).
+    """
+    scores, wrong = _one_axis("uncertainty", uncertainty), _real("wrong", wrong, None)
+    if wrong.dtype != bool or wrong.shape != scores.shape:
+        found = f"wrong is {wrong.dtype}{[*wrong.shape]}"
+        raise ValueError(f"{found}; expected bool{[*scores.shape]}, as uncertainty")
+    _check_range("risk", risk, 1, low=1e-9)
+    _check_range("confidence", confidence, 1, low=1e-9)
+    order = np.argsort(scores)
+    scores, wrong, kept = scores[order], wrong[order], np.arange(1, len(order) + 1)
+    errors, right = np.cumsum(wrong), np.cumsum(~wrong)
+    # P(so few errors), if each of those kept is one with probability `risk`.  Of one
+    # more, a right one lowers it and a wrong one raises it, in proportion to P(errors).
+    logs = np.cumsum(np.log([1, *kept]))  # of factorials
+    exactly = logs[kept] - logs[errors] - logs[right] + errors * math.log(risk)
+    exactly = np.exp(exactly + right * math.log1p(-risk))
+    steps = exactly * right / kept * np.where(wrong, 1, risk / (risk - 1))
+    so_few = 1 + np.cumsum(steps)
+    fewest = math.log(1 - confidence) / math.log1p(-risk)
+    start = max(fewest, min(2 * fewest, len(order) / 2))
+    last = np.searchsorted(scores, scores, side="right") == kept  # of equal scores
+    tested = last & (kept >= start)
+    improbable = np.logical_and.accumulate(so_few[tested] <= 1 - confidence)
+    return float(scores[tested][improbable].max(initial=-math.inf))
 
 
 def temper(probs: Any, temperature: float) -> np.ndarray:
@@ -2549,6 +2594,29 @@ class Trainer:
 
 del Trainer.output  # a default; as an attribute help() would explain JAX's softmax
 make_trainer = Trainer  # the name to make one by
+
+
+def choose_members(better: ArrayLike, new: TrainState, old: TrainState) -> TrainState:
+    """Take the members of `new` where `better` [K] is true, else those of `old`.
+
+    Both are states as `Trainer.gather` returns them, leaves [K, ...], such as those of
+    the last epoch and, of each member, of its lowest validation loss before.  Keys go
+    along.  Raises ValueError for a `better` that is not K booleans, and for states of
+    different forms.
+    """
+    better, (new_form, old_form) = np.asarray(better), map(_form, (new, old))
+    if jax.tree.flatten(new_form) != jax.tree.flatten(old_form):
+        raise ValueError(f"new is {new_form}, old is {old_form}; expected one form")
+    _check_axes("states and better", (new, better))
+    if better.dtype != bool or better.ndim > 1:
+        found = f"{better.dtype}{[*better.shape]}"
+        raise ValueError(f"better is {found}; expected bool[K], one of each member")
+
+    def choose(new, old):
+        stack = jnp.stack if isinstance(new, Array) else np.stack
+        return stack([old, new])[better.astype(int), np.arange(len(better))]
+
+    return jax.tree.map(choose, new, old)
 
 
 def epoch_order(

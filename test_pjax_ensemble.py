@@ -1083,6 +1083,49 @@ def test_conformal_quantile_holds_for_new_scores_as_often_as_the_theory_says(n):
     assert abs(np.mean(held) - expected) < 3 * error < 0.006
 
 
+def threshold_by_scipy(uncertainty, wrong, risk, confidence):
+    """Test one number after another of those kept, by SciPy's binomial."""
+    binom = pytest.importorskip("scipy.stats").binom
+    fewest = np.log(1 - confidence) / np.log1p(-risk)
+    threshold = -np.inf
+    for value in np.unique(uncertainty):
+        kept = uncertainty <= value
+        if kept.sum() >= max(fewest, min(2 * fewest, len(kept) / 2)):
+            if binom.cdf(wrong[kept].sum(), kept.sum(), risk) > 1 - confidence:
+                break
+            threshold = value
+    return threshold
+
+
+@cases("n", 0, 40, 400, 2000)
+def test_risk_threshold_is_that_of_binomial_tests_in_sequence(n):
+    draw, found = np.random.default_rng(n), set()
+    for power, decimals, risk, confidence in itertools.product(
+        (0.5, 3), (2, 9), (0.01, 0.1, 0.4), (0.5, 0.95)
+    ):
+        uncertainty = draw.uniform(size=n).round(decimals)
+        wrong = draw.uniform(size=n) < uncertainty**power / 2
+        options = dict(risk=risk, confidence=confidence)
+        threshold = pe.risk_threshold(uncertainty, wrong, **options)
+        assert threshold == threshold_by_scipy(uncertainty, wrong, **options)
+        found.add(threshold)
+    assert n < 400 or len(found) > 4
+
+
+def test_what_is_kept_errs_more_than_the_risk_as_seldom_as_it_says():
+    # An example of uncertainty u is wrong with probability u^6 / 2, so that of those up
+    # to t a fraction of t^6 / 14 is: 1% where t^6 = 0.14.
+    draw, could = np.random.default_rng(0), 0.14 ** (1 / 6)
+    thresholds = []
+    for _ in range(1000):
+        uncertainty = draw.uniform(size=2000)
+        wrong = draw.uniform(size=2000) < uncertainty**6 / 2
+        thresholds.append(pe.risk_threshold(uncertainty, wrong))
+    above = np.mean(np.array(thresholds) > could)
+    assert 0 < above < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 1000)
+    assert np.mean(np.maximum(thresholds, 0)) > 0.85 * could
+
+
 def test_temper_takes_powers_of_probabilities():
     probs = random_probs(0, 3, 20, 4)
     powers = probs ** (1 / 0.7)
@@ -1134,7 +1177,7 @@ def test_temperature_of_perfect_probabilities_is_one():
 TWO, ZEROS = np.ones((1, 2)), np.zeros((2, 2))
 ONE_HOT, COLUMN, HALVES = np.eye(4)[:3], np.zeros((3, 1), int), np.full((1, 2, 2), 0.5)
 THREE, PLANES = np.ones(3), np.ones((3, 4, 1))
-SURE = np.array([[0.75, 0.25]] * 3)
+SURE, NONE_WRONG = np.array([[0.75, 0.25]] * 3), (THREE, THREE > 1)
 
 METRICS = [  # and what they call the arrays that they take, each in its place
     (pe.predictive_entropy, {"probabilities": HALVES}),
@@ -1144,6 +1187,7 @@ METRICS = [  # and what they call the arrays that they take, each in its place
     (regression, {"means": TWO, "variances": TWO, "targets": TWO[0]}),
     (pe.auroc, {"scores_in": THREE, "scores_out": THREE}),
     (pe.conformal_quantile, {"scores": THREE}),
+    (pe.risk_threshold, dict(zip(("uncertainty", "wrong"), NONE_WRONG))),
     (lambda probs: pe.temper(probs, 2), {"probabilities": HALVES}),
     (pe.fit_temperature, {"probabilities": SURE, "labels": np.array([0, 0, 1])}),
 ]
@@ -1203,6 +1247,14 @@ test_metric_names_what_does_not_fit = refuses(
         "coverage is 90; expected 0 <= coverage",
     ),
     (lambda: pe.conformal_quantile(THREE, None), "coverage is None; expected 0 <="),
+    (lambda: pe.risk_threshold(TWO, TWO > 1), r"uncertainty have shape \(1, 2\) and"),
+    (
+        lambda: pe.risk_threshold(THREE, [0, 0, 1]),
+        r"int64\[3\]; expected bool\[3\], as",
+    ),
+    (lambda: pe.risk_threshold(THREE, [True]), r"wrong is bool\[1\]; expected bool\[3"),
+    (lambda: pe.risk_threshold(*NONE_WRONG, risk=0), "risk is 0; expected 1e-09 <= ri"),
+    (lambda: pe.risk_threshold(*NONE_WRONG, confidence=1), "confidence is 1; expected"),
     (lambda: pe.temper(8 * ONE_HOT, 2), "add up to 8.0; pass softmax"),
     (lambda: pe.temper(ONE_HOT, 0), "temperature is 0; expected 1e-30 <= temperature"),
     (lambda: pe.temper(ONE_HOT, np.inf), "is inf; expected 1e-30 <= temperature < inf"),
@@ -3091,6 +3143,33 @@ def test_what_is_frozen_is_copied_and_in_no_program():
         assert_close(one, expected @ w)
     assert len(texts) == 4 and max(map(len, texts)) < 100_000
     assert not any(re.search(r"dense<[^>]{1000}", text) for text in texts)
+
+
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_chosen_members_are_those_of_either_state_with_their_keys(make):
+    trainer = noisy_trainer(4, 2)
+    state = trainer.init(make(3))
+    old = trainer.gather(state)
+    before = jax.tree.map(np.copy, old._replace(key=None))
+    new = trainer.gather(trainer.update(state, *net_batches(1)[0])[0])
+    better = np.array([False, True, True, False])
+    chosen = pe.choose_members(better, new, old)
+    for k in range(4):
+        assert leaves_equal(member(chosen, k), member(new if better[k] else old, k))
+    assert chosen.key.dtype == old.key.dtype
+    for leaf in jax.tree.leaves(chosen._replace(key=None)):
+        leaf[:] = 0  # the chosen ones' alone
+    assert leaves_equal(old._replace(key=None), before)
+    trainer.scatter(pe.choose_members([True] * 4, new, old))
+    other = new._replace(params=jax.tree.map(lambda x: x[:2], new.params))
+    for args, message in (
+        (([1, 0, 0, 1], new, old), r"better is int64\[4\]; expected bool\[K\]"),
+        (([[True]] * 4, new, old), r"better is bool\[4, 1\]"),
+        (([True], new, old), r"states and better have lengths \[\(1,\), \(4,\)\]"),
+        ((True, new, old), r"lengths \[\(\), \(4,\)\]"),
+        ((better, other, old), "^new is TrainState.* expected one form$"),
+    ):
+        assert re.search(message, said_by(ValueError, pe.choose_members, *args))
 
 
 def test_form_of_what_is_gathered_is_known_before():
