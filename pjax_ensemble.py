@@ -50,6 +50,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import itertools
 import json
 import math
 import operator
@@ -566,27 +567,53 @@ def _real(name: str, x: Any, dtype: Any = np.float64) -> np.ndarray:
     return np.asarray(x, dtype)
 
 
-def _distributions(probs: Any) -> np.ndarray:
-    """Return probabilities [..., C] in float64, or raise ValueError."""
-    probs = _real("probabilities", probs)
-    sums = probs.sum(axis=-1)
-    # Written so that nan fails too.
-    wrong = ~((np.abs(sums - 1) < 1e-3) & (probs >= 0).all(axis=-1))
-    if wrong.any():
-        i = tuple(np.argwhere(wrong)[0].tolist())
-        found = f"probabilities{[*i]} begin with {probs[i][0]} and add up to {sums[i]}"
-        raise ValueError(f"{found}; pass softmax(logits), computed in float32")
+_BLOCK_SIZE = 2**16  # probabilities that are worked on at a time: 512 KiB
+
+
+def _probabilities(probs: Any, members: int = 0) -> np.ndarray:
+    """Return probabilities [..., C], or with members=1 [K, ..., C], as they are given.
+
+    Raises ValueError for other axes; what they hold is checked in `_blocks`.
+    """
+    probs, expected = _real("probabilities", probs, None), "[..., C]"
+    if members:
+        expected = "[K, N, C], each member's, as predict_members returns them"
+    if probs.ndim < 1 + 2 * members or 0 in probs.shape[-1:] + probs.shape[:members]:
+        raise ValueError(f"probabilities have shape {probs.shape}; expected {expected}")
     return probs
 
 
+def _blocks(probs: np.ndarray, members: int = 1) -> Iterator:
+    """Yield a few rows of probabilities at a time: a slice, and [K, n, C] in float64.
+
+    Rows are of all axes of [..., C], or with K members of those between in [K, ..., C].
+    Raises ValueError for what are no probabilities.
+    """
+    flat = probs.reshape(members, -1, probs.shape[-1])
+    size = max(1, _BLOCK_SIZE // (members * probs.shape[-1]))
+    for start in range(0, max(1, flat.shape[1]), size):
+        rows = slice(start, start + size)
+        block = np.asarray(flat[:, rows], np.float64)
+        sums = block.sum(axis=-1)
+        # Written so that nan fails too.
+        wrong = ~((np.abs(sums - 1) < 1e-3) & (block.min(axis=-1) >= 0))
+        if wrong.any():
+            k, n = np.argwhere(wrong)[0]
+            i = np.unravel_index(k * flat.shape[1] + start + n, probs.shape[:-1])
+            found = f"begin with {block[k, n, 0]} and add up to {sums[k, n]}"
+            expected = "pass softmax(logits), computed in float32"
+            raise ValueError(f"probabilities{[*map(int, i)]} {found}; {expected}")
+        yield rows, block
+
+
 def _class_indices(labels: Any, probs: np.ndarray) -> np.ndarray:
-    """Return labels [...] of probabilities [..., C], or raise ValueError."""
+    """Return labels [...] of probabilities [..., C], as [N], or raise ValueError."""
     labels, last = _real("labels", labels, None), probs.shape[-1] - 1
     _check_labels(probs, labels)
     if labels.size and not 0 <= labels.min() <= labels.max() <= last:
         found = f"labels lie in {labels.min()}..{labels.max()}"
         raise ValueError(f"{found}; the classes are 0..{last}")
-    return labels
+    return labels.ravel()
 
 
 def _log(probs: np.ndarray) -> np.ndarray:
@@ -594,18 +621,44 @@ def _log(probs: np.ndarray) -> np.ndarray:
     return np.log(np.maximum(probs, np.finfo(np.float32).tiny))
 
 
-def _entropy(probs: np.ndarray) -> np.ndarray:
-    """Return -sum_c p_c log p_c in nats, with 0 log 0 = 0: [..., C] -> [...]."""
-    return -np.sum(probs * np.log(np.where(probs > 0, probs, 1)), axis=-1)
+def _wide(dtype: np.dtype) -> np.dtype:
+    """Return the type of means of numbers: float32, or a wider one that they have."""
+    return dtype if dtype.kind in "fc" and dtype.itemsize > 2 else np.dtype(np.float32)
+
+
+def _entropy(probs: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return -sum_c p_c log p_c in nats, with 0 log 0 = 0: [..., C] -> [...].
+
+    Logarithms are those of the type that probabilities had, and so as exact.
+    """
+    logs = _log(probs.astype(_wide(dtype)))
+    return -np.einsum("...c,...c->...", probs, logs)
+
+
+def _entropies(probs: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return H(mean_k p_k), and what is disagreement of it: [K, n, C] -> [2, n]."""
+    total = _entropy(probs.mean(axis=0), dtype)
+    own = _entropy(probs, dtype).mean(axis=0)
+    # Concave entropy makes it >= 0; rounding does not.
+    return np.stack([total, np.maximum(total - own, 0)])
+
+
+def _uncertainty(member_probs: Any) -> np.ndarray:
+    """Do what `_entropies` does for all rows: [K, ..., C] -> [2, ...]."""
+    probs = _probabilities(member_probs, members=1)
+    blocks = _blocks(probs, len(probs))
+    found = [_entropies(block, probs.dtype) for _, block in blocks]
+    return np.concatenate(found, axis=1).reshape(2, *probs.shape[1:-1])
 
 
 def predictive_entropy(member_probs: Any) -> np.ndarray:
     """Return H(mean_k p_k) in nats, the total uncertainty: [K, N, C] -> [N].
 
-    High where the members are unsure, each by itself or among themselves.  Raises
-    ValueError for what are no probabilities, as `ensemble_report` does.
+    High where the members are unsure, each by itself or among themselves.  Further axes
+    between K and C stay.  Raises ValueError for what are no probabilities, as
+    `ensemble_report` does, and for [N, C]: one model's are p[None].
     """
-    return _entropy(_distributions(member_probs).mean(axis=0))
+    return _uncertainty(member_probs)[0]
 
 
 def mutual_information(member_probs: Any) -> np.ndarray:
@@ -613,11 +666,9 @@ def mutual_information(member_probs: Any) -> np.ndarray:
 
     The part of the predictive entropy that is disagreement between members (Depeweg et
     al. 2018, eq. 3), 0 where they are equal: a measure of what the model does not know.
-    Raises ValueError for what are no probabilities, as `ensemble_report` does.
+    Raises ValueError as `predictive_entropy` does.
     """
-    probs = _distributions(member_probs)
-    # Concave entropy makes it >= 0; rounding does not.
-    return np.maximum(predictive_entropy(probs) - _entropy(probs).mean(axis=0), 0)
+    return _uncertainty(member_probs)[1]
 
 
 _NUM_BINS = 15  # as in Guo et al. 2017
@@ -633,35 +684,41 @@ def reliability(probs: Any, labels: Any) -> np.ndarray:
 
     Raises ValueError for what are no probabilities or labels, as `ensemble_report`.
     """
-    probs = _distributions(probs)
-    return _bins(probs, _class_indices(labels, probs))
+    probs = _probabilities(probs)
+    labels = _class_indices(labels, probs)
+    of_blocks = (_sums(block, labels[rows]) for rows, block in _blocks(probs))
+    counts, *totals = functools.reduce(np.add, of_blocks)[0, :3]
+    with np.errstate(invalid="ignore"):
+        return np.stack([counts, *(total / counts for total in totals)])
 
 
-def _bins(probs: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Do what `reliability` does, of what is checked: [..., C] and [...] -> [3, 15]."""
-    confidence = probs.max(axis=-1).ravel()
-    correct = (probs.argmax(axis=-1) == labels).ravel()
+def _sums(probs: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Add up over examples what scores are made of: [S, n, C] and [n] -> [S, 5, 15].
+
+    Those are 1, the confidence, whether it is right, -log p_label and the Brier score,
+    each in the bin of the confidence that `reliability` names.
+    """
+    confidence, right = probs.max(axis=-1), probs.argmax(axis=-1) == labels
+    p_label = probs[:, np.arange(len(labels)), labels]
+    # sum_c (p_c - y_c)^2 = sum_c p_c^2 - 2 p_label + 1
+    brier = np.einsum("snc,snc->sn", probs, probs) - 2 * p_label + 1
     edges = np.linspace(0, 1, _NUM_BINS + 1)[1:-1]
     bins = np.searchsorted(edges, confidence, side="right")
-    weights = np.ones(len(bins)), confidence, correct
-    counts, *sums = (np.bincount(bins, w, _NUM_BINS) for w in weights)
-    with np.errstate(invalid="ignore"):
-        return np.stack([counts, *(total / counts for total in sums)])
+    bins += _NUM_BINS * np.arange(len(probs))[:, None]
+    each = np.ones(bins.shape), confidence, right, -_log(p_label), brier
+    size = _NUM_BINS * len(probs)
+    sums = [np.bincount(bins.ravel(), x.ravel(), size) for x in each]
+    return np.reshape(sums, (len(each), len(probs), _NUM_BINS)).swapaxes(0, 1)
 
 
-def _scores(probs: np.ndarray, labels: np.ndarray) -> dict:
-    """Score probabilities [N, C] against labels [N]; formulas in `ensemble_report`."""
-    p_label = probs[np.arange(len(labels)), labels]
-    counts, confidence, accuracy = _bins(probs, labels)
-    gap = np.nansum(counts * np.abs(accuracy - confidence))
-    # sum_c (p_c - y_c)^2 = sum_c p_c^2 - 2 p_label + 1
-    brier = np.sum(probs**2, axis=-1) - 2 * p_label + 1
-    return {
-        "accuracy": float((probs.argmax(axis=-1) == labels).mean()),
-        "negative_log_likelihood": float(-_log(p_label).mean()),
-        "brier_score": float(brier.mean()),
-        "expected_calibration_error": float(gap / len(labels)),
-    }
+def _scores(sums: np.ndarray) -> dict:
+    """Make scores of `_sums`, [5, 15]; formulas in `ensemble_report`."""
+    count, _, *totals = sums.sum(axis=1)
+    _, confidence, right, *_ = sums
+    names = ["accuracy", "negative_log_likelihood", "brier_score"]
+    scores = dict(zip(names, totals))
+    scores["expected_calibration_error"] = np.abs(right - confidence).sum()
+    return {name: float(total / count) for name, total in scores.items()}
 
 
 def ensemble_report(member_probs: Any, labels: Any) -> dict:
@@ -669,7 +726,9 @@ def ensemble_report(member_probs: Any, labels: Any) -> dict:
 
     member_probs [K, N, C] are each member's probabilities, labels [N] class indices.
     The ensemble's probabilities are the members' mean (Lakshminarayanan et al. 2017,
-    section 2.4).  Computed on the host in float64.  Keys, with means over examples:
+    section 2.4).  Computed on the host, a block of examples at a time, in float64 (of
+    entropies the logarithms in float32, where probabilities are no wider).  Keys, with
+    means over examples:
 
     `ensemble`, `member` [K], `by_size` [K] (of the first 1..K members), each with
       accuracy                    fraction whose most probable class is the label
@@ -684,25 +743,33 @@ def ensemble_report(member_probs: Any, labels: Any) -> dict:
     `predictive_entropy`          of the function of that name, nats
     `mutual_information`          the part of it that is disagreement, nats
 
+    All axes between K and C are of examples, as of tokens [K, N, T, C], labels [N, T].
     Raises ValueError for other shapes, labels outside 0..C-1, no examples, what is
     masked or complex, or probabilities that are not finite, negative, or sum to 1 only
     beyond 1e-3.
     """
-    probs = _distributions(member_probs)
-    if probs.ndim != 3 or 0 in probs.shape:
-        shape = f"shape {probs.shape}; expected [K, N, C], none of them empty"
-        raise ValueError(f"probabilities have {shape}")
-    labels = _class_indices(labels, probs[0])
-    by_size = np.cumsum(probs, axis=0) / np.arange(1, len(probs) + 1)[:, None, None]
-    votes = probs.argmax(axis=-1)
-    pairs = [(votes[i] != votes[j]).mean() for i in range(len(votes)) for j in range(i)]
+    probs = _probabilities(member_probs, members=1)
+    labels, (members, *_, classes) = _class_indices(labels, probs[0]), probs.shape
+    if not labels.size:
+        raise ValueError(f"probabilities have shape {probs.shape}; none may be empty")
+    sums, entropies, alike = np.zeros((2 * members, 5, _NUM_BINS)), np.zeros(2), 0
+    for rows, block in _blocks(probs, members):
+        firsts = itertools.accumulate(block)  # numpy.cumsum takes ten times as long
+        means = (first / size for size, first in enumerate(firsts, 1))
+        sums += _sums(np.stack([*block, *means]), labels[rows])
+        entropies += _entropies(block, probs.dtype).sum(axis=1)
+        votes = block.argmax(axis=-1) + classes * np.arange(block.shape[1])  # [K, n]
+        votes = np.bincount(votes.ravel())  # for a class of an example
+        alike += (votes * (votes - 1)).sum()  # ordered pairs of members
+    scores, pairs = [*map(_scores, sums)], labels.size * members * (members - 1)
+    entropy, mutual = map(float, entropies / labels.size)
     return {
-        "ensemble": _scores(by_size[-1], labels),
-        "member": [_scores(p, labels) for p in probs],
-        "by_size": [_scores(p, labels) for p in by_size],
-        "disagreement": float(np.mean(pairs)) if pairs else 0.0,
-        "predictive_entropy": float(predictive_entropy(probs).mean()),
-        "mutual_information": float(mutual_information(probs).mean()),
+        "ensemble": scores[-1],
+        "member": scores[:members],
+        "by_size": scores[members:],
+        "disagreement": float(1 - alike / pairs) if pairs else 0.0,
+        "predictive_entropy": entropy,
+        "mutual_information": mutual,
     }
 
 
@@ -739,7 +806,7 @@ def regression_report(means: Any, variances: Any, targets: Any) -> dict:
     Raises ValueError for other shapes, no examples, numbers that are not finite, masked
     or complex, or a variance that is not above 0.
     """
-    means, variances = _real("means", means), _real("variances", variances)
+    means, variances = _real("means", means, None), _real("variances", variances, None)
     targets = _real("targets", targets)
     alike = means.shape == variances.shape and means.shape[1:] == targets.shape
     if means.ndim != 2 or not alike or 0 in means.shape:
@@ -748,22 +815,31 @@ def regression_report(means: Any, variances: Any, targets: Any) -> dict:
             f"{targets.shape}; expected [K, N], [K, N] and [N], none of them empty; "
             "take [..., 0] of what ends in 1"
         )
-    finite = np.isfinite(means) & np.isfinite(variances) & np.isfinite(targets)
-    wrong = ~(finite & (variances > 0))
-    if wrong.any():
-        k, n = np.argwhere(wrong)[0]
-        found = f"mean {means[k, n]}, variance {variances[k, n]}, target {targets[n]}"
-        expected = "finite numbers, a variance above 0"
-        raise ValueError(f"member {k}, example {n}: {found}; expected {expected}")
-    firsts = [(means[:k], variances[:k]) for k in range(1, len(means) + 1)]
-    by_size = [(m.mean(axis=0), v.mean(axis=0) + m.var(axis=0)) for m, v in firsts]
+    member, by_size = [], []
+    mean = noise = squares = np.zeros(targets.shape)
+    for k, both in enumerate(zip(means, variances)):
+        own, variance = (np.asarray(x, np.float64) for x in both)
+        finite = np.isfinite(own) & np.isfinite(variance) & np.isfinite(targets)
+        if not (good := finite & (variance > 0)).all():
+            n = good.argmin()
+            found = f"mean {own[n]}, variance {variance[n]}, target {targets[n]}"
+            expected = "finite numbers, a variance above 0"
+            raise ValueError(f"member {k}, example {n}: {found}; expected {expected}")
+        member.append(_gaussian_scores(own, variance, targets))
+        # Of the first k + 1 members, the mean and the squares of what is off it, from
+        # those of the first k (Welford 1962).
+        off, noise = own - mean, noise + variance
+        mean = mean + off / (k + 1)
+        squares = squares + off * (own - mean)
+        mixture = (noise + squares) / (k + 1)
+        by_size.append(_gaussian_scores(mean, mixture, targets))
     return {
-        "ensemble": _gaussian_scores(*by_size[-1], targets),
-        "member": [_gaussian_scores(*m, targets) for m in zip(means, variances)],
-        "by_size": [_gaussian_scores(*m, targets) for m in by_size],
-        "predictive_variance": float(by_size[-1][1].mean()),
-        "mean_of_variances": float(variances.mean()),
-        "variance_of_means": float(means.var(axis=0).mean()),
+        "ensemble": by_size[-1],
+        "member": member,
+        "by_size": by_size,
+        "predictive_variance": float(mixture.mean()),
+        "mean_of_variances": float(noise.mean() / len(means)),
+        "variance_of_means": float(squares.mean() / len(means)),
     }
 
 
@@ -875,7 +951,12 @@ def temper(probs: Any, temperature: float) -> np.ndarray:
     a temperature that is not above 0 or not finite.
     """
     _check_range("temperature", temperature, math.inf, low=1e-30)
-    return _softmax(_log(_distributions(probs)) / temperature)
+    probs = _probabilities(probs)
+    tempered = np.empty(probs.shape)
+    flat = tempered.reshape(-1, probs.shape[-1])
+    for rows, (block,) in _blocks(probs):
+        flat[rows] = _softmax(_log(block) / temperature)
+    return tempered
 
 
 def _softmax(logits: np.ndarray) -> np.ndarray:
@@ -891,33 +972,43 @@ def fit_temperature(probs: Any, labels: Any) -> float:
     see, and of an ensemble's mean, which is less sure than its members (Rahaman and
     Thiery 2021).  From a few hundred examples on it is worth having, where it is far
     from 1 (Guo et al. 2017 take 5,000).  The NLL is convex in 1 / temperature: the zero
-    of its slope is bisected for, to nine digits.
+    of its slope is found by Newton's method, kept between bounds, to nine digits.
 
     Raises ValueError for what are no probabilities or labels, as `ensemble_report`, and
     where none is best: where every label is a most probable class, so that lower is
     always better, or labels are no more probable than others, so that higher is.
     """
-    probs = _distributions(probs)
-    labels, logs = _class_indices(labels, probs), _log(probs)
-    log_label = np.take_along_axis(logs, labels[..., None], axis=-1)[..., 0]
+    probs = _probabilities(probs)
+    labels = _class_indices(labels, probs)
 
-    def slope(inverse):  # of the NLL's sum, over 1 / temperature
-        return ((_softmax(inverse * logs) * logs).sum(axis=-1) - log_label).sum()
+    def slope(inverse):  # of the NLL's sum, over 1 / temperature, and its own slope
+        found = 0
+        for rows, (block,) in _blocks(probs):
+            logs = _log(block)
+            powers = _softmax(inverse * logs)
+            of_label = logs[np.arange(len(logs)), labels[rows]]
+            mean, square = (np.sum(powers * x, axis=-1) for x in (logs, logs**2))
+            each = mean - of_label, square - mean**2, of_label < logs.max(axis=-1)
+            found += np.sum(each, axis=1)
+        return found
 
-    missed = int((log_label < logs.max(axis=-1)).sum())
-    if not missed or slope(0) >= 0:
+    value, _, missed = slope(0)
+    if not missed or value >= 0:
         raise ValueError(
-            f"no temperature is best for {labels.size} examples, of which {missed} "
+            f"no temperature is best for {labels.size} examples, of which {missed:g} "
             "have another class more probable than the label; expected some, and "
             "labels more probable than chance: use more examples"
         )
-    low, high = 0.0, 1.0
-    while slope(high) < 0:
-        low, high = high, 2 * high
-    while high - low > 1e-9 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if slope(middle) < 0 else (low, middle)
-    return 1 / high
+    low, inverse, high = 0.0, 1.0, math.inf
+    for _ in range(100):  # Newton's steps, or halves and doubles where they lead astray
+        value, curvature, _ = slope(inverse)
+        low, high = (inverse, high) if value < 0 else (low, inverse)
+        last, inverse = inverse, inverse - value / max(curvature, 1e-300)
+        inverse = inverse if low <= inverse <= high else (low + high) / 2
+        inverse = min(inverse, 2 * last)
+        if abs(inverse - last) <= 1e-10 * last:
+            break
+    return float(1 / inverse)
 
 
 # ---------------------------------------------------------------------------------
@@ -960,11 +1051,6 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
     """
     with jax.numpy_dtype_promotion("standard"):
         return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
-
-
-def _wide(dtype: np.dtype) -> np.dtype:
-    """Return the type of means of numbers: float32, or a wider one that they have."""
-    return dtype if dtype.kind in "fc" and dtype.itemsize > 2 else np.dtype(np.float32)
 
 
 def _zeros(params: PyTree) -> PyTree:
@@ -1678,7 +1764,7 @@ def _admit(owner: Any, state: Any, place: Callable, consume: bool = True) -> Tra
         raise ValueError(
             "the state was consumed by an earlier update or epoch; go on with the one "
             "that it returned, state, metrics = update(state, ...), which a trainer "
-            "keeps as trainer.latest"
+            "keeps as trainer.latest, or where that call failed, with what was saved"
         )
     leaves, latest = jax.tree.leaves(state), jax.tree.leaves(owner.latest)
     if len(leaves) == len(latest) and all(map(operator.is_, leaves, latest)):
@@ -1774,9 +1860,10 @@ def make_sync_update(
 
     With `stateful`, `loss_fn(params, model_state, key, *batch)` returns
     `(loss, model_state)`, or `(loss, (model_state, aux))`; floating-point leaves of the
-    model state are averaged too, and the key is another in every replica and step.
-    Other leaves, such as counts of steps, are not: they must not depend on the batch,
-    of which each replica sees a part.
+    model state are averaged too.  Other leaves, such as counts of steps, are not: they
+    must not depend on the batch, of which each replica sees a part.  The key is another
+    for every part of the batch and every step, so a loss that draws (dropout) takes
+    another step where the batch is in other parts: with D, unless `microbatch` is set.
 
     With `microbatch`, a device works through its batch that many examples at a time and
     averages loss, aux and gradients: in less memory, and faster on CPU, where the work
@@ -1784,8 +1871,8 @@ def make_sync_update(
     step, to rounding; for others, such as a sum, a contrast between examples or a mean
     over some of them, it is another.  "auto" takes on CPU the largest size from 16 to
     32 that divides a device's batch, where there is no model state.  With `stateful`,
-    every micro-batch has a key of its own too, the same one on whichever device it
-    stands.
+    the key is another for every micro-batch, and the same on whichever device it
+    stands: with one size that divides B / D for every D, draws do not depend on D.
 
     An `optimizer` whose update takes `value`, as some of Optax's do, is given the loss.
 
@@ -1896,8 +1983,9 @@ def _slots(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def _layout_sharding(layout: Layout) -> Any:
-    """Lay slots [D * M, ...] over the devices in use, of this process."""
-    return _device_sharding(layout.devices // jax.process_count(), "slots")
+    """Lay slots [D * M, ...] over the devices in use, of this process, to train."""
+    num_devices = layout.devices // jax.process_count()
+    return _device_sharding(num_devices, _axis(layout, train=True))
 
 
 def _check_draws(key: Any, at_once: int) -> None:
@@ -1931,16 +2019,10 @@ def _over_members(f: Callable, layout: Layout, train: bool, at_once: int) -> Cal
     together = min(at_once, layout.members_per_device)
     # Alone, not by a vmap of one, whose bits are others.
     batch_size = None if together == 1 else together
-    named, spec = jax.sharding.NamedSharding, jax.sharding.PartitionSpec
-
-    def over(axis):  # the devices, what each of them is given, and what they make
-        mesh = jax.sharding.Mesh(np.array(jax.devices()[: layout.devices]), axis)
-        return mesh, (spec(axis), spec(axis), spec()), spec(axis)
-
-    # A state lies on devices of one name for all programs: JAX traces a program again
-    # for another.
-    mesh, given, made = over("slots")
-    inside, in_specs, out_specs = over(_axis(layout, train))
+    axis, named = _axis(layout, train), jax.sharding.NamedSharding
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[: layout.devices]), axis)
+    of_all, made = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(axis)
+    given = made, made, of_all
 
     def on_device(state, of_slot, of_all):
         def in_slot(own):
@@ -1950,7 +2032,7 @@ def _over_members(f: Callable, layout: Layout, train: bool, at_once: int) -> Cal
         return lax.map(in_slot, (state, of_slot), batch_size=batch_size)
 
     program = jax.jit(
-        _shard_map(on_device, mesh=inside, in_specs=in_specs, out_specs=out_specs),
+        _shard_map(on_device, mesh=mesh, in_specs=given, out_specs=made),
         in_shardings=tuple(named(mesh, each) for each in given),
         out_shardings=named(mesh, made),
         donate_argnums=(0,) if train else (),
@@ -2224,7 +2306,7 @@ class Trainer:
         there = _layout_sharding(self.layout)
 
         def is_there(x):
-            return isinstance(x, Array) and x.sharding.is_equivalent_to(there, x.ndim)
+            return isinstance(x, Array) and x.sharding == there
 
         if all(map(is_there, jax.tree.leaves(state))):  # as init and scatter put it
             return state
@@ -2256,8 +2338,12 @@ class Trainer:
 
         It depends on that and its `hyper` alone: on CPU it ends in the same bits for
         every number of members and devices with K >= D, and agrees to rounding where it
-        has replicas or `at_once` is above 1.  Leaves of the state are [D * M, ...], by
-        slot, and by member in `gather`.
+        has replicas or `at_once` is above 1, and between one device and several where
+        XLA compiles a network otherwise for these, such as attention.  A loss that
+        draws takes other steps on replicas, unless `microbatch` divides their parts of
+        the batch into parts of one size: see `make_sync_update`.
+
+        Leaves of the state are [D * M, ...], by slot, and by member in `gather`.
 
         Raises ValueError for what is not one random key, for keys of "rbg" with at_once
         above 1, and for an init_fn that returns other leaves than arrays.
@@ -2267,7 +2353,9 @@ class Trainer:
         _check_draws(key, self.at_once)
         member, _ = _slots(self.layout)
         of_all = self.place({"key": key})
-        return self._map(self._init_one, None, {"number": member}, of_all)
+        state = self._map(self._init_one, None, {"number": member}, of_all)
+        # By the name that the axis has in training: else JAX traces a step once more.
+        return jax.device_put(state, _layout_sharding(self.layout))
 
     def _init_one(self, _, hyper, frozen, number, key):
         init_key, key = jax.random.split(jax.random.fold_in(key, number))
@@ -2406,9 +2494,10 @@ class Trainer:
         tuple of what `loss_fn` takes, trees of arrays [N, ...], which it sees in their
         dtype: bytes take a quarter of the memory of floats, and are scaled in it.  The
         result is (state, metrics), with leaves [K, steps].  Orders of up to 256 steps
-        share one compiled program, so an epoch in pieces of those ends in the same bits
-        as step by step, and answers Ctrl-C after each.  `state` is consumed, replicas
-        take parts of the batch, and warnings are given, as by `update`.
+        share one compiled program.  An epoch in pieces ends in the same bits as in one
+        call, answers Ctrl-C after each, and agrees with `update` to rounding.  `state`
+        is consumed, replicas take parts of the batch, and warnings are given, as by
+        `update`.
 
         Raises ValueError for an order that is empty or has rows outside the data, and
         for data of several lengths.

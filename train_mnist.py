@@ -1,6 +1,6 @@
 """Train convolutional networks on MNIST: an ensemble of any size, or one model.
 
-    python train_mnist.py --mode ensemble     a member a device, probabilities averaged
+    python train_mnist.py --mode ensemble     members apart, probabilities averaged
     python train_mnist.py --members 8         so many members, on whatever devices
     python train_mnist.py --mode sync         one model, gradients averaged
 
@@ -9,7 +9,8 @@ models and devices:
                           one model, each batch divided over the devices, gradients
                           averaged (default: ensemble)
   --members K             members of the ensemble; they share devices, or devices share
-                          one, as it takes (default: one a device)
+                          one, as it takes (default: one a device, and at least two on a
+                          CPU, five on an accelerator)
   --devices D             devices to use, of each process; on CPU, that many virtual
                           devices (default: all, but for replicas that would not divide
                           the batch; on CPU, one a core)
@@ -1214,6 +1215,9 @@ def check_same_run(settings: dict) -> None:
 # ---------------------------------------------------------------------------------
 
 
+MOST = 2**31 - 1  # what JAX counts to
+
+
 def checked(kind: Callable, expected: str, holds: Callable) -> Callable:
     """Make a type for argparse: a value of `kind` that `holds`."""
 
@@ -1226,13 +1230,13 @@ def checked(kind: Callable, expected: str, holds: Callable) -> Callable:
     return read
 
 
-def at_least(low: int) -> Callable:
-    return checked(int, f"a whole number, {low} or more", lambda n: n >= low)
-
-
 def between(low: int, high: int) -> Callable:
     expected = f"a whole number from {low} to {high}"
     return checked(int, expected, lambda n: low <= n <= high)
+
+
+def at_least(low: int) -> Callable:
+    return between(low, MOST)
 
 
 def is_address(text: str) -> bool:
@@ -1242,7 +1246,7 @@ def is_address(text: str) -> bool:
 
 address = checked(str, "HOST:PORT, with a port from 1 to 65535", is_address)
 nonnegative = checked(float, "a finite number, 0 or more", lambda x: 0 <= x < math.inf)
-positive = checked(float, "a finite number above 0", lambda x: 0 < x < math.inf)
+positive = checked(float, "a number above 0, at most 1e38", lambda x: 0 < x <= 1e38)
 below_one = checked(float, "a number, 0 or more, below 1", lambda x: 0 <= x < 1)
 
 # What each flag takes (bool: nothing) and its default.  Where that is None, the recipe
@@ -1273,10 +1277,10 @@ FLAGS = {
     "keep": (at_least(1), 3),
     "resume": (bool, False),
     "coordinator": (address, None),
-    "num_processes": (at_least(1), None),
+    "num_processes": (between(1, 2**16), None),
     "process_id": (at_least(0), None),
     "distributed": (bool, False),
-    "connect_timeout": (at_least(1), 60),
+    "connect_timeout": (between(1, 24 * 60 * 60), 60),
 }
 DEFAULTS = {name: default for name, (_, default) in FLAGS.items()}
 # What determines a run's numbers, and what else --resume takes from its config.json.
@@ -1370,7 +1374,8 @@ def lay_out(args: argparse.Namespace) -> pe.Layout:
     each = f"several processes use all of their {here} {kind} devices each"
     check(args, "devices", processes == 1 or devices == here, each)
     devices = devices if processes == 1 else jax.device_count()
-    args.members = 1 if args.mode == "sync" else args.members or devices
+    few = 2 if kind == "CPU" else 5  # of which an ensemble has at least so many
+    args.members = 1 if args.mode == "sync" else args.members or max(devices, few)
     n = pe.layout(args.members, devices, processes).replicas
     if processes == 1 and not args.devices:  # as many replicas as divide the batch
         n = max(r for r in range(1, n + 1) if args.batch_size % r == 0)
@@ -1397,6 +1402,8 @@ def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
     check(args, "train_size", size <= len(images), has)
     few = f"more than the {size} training images"
     check(args, "batch_size", args.batch_size <= size, few)
+    most = MOST // (size // args.batch_size)
+    check(args, "epochs", args.epochs <= most, f"at most {most} with such batches")
     data = data._replace(train_images=images[:size], train_labels=labels[:size])
     side = min(images.shape[1:3])
     if args.max_shift is None:

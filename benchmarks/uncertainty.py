@@ -52,7 +52,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import scipy.ndimage
-import scipy.stats
 import speed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -338,16 +337,12 @@ def thresholds(scores: np.ndarray, wrong: np.ndarray) -> tuple[float, float]:
     """Return up to which score to keep images, for an error of at most ALLOWED.
 
     The first keeps as many as it may for that error here.  The second is for that error
-    of others like them too, with probability SURE: from half of these images on, it
-    keeps more for as long as so few errors would be improbable, were it higher (Clopper
-    and Pearson 1934; in sequence, as in Angelopoulos et al. 2021, "Learn then test").
+    of others like them too, with probability SURE.
     """
     values, kept, errors = count_errors(scores, wrong)
-    half = 2 * kept >= len(scores)
-    few = scipy.stats.binom.cdf(errors, kept, ALLOWED) <= 1 - SURE
-    bounded = values[half][np.logical_and.accumulate(few[half])]
-    here = values[errors / kept <= ALLOWED]
-    return here.max(initial=-np.inf), bounded.max(initial=-np.inf)
+    here = values[errors / kept <= ALLOWED].max(initial=-np.inf)
+    options = dict(risk=ALLOWED, confidence=SURE)
+    return here, pe.risk_threshold(scores, wrong.astype(bool), **options)
 
 
 def judge(probs: np.ndarray, labels: np.ndarray, known: int) -> dict:
