@@ -198,7 +198,7 @@ def conv_init(
     *,
     bias: bool = True,
 ) -> Conv:
-    """Draw a convolution: weights by `_he_normal`, bias zero, or None without bias."""
+    """Draw a convolution: weights from N(0, 2 / fan_in), bias zero, or None without."""
     kh, kw = _pair("kernel_size", kernel_size)
     weight = _he_normal(key, (kh, kw, in_channels, out_channels))
     return Conv(weight, jnp.zeros(out_channels) if bias else None)
@@ -305,7 +305,7 @@ class Dense(NamedTuple):
 
 
 def dense_init(key: Array, in_features: int, out_features: int) -> Dense:
-    """Draw a dense layer: weights by `_he_normal`, bias zero."""
+    """Draw a dense layer: weights from N(0, 2 / fan_in), bias zero."""
     return Dense(_he_normal(key, (in_features, out_features)), jnp.zeros(out_features))
 
 
@@ -2242,6 +2242,11 @@ class Trainer:
         for i in range(self.layout.members if own else 1):  # raises for what cannot be
             hyper = jax.tree.map(operator.itemgetter(i), own)
             self._make_step(1, hyper, self._frozen)
+
+    def __repr__(self) -> str:  # on a line, without numbers and addresses
+        made_of = self.init_fn, self.loss_fn
+        names = [getattr(f, "__name__", type(f).__name__) for f in made_of]
+        return f"Trainer({', '.join(names)}, {self.layout})"
 
     def __getstate__(self) -> dict:  # a copy makes programs of its own
         return {name: x for name, x in vars(self).items() if name != "_programs"}

@@ -358,7 +358,9 @@ def test_risk_over_coverage_is_the_mean_over_orders_of_equal_scores(order):
     assert_close(risk, [0, 0.5 / 2, 1 / 3, 1 / 4, 1.5 / 5, 2 / 6, 2 / 7])
 
 
-@cases("target, kept", (0.01, 1), (0.24, 1), (1 / 4, 3), (0.28, 3), (2 / 7, 5), (0.3, 5))
+@cases(
+    "target, kept", (0.01, 1), (0.24, 1), (1 / 4, 3), (0.28, 3), (2 / 7, 5), (0.3, 5)
+)
 def test_thresholds_keep_the_most_images_that_have_the_error(target, kept):
     with mock.patch.object(uncertainty, "ALLOWED", target):
         assert uncertainty.thresholds(DOUBT, WRONG)[0] == kept
