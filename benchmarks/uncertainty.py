@@ -417,7 +417,10 @@ def draw_decisions(rows: list):
         axes.set_yticks(ticks := [0, 0.01, 0.1, 1, 10], ticks)
         axes.set_ylim(bottom=0)
     for axes, at in (risk, ALLOWED), (kept, ALLOWED), *((sets, c) for c in COVERAGES):
-        axes.axhline(100 * at, **tm.DASHED)
+        axes.axhline(100 * at, label="asked for", **tm.DASHED)
+    asked = ", ".join(f"{coverage:.1%}" for coverage in COVERAGES)
+    sets.annotate(asked, (TURNS[-1], 100), ha="right", va="bottom")
+    sets.set_ylim(top=105)
     lines = risk.get_legend_handles_labels()
     figure.legend(*lines, loc="outside lower center", ncols=5, frameon=False)
     return figure

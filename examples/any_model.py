@@ -1,7 +1,7 @@
 """Five uses of pjax_ensemble, each a function of a few lines beside its model.
 
-    decisions    the README's two ensembles: of which points a person should look at
-                 the class, and intervals of a curve that hold as often as they say
+    decisions    the ensembles of the README and of docs/deciding.md: which examples to
+                 leave to a person, and intervals that hold as often as they say
     tokens       a model of another library, Flax: trees in, logits of tokens out
     sweep        eight learning rates by two weight decays, in one run
     fine_tuning  members that start from a trained model, from a part of it, or new
@@ -13,7 +13,6 @@ installed.
 """
 
 import argparse
-import importlib.util
 import inspect
 import sys
 from pathlib import Path
@@ -48,23 +47,27 @@ def draw_rows(num_rows, *shape):
 
 
 # ---------------------------------------------------------------------------------
-# Decisions: the README's ensembles, of logits and of two outputs that are none
+# Decisions: ensembles of logits and of two outputs that are none
 # ---------------------------------------------------------------------------------
 
-GAP = 0.3  # the curve has no training data where |t| is less
+EDGE = 0.6  # the curve has no training data beyond
 OLD, CALIBRATION, NEW = slice(200), slice(200, 700), slice(700, None)
 
 
-def readme_data():  # points [2200, 2], their classes, and a curve over the first axis
-    x = np.random.default_rng(0).uniform(-1, 1, size=(2200, 2)).astype(np.float32)
-    noise = np.random.default_rng(1).normal(0, 0.2, size=len(x))
-    classes = np.sin(9 * x[:, 0]) > 2 * x[:, 1]
-    return x, classes.astype(np.int32), np.sin(6 * x[:, 0]) + noise
+def readme_data():  # four numbers each [2200, 4], and which is the largest in size
+    x = np.random.default_rng(0).normal(size=(2200, 4)).astype(np.float32)
+    return x, abs(x).argmax(axis=1)
 
 
-def classification(x, y):  # probabilities [5, 2200, 2]
+def curve_data():  # places [2200, 1], and a curve with noise there
+    t = np.random.default_rng(0).uniform(-1, 1, size=(2200, 1)).astype(np.float32)
+    noise = np.random.default_rng(1).normal(0, 0.2, size=len(t))
+    return t, np.sin(6 * t[:, 0]) + noise
+
+
+def classification(x, y):  # probabilities [5, 2200, 4]
     trainer = pe.make_trainer(
-        lambda key: mlp_init(key, (2, 100, 100, 2)),
+        lambda key: mlp_init(key, (4, 100, 100, 4)),
         mlp_loss,
         pe.adam(pe.cosine_schedule(0.03, 500)),
         members=5,
@@ -75,14 +78,8 @@ def classification(x, y):  # probabilities [5, 2200, 2]
     return trainer.predict_members(state, x)
 
 
-def risk(unsure, wrong):  # the surest first, and the error among the first 1, 2, ...
-    surest = np.argsort(unsure)
-    return surest, wrong[surest].cumsum() / np.arange(1, len(wrong) + 1)
-
-
-def find_threshold(unsure, wrong, error=0.01):
-    surest, errors = risk(unsure, wrong)
-    return unsure[surest][errors <= error][-1]
+def risk(unsure, wrong):  # the error among the surest 1, 2, ...
+    return wrong[np.argsort(unsure)].cumsum() / np.arange(1, len(wrong) + 1)
 
 
 def gaussian(params, x):  # means and variances [N]
@@ -104,7 +101,7 @@ def regression(data, points):  # means and variances [5, N]
         output=None,  # as it is, without a softmax
     )
     state = trainer.init(jax.random.key(0))
-    state, _ = trainer.epoch(state, data, draw_rows(200, 500, 50) % len(data[0]))
+    state, _ = trainer.epoch(state, data, draw_rows(len(data[0]), 500, 50))
     return trainer.predict_members(state, points)
 
 
@@ -122,13 +119,13 @@ def draw(file, unsure, wrong, threshold, data, grid, means, variances, q):
     for i, each in enumerate(zip(unsure, wrong)):
         style = [dict(color="#0072b2", lw=0.8), dict(color="#d55e00", lw=2)][i == 5]
         label = {0: "members", 5: "ensemble"}.get(i)
-        left.plot(100 * kept, 100 * risk(*each)[1], **style, label=label)
+        left.plot(100 * kept, 100 * risk(*each), **style, label=label)
     inside = unsure[-1] <= threshold
     at = 100 * inside.mean(), 100 * wrong[-1][inside].mean()
-    left.plot(*at, "o", color="#d55e00", label="threshold, calibrated for 1%")
-    left.axhline(1, color="0.6", lw=0.8, ls=":")
+    left.plot(*at, "o", color="#d55e00", label="threshold, found for 5%")
+    left.axhline(5, color="0.4", lw=0.8, ls="--", label="what was asked for")
     left.set(xlabel="kept, surest first (%)", ylabel="wrong among them (%)")
-    left.set(xlim=(0, 100), ylim=(0, 8))
+    left.set(xlim=(30, 100), ylim=(0, 12))
 
     mean, deviation = mean_and_deviation(means, variances)
     z = 1.645  # 90% of a Gaussian lie within
@@ -141,9 +138,11 @@ def draw(file, unsure, wrong, threshold, data, grid, means, variances, q):
     right.plot(grid, means.T, color="#0072b2", lw=0.8)
     right.plot(grid, mean, color="#d55e00", lw=2)
     right.scatter(*data, s=8, color="0.15", zorder=3, label="training data")
-    right.set(xlabel="t", ylabel="curve", xlim=(-1, 1), ylim=(-2.2, 3))
-    right.axvspan(-GAP, GAP, color="0.95", zorder=0)
-    right.annotate("no data", (0, -2), ha="center")
+    right.plot(grid, np.sin(6 * grid), "--", color="0.4", lw=1, label="without noise")
+    right.set(xlabel="t", ylabel="curve", xlim=(-1, 1), ylim=(-3, 4))
+    right.set_xticks(np.linspace(-1, 1, 5))
+    right.axvspan(EDGE, 1, color="0.95", zorder=0)
+    right.annotate("no data", ((1 + EDGE) / 2, 1.5), ha="center")
     for axes in (left, right):
         axes.legend(frameon=False, loc="upper left")
         axes.spines[["top", "right"]].set_visible(False)
@@ -301,25 +300,28 @@ def show(name, report):
 
 
 def show_decisions(file=None):
-    x, y, curve = readme_data()
+    x, y = readme_data()
     probs = classification(x, y)
     show("Classes", pe.ensemble_report(probs[:, 200:], y[200:]))
     stages = [*probs[:, None], probs]  # of the members, each alone, and of all
     unsure = np.array([pe.predictive_entropy(each) for each in stages])
     wrong = np.array([each.mean(axis=0).argmax(axis=-1) != y for each in stages])
-    threshold = find_threshold(unsure[-1, CALIBRATION], wrong[-1, CALIBRATION])
+    calibrate = unsure[-1, CALIBRATION], wrong[-1, CALIBRATION]
+    threshold = pe.risk_threshold(*calibrate, risk=0.05)
     kept = unsure[-1, NEW] <= threshold
     print(f"  kept {kept.mean():.0%}, of which {wrong[-1, NEW][kept].mean():.1%} wrong")
 
-    t, grid = x[:, :1], np.linspace(-1, 1, 321, dtype=np.float32)
-    seen, new = abs(t[:, 0]) > GAP, np.arange(2200) >= 700
-    data = t[OLD][seen[OLD]], curve[OLD][seen[OLD]]
-    found = regression(data, np.concatenate([t, grid[:, None]]))
+    (t, curve), grid = curve_data(), np.linspace(-1, 1, 321, dtype=np.float32)
+    rows, seen = np.arange(2200), t[:, 0] < EDGE
+    train, calibrate, test = (
+        part[seen[part]] for part in (rows[OLD], rows[CALIBRATION], rows[NEW])
+    )
+    found = regression((t[train], curve[train]), np.concatenate([t, grid[:, None]]))
     means, variances = (each[:, :2200] for each in found)
     mean, deviation = mean_and_deviation(means, variances)
     off = abs(curve - mean) / deviation
-    q = pe.conformal_quantile(off[CALIBRATION][seen[CALIBRATION]])
-    for name, part in ("Regression", seen & new), ("In the gap", ~seen & new):
+    q = pe.conformal_quantile(off[calibrate])
+    for name, part in ("Regression", test), ("Beyond the data", rows[~seen]):
         report = pe.regression_report(means[:, part], variances[:, part], curve[part])
         show(name, report)
         held = report["ensemble"]["coverage"]["90%"], (off[part] <= q).mean()
@@ -328,12 +330,14 @@ def show_decisions(file=None):
     if file:
         lines = (each[:, 2200:] for each in found)
         new_points = unsure[:, NEW], wrong[:, NEW], threshold
-        draw(file, *new_points, (data[0][:, 0], data[1]), grid, *lines, q)
+        draw(file, *new_points, (t[train, 0], curve[train]), grid, *lines, q)
 
 
 def show_tokens():
-    if importlib.util.find_spec("flax") is None:
-        return print("Tokens: left out, since flax is not installed")
+    try:
+        import flax.linen  # noqa: F401
+    except ImportError as error:
+        return print(f"Tokens: left out: {error}")
     lines = inspect.getsource(pe).splitlines()  # its own module is what it reads
     show("Tokens", tokens(padded_lines(lines[::16]), padded_lines(lines[1::16])))
 
