@@ -283,6 +283,7 @@ def test_module_works_alone_beside_a_script(tmp_path):
     assert str(tmp_path) in printed and "Step 900" in printed
 
 
+@pytest.mark.pages
 def test_example_runs_below_the_module_and_says_what_holds(tmp_path):
     pytest.importorskip("flax")  # of one of its uses
     (tmp_path / "examples").mkdir()
@@ -355,6 +356,7 @@ def run_page(text, names, capsys):
     return names
 
 
+@pytest.mark.pages
 def test_code_of_every_page_runs_and_prints_what_it_says(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     few = tm.generate_digits(0, 640, 64)
@@ -386,6 +388,7 @@ int(state.opt_state.num_steps.min())
 
 
 @posix
+@pytest.mark.pages
 def test_readme_runs_in_a_notebook_that_is_interrupted(tmp_path, monkeypatch):
     pytest.importorskip("ipykernel")
     manager = pytest.importorskip("jupyter_client.manager")
@@ -465,6 +468,7 @@ METHODS = "init update epoch place predict predict_members gather scatter like l
 METHODS = METHODS.split()
 
 
+@pytest.mark.pages
 def test_an_editor_completes_the_public_names_of_module_and_trainer():
     jedi, trainer = pytest.importorskip("jedi"), net_trainer(2, 2)
     fields = {field.name for field in dataclasses.fields(trainer)}
@@ -2421,6 +2425,7 @@ pe.make_sync_update(print, 0.1)  # wrong
 """
 
 
+@pytest.mark.pages
 def test_type_checker_finds_wrong_calls_and_no_others(tmp_path):
     (tmp_path / "calls.py").write_text(CALLS)
     skipped = "[mypy-jax.*,numpy.*,optax.*,matplotlib.*]\nfollow_imports = skip"
