@@ -23,6 +23,7 @@ import runpy
 import shutil
 import signal
 import socket
+import stat
 import statistics
 import struct
 import subprocess
@@ -2315,6 +2316,7 @@ trainer.epoch(data, state, order)  # wrong
 trainer.place(data, trainer.layout)  # wrong
 trainer.chunk = 64  # wrong
 make(print, print, pe.sgd(0.1))  # wrong
+make(print, print, pe.sgd(0.1), 2)  # wrong
 make(print, print, pe.sgd(0.1), member=2)  # wrong
 pe.make_sync_update(print, 0.1)  # wrong
 """
@@ -3341,8 +3343,10 @@ def test_members_that_cannot_differ_are_warned_of_once():
         trainer = pe.make_trainer(init, **options)
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            for _ in range(2):
-                metrics = call(trainer, trainer.init(jax.random.key(0)), *args)[1]
+            call(trainer, trainer.init(jax.random.key(0)), *args)
+            at_first = len(found)
+            metrics = call(trainer, trainer.init(jax.random.key(0)), *args)[1]
+        assert len(found) == at_first
         assert all(w.filename == __file__ for w in found)
         assert all("the 2 members have equal weights" in str(w.message) for w in found)
         different = {x.tobytes() for x in np.asarray(metrics)}
@@ -3600,6 +3604,14 @@ def test_a_nan_is_found_by_jax_also_where_it_is_given(members):
         if jax.__version_info__ >= (0, 8):  # which goes round in circles by itself
             assert found.count("params.dense.bias") + found.count("0].dense.bias") == 2
         trainer.update(state, *batch)  # nothing was lost
+
+
+def test_an_init_fn_without_end_is_a_recursion_error():
+    def init(key):
+        return init(key)
+
+    with pytest.raises(RecursionError):
+        begin(pe.make_trainer(init, net_loss, SGD, members=1))
 
 
 @every_layout
@@ -4212,6 +4224,24 @@ def test_a_file_is_replaced_when_it_is_whole_and_not_before(tmp_path):
         file.write(b"newer")
         raise KeyError
     assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
+
+
+@posix
+def test_a_file_is_synced_before_it_has_its_name_and_the_folder_after(
+    tmp_path, monkeypatch
+):
+    calls = []
+
+    def watched(call, what, *args):
+        info = os.stat(what)  # of a path or an open file
+        calls.append((call.__name__, stat.S_ISDIR(info.st_mode) or info.st_size))
+        return call(what, *args)
+
+    for name in ("fsync", "replace"):
+        monkeypatch.setattr(os, name, functools.partial(watched, getattr(os, name)))
+    with pe.replace_file(tmp_path / "x") as file:
+        file.write(b"new")
+    assert calls == [("fsync", 3), ("replace", 3), ("fsync", True)]
 
 
 @posix
