@@ -2064,6 +2064,7 @@ REFUSED_STEPS = [
     (sync, one_number, {}, 16, r"axes .* \[\(8,\), \(16,\)\]; expected the number of"),
     (sync, lambda: one_number(2), {}, (D, 2), r"axes .* \[\(2,\), \(8,\)\]; expected"),
     (sync, lambda: one_number().params, {}, (D, 2), "state is ArrayImpl; expected a"),
+    (sync, lambda: pe.train_state(jnp.ones(()), SGD), {}, (D, 2), "of the state have"),
 ]
 
 
@@ -3165,6 +3166,25 @@ def test_at_once_changes_no_bit_of_members_that_share_no_device():
         state, losses = made.epoch(state, image_data(), orders(1)[0])
         ends.append((made.gather(state), losses))
     assert leaves_equal(*ends)
+
+
+@cases("at_once, together", (1, 1), (2, 2), (9, 4))
+def test_at_once_is_how_many_members_are_mapped_together(at_once, together):
+    sizes = {1}  # what stays where no vmap is
+
+    @jax.custom_batching.custom_vmap
+    def same(x):
+        return x
+
+    @same.def_vmap
+    def count(size, is_mapped, x):
+        sizes.add(size)
+        return x, is_mapped[0]
+
+    options = dict(at_once=at_once, apply_fn=lambda p, x: same(net(p, x)))
+    trainer, state = begin(net_trainer(4, 1, **options))
+    trainer.predict(state, image_data()[0][:1])
+    assert max(sizes) == together
 
 
 def test_a_sweep_trains_as_plain_numbers_do():
