@@ -4694,6 +4694,23 @@ def test_segments_are_short_and_end_at_saves(tmp_path, run_in, whole_run, monkey
         lengths.clear()
 
 
+@cases("count, expected", (30, [8, 8, 8, 6]), (34, [8, 8, 8, 10]), (3, [3]))
+def test_parts_of_predictions_are_short_but_no_shorter_than_a_chunk(count, expected):
+    sizes = []
+
+    def predict_members(_, part):
+        sizes.append(len(part))
+        return np.zeros((6, len(part), 2))
+
+    # Of 24 images for a device: 8 of each of its three members, two chunks.
+    trainer = types.SimpleNamespace(layout=pe.Layout(6, 2, 3, 1), chunk=4)
+    trainer.predict_members = predict_members
+    run = types.SimpleNamespace(trainer=trainer, segment_images=24, state=None)
+    run.look = lambda: None
+    assert tm.Run.predict(run, np.zeros((count, 1))).shape == (6, count, 2)
+    assert sizes == expected
+
+
 def stop_at(monkeypatch, step, how=signal.SIGTERM, looks=1):
     """Let a run of segments of one step receive a signal after one of the steps.
 
@@ -5424,6 +5441,14 @@ def test_processes_stop_together_and_notice_one_that_dies(tmp_path, start_run):
     with tm.locked(tmp_path):  # which the dead hold no longer
         pass
     assert pe.load(tmp_path / checkpoints(tmp_path)[-1])
+
+
+def test_no_process_leaves_before_the_first_has_saved():
+    run = mock.Mock(args=types.SimpleNamespace(workdir=None))
+    run.signals.agree.return_value = signal.SIGTERM
+    said_by(tm.Failure, tm.Run.look, run)
+    calls = [name for name, *_ in run.method_calls]
+    assert calls == ["signals.agree", "save", "signals.agree"]
 
 
 @linux
