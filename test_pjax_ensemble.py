@@ -1332,7 +1332,7 @@ test_metric_names_what_does_not_fit = refuses(
     (lambda: pe.conformal_quantile([1, np.nan]), r"shape \(2,\) and 1 nan; expected"),
     (
         lambda: pe.conformal_quantile(THREE, 90),
-        "coverage is 90; expected 0 <= coverage",
+        "coverage is 90; expected 0 <= coverage < 1$",
     ),
     (lambda: pe.conformal_quantile(THREE, None), "coverage is None; expected 0 <="),
     (lambda: pe.risk_threshold(TWO, TWO > 1), r"uncertainty have shape \(1, 2\) and"),
