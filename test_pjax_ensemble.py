@@ -23,6 +23,7 @@ import runpy
 import shutil
 import signal
 import socket
+import stat
 import statistics
 import struct
 import subprocess
@@ -866,11 +867,16 @@ def test_cnn_is_the_guides_network(form):
     assert_close(logits, network(params, images))
 
 
-def test_batch_norm_cnn_takes_images_of_any_form():
-    form = {"image_shape": (6, 11, 3), "num_classes": 4}
-    params, stats = tm.batch_norm_cnn_init(jax.random.key(0), **form)
-    logits, _ = jax.jit(tm.batch_norm_cnn)(params, stats, jnp.ones((2, 6, 11, 3)))
-    assert logits.shape == (2, 4) and params.conv1.weight.shape == (3, 3, 3, 12)
+@pytest.mark.parametrize("name", ["cnn", "batchnorm"])
+def test_networks_of_the_script_take_images_of_any_form(name):
+    init, logits = tm.NETWORKS[name]
+
+    def network(key, images):
+        model = init(key, image_shape=images.shape[1:], num_classes=4)
+        return logits(*model, images)[0]
+
+    made = jax.eval_shape(network, jax.random.key(0), jnp.ones((2, 6, 11, 3)))
+    assert made.shape == (2, 4)
 
 
 BEFORE = {  # a number of each weight, of the key 7, as when MNIST's form was fixed
@@ -1112,6 +1118,7 @@ def test_memory_of_a_report_is_that_of_a_block(call, result):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < (result + 4) * 2**20
+    assert len([*pe._blocks(probs, 4)]) < 100  # large enough for NumPy to be fast
 
 
 def test_report_of_certain_members_is_finite():
@@ -1281,6 +1288,8 @@ def test_risk_threshold_is_that_of_binomial_tests_in_sequence(n):
         assert threshold == threshold_by_scipy(uncertainty, wrong, **options)
         found.add(threshold)
     assert n < 400 or len(found) > 4
+    # Half of 80 are no fewer than it takes, 28: so many is the first number tested.
+    assert pe.risk_threshold(np.arange(80), np.arange(80) >= 40, risk=0.1) == 39
 
 
 def test_what_is_kept_errs_more_than_the_risk_as_seldom_as_it_says():
@@ -1436,7 +1445,7 @@ test_metric_names_what_does_not_fit = refuses(
     (lambda: pe.conformal_quantile([1, np.nan]), r"shape \(2,\) and 1 nan; expected"),
     (
         lambda: pe.conformal_quantile(THREE, 90),
-        "coverage is 90; expected 0 <= coverage",
+        "coverage is 90; expected 0 <= coverage < 1$",
     ),
     (lambda: pe.conformal_quantile(THREE, None), "coverage is None; expected 0 <="),
     (lambda: pe.risk_threshold(TWO, TWO > 1), r"uncertainty have shape \(1, 2\) and"),
@@ -2168,6 +2177,7 @@ REFUSED_STEPS = [
     (sync, one_number, {}, 16, r"axes .* \[\(8,\), \(16,\)\]; expected the number of"),
     (sync, lambda: one_number(2), {}, (D, 2), r"axes .* \[\(2,\), \(8,\)\]; expected"),
     (sync, lambda: one_number().params, {}, (D, 2), "state is ArrayImpl; expected a"),
+    (sync, lambda: pe.train_state(jnp.ones(()), SGD), {}, (D, 2), "of the state have"),
 ]
 
 
@@ -2420,6 +2430,7 @@ trainer.epoch(data, state, order)  # wrong
 trainer.place(data, trainer.layout)  # wrong
 trainer.chunk = 64  # wrong
 make(print, print, pe.sgd(0.1))  # wrong
+make(print, print, pe.sgd(0.1), 2)  # wrong
 make(print, print, pe.sgd(0.1), member=2)  # wrong
 pe.make_sync_update(print, 0.1)  # wrong
 """
@@ -2996,7 +3007,7 @@ def test_predicting_compiles_few_programs_and_holds_one_chunk_at_a_time():
 
 @pytest.mark.parametrize("members, devices", [(1, 4), (2, 4), (3, 2)])
 def test_predictions_do_not_depend_on_the_rows_that_go_with_them(members, devices):
-    images = image_data()[0]
+    images = image_data()[0][:235]
     trainer, state = begin(net_trainer(members, devices, chunk=3))
     whole = trainer.predict(state, images), trainer.predict_members(state, images)
     alone = trainer.predict_members(state, images[17:18])
@@ -3270,6 +3281,25 @@ def test_at_once_changes_no_bit_of_members_that_share_no_device():
     assert leaves_equal(*ends)
 
 
+@cases("at_once, together", (1, 1), (2, 2), (9, 4))
+def test_at_once_is_how_many_members_are_mapped_together(at_once, together):
+    sizes = {1}  # what stays where no vmap is
+
+    @jax.custom_batching.custom_vmap
+    def same(x):
+        return x
+
+    @same.def_vmap
+    def count(size, is_mapped, x):
+        sizes.add(size)
+        return x, is_mapped[0]
+
+    options = dict(at_once=at_once, apply_fn=lambda p, x: same(net(p, x)))
+    trainer, state = begin(net_trainer(4, 1, **options))
+    trainer.predict(state, image_data()[0][:1])
+    assert max(sizes) == together
+
+
 def test_a_sweep_trains_as_plain_numbers_do():
     def losses(optimizer, **hyper):
         functions = lambda key, *h: net_init(key), lambda *args: net_loss(*args[:3])
@@ -3446,8 +3476,10 @@ def test_members_that_cannot_differ_are_warned_of_once():
         trainer = pe.make_trainer(init, **options)
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            for _ in range(2):
-                metrics = call(trainer, trainer.init(jax.random.key(0)), *args)[1]
+            call(trainer, trainer.init(jax.random.key(0)), *args)
+            at_first = len(found)
+            metrics = call(trainer, trainer.init(jax.random.key(0)), *args)[1]
+        assert len(found) == at_first
         assert all(w.filename == __file__ for w in found)
         assert all("the 2 members have equal weights" in str(w.message) for w in found)
         different = {x.tobytes() for x in np.asarray(metrics)}
@@ -3650,6 +3682,18 @@ def test_other_handlers_of_interrupts_and_other_threads_go_on(interrupts):
         state, _ = pool.submit(trainer.update, state, *batch).result()
     assert trainer.latest is state
 
+    def loss_fn(*args):  # sets one while it is traced
+        signal.signal(signal.SIGINT, second)
+        return net_loss(*args)
+
+    trainer, state = begin(net_trainer.__wrapped__(2, 2, loss_fn))
+    old = signal.getsignal(signal.SIGINT)
+    try:
+        trainer.update(state, *batch)
+        assert signal.getsignal(signal.SIGINT) is second
+    finally:
+        signal.signal(signal.SIGINT, old)
+
 
 FAILING = """
 import jax, numpy as np, pjax_ensemble as pe
@@ -3705,6 +3749,14 @@ def test_a_nan_is_found_by_jax_also_where_it_is_given(members):
         if jax.__version_info__ >= (0, 8):  # which goes round in circles by itself
             assert found.count("params.dense.bias") + found.count("0].dense.bias") == 2
         trainer.update(state, *batch)  # nothing was lost
+
+
+def test_an_init_fn_without_end_is_a_recursion_error():
+    def init(key):
+        return init(key)
+
+    with pytest.raises(RecursionError):
+        begin(pe.make_trainer(init, net_loss, SGD, members=1))
 
 
 @every_layout
@@ -4080,6 +4132,7 @@ def test_each_member_has_an_order_and_with_bootstrap_a_resample_of_its_own(boots
     assert first.shape == draw(5049, 50, members=3).shape == (3, 100, 50)
     assert first.dtype == np.int32
     assert_array_equal(draw(5000, 50), first[0])
+    assert_array_equal(pe.epoch_order(99, 9), pe.epoch_order(99, 9, seed=0, epoch=0))
     assert_array_equal(draw(5000, 50, members=1), first[:1])
     for a, b in itertools.combinations([*first, *second], 2):
         assert not np.array_equal(a, b)
@@ -4186,18 +4239,19 @@ def assert_same_leaves(found, expected):
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
         y = y.astype(y.dtype.newbyteorder("<")) if isinstance(y, np.ndarray) else y
         assert (x.dtype, x.shape) == (y.dtype, y.shape) and as_bytes(x) == as_bytes(y)
+        assert isinstance(x, jax.Array) or x.flags.aligned
 
 
 @pytest.mark.parametrize("name", LEAVES)
 def test_load_returns_the_bits_that_were_saved(tmp_path, name):
     path, leaf, one = tmp_path / "x", LEAVES[name], np.float32(1)
-    tree = {"__metadata__": (one, leaf), "a" * 250: [leaf, None]}
+    tree = {"__metadata__": (leaf, one), "a" * 250: [leaf, None]}
     pe.save(path, tree)
     forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
     for like in (tree, forms):
         assert_same_leaves(pe.load(path, like), tree)
     paths = "['__metadata__'][0]", "['__metadata__'][1]", f"['{'a' * 250}'][0]"
-    assert_same_leaves(pe.load(path), dict(zip(paths, (one, leaf, leaf))))
+    assert_same_leaves(pe.load(path), dict(zip(paths, (leaf, one, leaf))))
 
 
 def deeper(tree):
@@ -4320,6 +4374,24 @@ def test_a_file_is_replaced_when_it_is_whole_and_not_before(tmp_path):
         file.write(b"newer")
         raise KeyError
     assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
+
+
+@posix
+def test_a_file_is_synced_before_it_has_its_name_and_the_folder_after(
+    tmp_path, monkeypatch
+):
+    calls = []
+
+    def watched(call, what, *args):
+        info = os.stat(what)  # of a path or an open file
+        calls.append((call.__name__, stat.S_ISDIR(info.st_mode) or info.st_size))
+        return call(what, *args)
+
+    for name in ("fsync", "replace"):
+        monkeypatch.setattr(os, name, functools.partial(watched, getattr(os, name)))
+    with pe.replace_file(tmp_path / "x") as file:
+        file.write(b"new")
+    assert calls == [("fsync", 3), ("replace", 3), ("fsync", True)]
 
 
 @posix
@@ -4737,6 +4809,23 @@ def test_segments_are_short_and_end_at_saves(tmp_path, run_in, whole_run, monkey
         assert lengths == [*map(int, expected)]
         assert results(folder) == results(whole_run)
         lengths.clear()
+
+
+@cases("count, expected", (30, [8, 8, 8, 6]), (34, [8, 8, 8, 10]), (3, [3]))
+def test_parts_of_predictions_are_short_but_no_shorter_than_a_chunk(count, expected):
+    sizes = []
+
+    def predict_members(_, part):
+        sizes.append(len(part))
+        return np.zeros((6, len(part), 2))
+
+    # Of 24 images for a device: 8 of each of its three members, two chunks.
+    trainer = types.SimpleNamespace(layout=pe.Layout(6, 2, 3, 1), chunk=4)
+    trainer.predict_members = predict_members
+    run = types.SimpleNamespace(trainer=trainer, segment_images=24, state=None)
+    run.look = lambda: None
+    assert tm.Run.predict(run, np.zeros((count, 1))).shape == (6, count, 2)
+    assert sizes == expected
 
 
 def stop_at(monkeypatch, step, how=signal.SIGTERM, looks=1):
@@ -5469,6 +5558,14 @@ def test_processes_stop_together_and_notice_one_that_dies(tmp_path, start_run):
     with tm.locked(tmp_path):  # which the dead hold no longer
         pass
     assert pe.load(tmp_path / checkpoints(tmp_path)[-1])
+
+
+def test_no_process_leaves_before_the_first_has_saved():
+    run = mock.Mock(args=types.SimpleNamespace(workdir=None))
+    run.signals.agree.return_value = signal.SIGTERM
+    said_by(tm.Failure, tm.Run.look, run)
+    calls = [name for name, *_ in run.method_calls]
+    assert calls == ["signals.agree", "save", "signals.agree"]
 
 
 @linux
