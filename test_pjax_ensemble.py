@@ -3215,8 +3215,8 @@ PLACES = [
     ((2,), 4, 1, 3, True),  # of a part each
     ((2,), 4, 1, 1, False),
 ]
-# Dropout, in parts that are the same on all of these, and statistics of the batch; types
-# and an optimizer of others in some places.
+# Dropout, in parts that are the same on all of these, and statistics of the batch; in a
+# few places another optimizer and another type.
 KINDS = [
     (dict(microbatch=3), PLACES),
     (dict(statistics=True), PLACES),
