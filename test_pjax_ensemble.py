@@ -262,6 +262,7 @@ assert jax.device_count() == 3, jax.device_count()
     assert run_python(code) == ""
 
 
+@pytest.mark.once
 def test_modules_are_imported_and_count_cores_where_less_is_there():
     code = """
 import os, sys, jax
@@ -284,7 +285,7 @@ def test_module_works_alone_beside_a_script(tmp_path):
     assert str(tmp_path) in printed and "Step 900" in printed
 
 
-@pytest.mark.pages
+@pytest.mark.once
 def test_example_runs_below_the_module_and_says_what_holds(tmp_path):
     pytest.importorskip("flax")  # of one of its uses
     (tmp_path / "examples").mkdir()
@@ -357,7 +358,7 @@ def run_page(text, names, capsys):
     return names
 
 
-@pytest.mark.pages
+@pytest.mark.once
 def test_code_of_every_page_runs_and_prints_what_it_says(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     few = tm.generate_digits(0, 640, 64)
@@ -389,7 +390,7 @@ int(state.opt_state.num_steps.min())
 
 
 @posix
-@pytest.mark.pages
+@pytest.mark.once
 def test_readme_runs_in_a_notebook_that_is_interrupted(tmp_path, monkeypatch):
     pytest.importorskip("ipykernel")
     manager = pytest.importorskip("jupyter_client.manager")
@@ -469,7 +470,7 @@ METHODS = "init update epoch place predict predict_members gather scatter like l
 METHODS = METHODS.split()
 
 
-@pytest.mark.pages
+@pytest.mark.once
 def test_an_editor_completes_the_public_names_of_module_and_trainer():
     jedi, trainer = pytest.importorskip("jedi"), net_trainer(2, 2)
     fields = {field.name for field in dataclasses.fields(trainer)}
@@ -2436,7 +2437,7 @@ pe.make_sync_update(print, 0.1)  # wrong
 """
 
 
-@pytest.mark.pages
+@pytest.mark.once
 def test_type_checker_finds_wrong_calls_and_no_others(tmp_path):
     (tmp_path / "calls.py").write_text(CALLS)
     skipped = "[mypy-jax.*,numpy.*,optax.*,matplotlib.*]\nfollow_imports = skip"
@@ -4694,6 +4695,7 @@ def write_set(folder, size, labels, counts=(64, 30)):
     return write_files(folder, dict(zip(tm.MNIST_FILES, map(idx, arrays)))), arrays
 
 
+@pytest.mark.once
 @cases("size, labels", ((32, 32), [*range(1, 27)]), ((12, 40), [5, 9, 200]))
 def test_any_set_of_images_is_trained_as_it_is(
     tmp_path, capsys, drawn, monkeypatch, size, labels
@@ -5507,6 +5509,7 @@ tm.Run.save = save
 sys.exit(tm.main(sys.argv[1:]))"""
 
 
+@pytest.mark.once
 @posix
 @cases(
     "signals",
@@ -5550,6 +5553,7 @@ def test_processes_of_a_run_end_as_one(tmp_path, start_run, whole_run):
     assert results(tmp_path)[0] == results(whole_run)[0]
 
 
+@pytest.mark.once
 @linux
 def test_processes_stop_together_and_notice_one_that_dies(tmp_path, start_run):
     for how, resume, expected in [
@@ -5576,6 +5580,7 @@ def test_no_process_leaves_before_the_first_has_saved():
     assert calls == ["signals.agree", "save", "signals.agree"]
 
 
+@pytest.mark.once
 @linux
 def test_processes_that_do_not_fit_together_end_with_an_error(start_run):
     port, alone = free_port(), free_port()
