@@ -570,15 +570,17 @@ def _real(name: str, x: Any, dtype: Any = np.float64) -> np.ndarray:
 _BLOCK_SIZE = 2**16  # probabilities that are worked on at a time: 512 KiB
 
 
-def _probabilities(probs: Any, members: int = 0) -> np.ndarray:
-    """Return probabilities [..., C], or with members=1 [K, ..., C], as they are given.
+def _probabilities(probs: Any, of_members: bool = False) -> np.ndarray:
+    """Return probabilities [..., C], or of members [K, ..., C], as they are given.
 
     Raises ValueError for other axes; what they hold is checked in `_blocks`.
     """
     probs, expected = _real("probabilities", probs, None), "[..., C]"
-    if members:
+    ends = probs.shape[-1:]
+    if of_members:
         expected = "[K, N, C], each member's, as predict_members returns them"
-    if probs.ndim < 1 + 2 * members or 0 in probs.shape[-1:] + probs.shape[:members]:
+        ends += probs.shape[:1]
+    if probs.ndim < (3 if of_members else 1) or 0 in ends:
         raise ValueError(f"probabilities have shape {probs.shape}; expected {expected}")
     return probs
 
@@ -645,7 +647,7 @@ def _entropies(probs: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 def _uncertainty(member_probs: Any) -> np.ndarray:
     """Do what `_entropies` does for all rows: [K, ..., C] -> [2, ...]."""
-    probs = _probabilities(member_probs, members=1)
+    probs = _probabilities(member_probs, of_members=True)
     blocks = _blocks(probs, len(probs))
     found = [_entropies(block, probs.dtype) for _, block in blocks]
     return np.concatenate(found, axis=1).reshape(2, *probs.shape[1:-1])
@@ -748,7 +750,7 @@ def ensemble_report(member_probs: Any, labels: Any) -> dict:
     masked or complex, or probabilities that are not finite, negative, or sum to 1 only
     beyond 1e-3.
     """
-    probs = _probabilities(member_probs, members=1)
+    probs = _probabilities(member_probs, of_members=True)
     labels, (members, *_, classes) = _class_indices(labels, probs[0]), probs.shape
     if not labels.size:
         raise ValueError(f"probabilities have shape {probs.shape}; none may be empty")
@@ -995,7 +997,7 @@ def fit_temperature(probs: Any, labels: Any) -> float:
     value, _, missed = slope(0)
     if not missed or value >= 0:
         raise ValueError(
-            f"no temperature is best for {labels.size} examples, of which {missed:g} "
+            f"no temperature is best for {labels.size} examples, of which {missed:.0f} "
             "have another class more probable than the label; expected some, and "
             "labels more probable than chance: use more examples"
         )

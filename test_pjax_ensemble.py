@@ -1464,6 +1464,10 @@ test_metric_names_what_does_not_fit = refuses(
     (lambda: pe.fit_temperature(SURE, [0, 1, 2]), "in 0..2; the classes are 0..1"),
     (lambda: pe.fit_temperature(SURE, [0, 0, 0]), "for 3 examples, of which 0 have"),
     (lambda: pe.fit_temperature(SURE, [0, 1, 1]), "for 3 examples, of which 2 have"),
+    (
+        lambda: pe.fit_temperature(np.tile(SURE[:1], (10**6, 1)), np.ones(10**6, int)),
+        "of which 1000000 have",
+    ),
     (lambda: pe.fit_temperature(TWO / 2, [0]), "for 1 examples, of which 0 have"),
     (lambda: pe.fit_temperature(SURE[:0], np.arange(0)), "for 0 examples"),
 )
