@@ -77,6 +77,7 @@ from hypothesis import strategies as st
 from jax import export
 from numpy.testing import assert_allclose, assert_array_equal
 
+import ensemble_metrics as em
 import pjax_ensemble as pe
 import train_mnist as tm
 
@@ -497,11 +498,13 @@ def write_functions():
 
     page, *_ = FUNCTIONS.read_text("utf-8").partition("\n## ")
     starts = r"^# -+\n# ([A-Z][\w ]+)|^(?:class |def )?(\w+)(?:\(|:| = )"
-    for section, name in re.findall(starts, inspect.getsource(pe), re.MULTILINE):
+    both = [(pe, x) for x in re.findall(starts, inspect.getsource(pe), re.MULTILINE)]
+    both += [(em, x) for x in re.findall(starts, inspect.getsource(em), re.MULTILINE)]
+    for module, (section, name) in both:
         if section:
             page += f"\n## {section}\n\n| name | what it does |\n|---|---|\n"
-        elif name in pe.__all__:
-            page += row(name, getattr(pe, name))
+        elif name in module.__all__:
+            page += row(name, getattr(module, name))
         if name == "Trainer":
             methods = vars(pe.Trainer).items()
             page += "".join(row(f"trainer.{n}", f) for n, f in methods if n in METHODS)
@@ -950,7 +953,7 @@ def test_batch_norm_cnn_is_the_guides_network():
 # ---------------------------------------------------------------------------------
 
 
-cross_entropy, regression = pe.softmax_cross_entropy, pe.regression_report
+cross_entropy, regression = pe.softmax_cross_entropy, em.regression_report
 
 
 def test_cross_entropy_equals_numpy_and_is_stable():
@@ -1043,10 +1046,10 @@ def scores_by_loops(probs, labels):
 
 @cases("block_size", 2**16, 100, 1)  # 4,369 rows, 6, and a row at a time
 def test_report_equals_loops_for_members_ensemble_and_sizes(monkeypatch, block_size):
-    monkeypatch.setattr(pe, "_BLOCK_SIZE", block_size)
+    monkeypatch.setattr(em, "_BLOCK_SIZE", block_size)
     probs, labels = random_probs(0, 3, 200, 5), np.arange(200) % 5
     probs[:, :20] = probs[0, :20]  # in which the members agree
-    report = pe.ensemble_report(probs, labels)
+    report = em.ensemble_report(probs, labels)
     sizes = [probs[:k].mean(axis=0) for k in (1, 2, 3)]
     assert report["ensemble"] == report["by_size"][-1]
     all_scores, all_probs = report["member"] + report["by_size"], [*probs, *sizes]
@@ -1062,28 +1065,28 @@ def test_report_equals_loops_for_members_ensemble_and_sizes(monkeypatch, block_s
 
     total = entropy(probs.mean(axis=0))
     expected = total, total - np.mean([entropy(p) for p in probs], axis=0)
-    found = pe.predictive_entropy(probs), pe.mutual_information(probs)
+    found = em.predictive_entropy(probs), em.mutual_information(probs)
     assert_allclose(found, expected, atol=1e-12)
     assert found[1].min() >= 0 and found[1][:20].max() < 1e-12 < found[1][20:].min()
     means = report["predictive_entropy"], report["mutual_information"]
     assert_allclose(means, np.mean(found, axis=1))
     json.dumps(report, allow_nan=False)
     tokens = probs.reshape(3, 50, 4, 5), labels.reshape(50, 4)
-    assert pe.ensemble_report(*tokens) == report
-    assert_array_equal(pe.mutual_information(tokens[0]).ravel(), found[1])
+    assert em.ensemble_report(*tokens) == report
+    assert_array_equal(em.mutual_information(tokens[0]).ravel(), found[1])
 
 
 @cases(
     "call",
-    lambda probs, labels: pe.predictive_entropy(probs),
-    lambda probs, labels: pe.temper(probs, 2),
-    lambda probs, labels: pe.fit_temperature(probs[0], labels),
-    lambda probs, labels: pe.reliability(probs[1], labels),
+    lambda probs, labels: em.predictive_entropy(probs),
+    lambda probs, labels: em.temper(probs, 2),
+    lambda probs, labels: em.fit_temperature(probs[0], labels),
+    lambda probs, labels: em.reliability(probs[1], labels),
 )
 def test_size_of_blocks_does_not_change_what_is_said(monkeypatch, call):
     args = random_probs(0, 3, 200, 5), np.arange(200) % 5
     whole = call(*args)
-    monkeypatch.setattr(pe, "_BLOCK_SIZE", 100)
+    monkeypatch.setattr(em, "_BLOCK_SIZE", 100)
     assert_allclose(call(*args), whole, rtol=1e-12)
 
 
@@ -1092,22 +1095,22 @@ def test_report_of_less_precise_probabilities_is_of_float64(dtype):
     first = np.rint(256 * random_probs(0, 3, 200, 2)[..., 0]) / 256  # bfloat16 has it
     probs = np.asarray(jnp.asarray(np.stack([first, 1 - first], axis=-1), dtype))
     both = probs, np.float64(probs)
-    report, expected = (pe.ensemble_report(x, np.arange(200) % 2) for x in both)
+    report, expected = (em.ensemble_report(x, np.arange(200) % 2) for x in both)
     float32_logs = "predictive_entropy", "mutual_information"
     for name, scores in expected.items():
         tolerance = 1e-6 if name in float32_logs else 1e-12
         close = functools.partial(assert_allclose, rtol=tolerance)
         jax.tree.map(close, report[name], scores)
-    assert pe.mutual_information(np.stack([probs[0]] * 3)).max() < 1e-7
+    assert em.mutual_information(np.stack([probs[0]] * 3)).max() < 1e-7
 
 
 @cases(
     "call, result",  # besides which, MiB, it takes the memory of a few blocks
-    (lambda probs, labels: pe.ensemble_report(probs, labels), 0),
-    (lambda probs, labels: pe.mutual_information(probs), 0.6),
-    (lambda probs, labels: pe.temper(probs[0], 2), 7.6),
-    (lambda probs, labels: pe.fit_temperature(probs[0], labels), 0),
-    (lambda probs, labels: pe.reliability(probs[0], labels), 0),
+    (lambda probs, labels: em.ensemble_report(probs, labels), 0),
+    (lambda probs, labels: em.mutual_information(probs), 0.6),
+    (lambda probs, labels: em.temper(probs[0], 2), 7.6),
+    (lambda probs, labels: em.fit_temperature(probs[0], labels), 0),
+    (lambda probs, labels: em.reliability(probs[0], labels), 0),
     (lambda probs, labels: regression(*2 * [probs[..., 0]], labels), 0.8),
 )
 def test_memory_of_a_report_is_that_of_a_block(call, result):
@@ -1119,21 +1122,21 @@ def test_memory_of_a_report_is_that_of_a_block(call, result):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < (result + 4) * 2**20
-    assert len([*pe._blocks(probs, 4)]) < 100  # large enough for NumPy to be fast
+    assert len([*em._blocks(probs, 4)]) < 100  # large enough for NumPy to be fast
 
 
 def test_report_of_certain_members_is_finite():
     certain = np.eye(3)[[0, 1, 2, 0]]
-    report = pe.ensemble_report([certain, certain[::-1]], np.array([0, 1, 2, 1]))
+    report = em.ensemble_report([certain, certain[::-1]], np.array([0, 1, 2, 1]))
     json.dumps(report, allow_nan=False)
     right, wrong = np.array([[1.0, 0]]), np.array([[0, 1.0]])
-    report = pe.ensemble_report([right, wrong], np.array([0]))
+    report = em.ensemble_report([right, wrong], np.array([0]))
     assert [m["expected_calibration_error"] for m in report["member"]] == [0, 1]
     assert [m["brier_score"] for m in report["member"]] == [0, 2]
     assert_allclose(report["member"][1]["negative_log_likelihood"], 87.3, atol=0.1)
     assert report["disagreement"] == 1
     assert_allclose(report["mutual_information"], np.log(2))
-    assert pe.ensemble_report([right], np.array([0]))["disagreement"] == 0
+    assert em.ensemble_report([right], np.array([0]))["disagreement"] == 0
 
 
 # Two members, eight examples, three classes, and what scikit-learn 1.9.1
@@ -1156,7 +1159,7 @@ FIXED_SCORES = [
 
 
 def test_report_agrees_with_scikit_learn_and_torchmetrics():
-    report = pe.ensemble_report(FIXED_PROBS, FIXED_LABELS)
+    report = em.ensemble_report(FIXED_PROBS, FIXED_LABELS)
     for scores, expected in zip([*report["member"], report["ensemble"]], FIXED_SCORES):
         assert_allclose(list(scores.values())[:3], expected[:3], rtol=1e-12)
         assert_allclose(scores["expected_calibration_error"], expected[3], rtol=1e-6)
@@ -1195,13 +1198,13 @@ def test_regression_report_equals_loops_for_members_and_sizes(members, offset):
 def test_auroc_counts_pairs_and_agrees_with_scikit_learn():
     inside, outside = [0.1, 0.4, 0.35, 0.8, 0.35, 0.2], [0.9, 0.4, 0.55, 0.35, 0.7]
     # roc_auc_score of scikit-learn 1.9.1; BinaryAUROC of TorchMetrics 1.9.0 to 1e-7
-    assert_allclose(pe.auroc(inside, outside), 0.7833333333333333, rtol=1e-12)
+    assert_allclose(em.auroc(inside, outside), 0.7833333333333333, rtol=1e-12)
     rng = np.random.default_rng(0)
     inside, outside = rng.integers(9, size=40), rng.integers(3, 12, size=31)
     pairs = list(itertools.product(inside, outside))
     expected = np.mean([(b > a) + 0.5 * (b == a) for a, b in pairs])
-    assert_allclose(pe.auroc(inside, outside), expected)
-    assert pe.auroc([0, 1], [2, np.inf]) == 1 and pe.auroc([2], [1]) == 0
+    assert_allclose(em.auroc(inside, outside), expected)
+    assert em.auroc([0, 1], [2, np.inf]) == 1 and em.auroc([2], [1]) == 0
 
 
 EDGES_OF_BINS = [
@@ -1214,7 +1217,7 @@ EDGES_OF_BINS = [
 @pytest.mark.parametrize("confidences, correct, error", EDGES_OF_BINS)
 def test_calibration_bins_hold_their_lower_edge(confidences, correct, error):
     probs = np.array([[c, 1 - c] for c in confidences])
-    scores = pe.ensemble_report([probs], np.where(correct, 0, 1))["ensemble"]
+    scores = em.ensemble_report([probs], np.where(correct, 0, 1))["ensemble"]
     assert_allclose(scores["expected_calibration_error"], error)
 
 
@@ -1222,11 +1225,11 @@ def test_reliability_counts_and_averages_each_bin():
     probs, labels = random_probs(0, 300, 4), np.arange(300) % 4
     probs[0] = [0, 0, 1, 0]
     bins = bins_by_loops(probs, labels)
-    counts, *means = pe.reliability(probs, labels)
+    counts, *means = em.reliability(probs, labels)
     assert counts.tolist() == [len(b) for b in bins] and 0 in counts
     expected = [np.mean(b, axis=0) if b else (np.nan, np.nan) for b in bins]
     assert_allclose(np.transpose(means), expected)
-    rows = pe.reliability(probs.reshape(3, 100, 4), labels.reshape(3, 100))
+    rows = em.reliability(probs.reshape(3, 100, 4), labels.reshape(3, 100))
     assert_array_equal(rows, [counts, *means])
 
 
@@ -1249,14 +1252,14 @@ ERRORS = [0.3, 1.2, 0.7, 2.1, 0.4, 0.9, 0.1, 1.6, 0.8, 0.2]
     ([3, 1], 0, 1),
 )
 def test_conformal_quantile_is_a_score_by_its_rank(scores, coverage, expected):
-    assert_allclose(pe.conformal_quantile(scores, coverage), expected)
+    assert_allclose(em.conformal_quantile(scores, coverage), expected)
 
 
 @pytest.mark.parametrize("n", [20, 100, 500])
 def test_conformal_quantile_holds_for_new_scores_as_often_as_the_theory_says(n):
     draw = np.random.default_rng(n)
     # What holds of new scores that are uniform, as those of any continuous rank are
-    held = [pe.conformal_quantile(draw.uniform(size=n)) for _ in range(2000)]
+    held = [em.conformal_quantile(draw.uniform(size=n)) for _ in range(2000)]
     error = np.std(held) / math.sqrt(len(held))
     expected = math.ceil((n + 1) * 9 / 10) / (n + 1)
     assert abs(np.mean(held) - expected) < 3 * error < 0.006
@@ -1285,12 +1288,12 @@ def test_risk_threshold_is_that_of_binomial_tests_in_sequence(n):
         uncertainty = draw.uniform(size=n).round(decimals)
         wrong = draw.uniform(size=n) < uncertainty**power / 2
         options = dict(risk=risk, confidence=confidence)
-        threshold = pe.risk_threshold(uncertainty, wrong, **options)
+        threshold = em.risk_threshold(uncertainty, wrong, **options)
         assert threshold == threshold_by_scipy(uncertainty, wrong, **options)
         found.add(threshold)
     assert n < 400 or len(found) > 4
     # Half of 80 are no fewer than it takes, 28: so many is the first number tested.
-    assert pe.risk_threshold(np.arange(80), np.arange(80) >= 40, risk=0.1) == 39
+    assert em.risk_threshold(np.arange(80), np.arange(80) >= 40, risk=0.1) == 39
 
 
 def test_what_is_kept_errs_more_than_the_risk_as_seldom_as_it_says():
@@ -1301,7 +1304,7 @@ def test_what_is_kept_errs_more_than_the_risk_as_seldom_as_it_says():
     for _ in range(1000):
         uncertainty = draw.uniform(size=2000)
         wrong = draw.uniform(size=2000) < uncertainty**6 / 2
-        thresholds.append(pe.risk_threshold(uncertainty, wrong))
+        thresholds.append(em.risk_threshold(uncertainty, wrong))
     above = np.mean(np.array(thresholds) > could)
     assert 0 < above < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 1000)
     assert np.mean(np.maximum(thresholds, 0)) > 0.85 * could
@@ -1311,33 +1314,33 @@ def test_temper_takes_powers_of_probabilities():
     probs = random_probs(0, 3, 20, 4)
     powers = probs ** (1 / 0.7)
     expected = powers / powers.sum(axis=-1, keepdims=True)
-    assert_allclose(pe.temper(probs, 0.7), expected, rtol=1e-12)
-    assert_allclose(pe.temper(probs, 1), probs, rtol=1e-12)
-    tempered = pe.temper([[0, 1], [0.5, 0.5]], 2)  # 0 counts as float32's smallest
+    assert_allclose(em.temper(probs, 0.7), expected, rtol=1e-12)
+    assert_allclose(em.temper(probs, 1), probs, rtol=1e-12)
+    tempered = em.temper([[0, 1], [0.5, 0.5]], 2)  # 0 counts as float32's smallest
     assert_allclose(tempered, [[1.08e-19, 1], [0.5, 0.5]], rtol=0.01)
-    assert pe.temper([[0.3, 0.7]], 1e-30).tolist() == [[0, 1]]
+    assert em.temper([[0.3, 0.7]], 1e-30).tolist() == [[0, 1]]
 
 
 def test_temperature_is_that_of_others_and_of_the_smallest_likelihood_loss():
     # Of TemperatureScaling, netcal 1.4.0, and it gives 1 / temperature
     theirs, mean = [1.7999928, 1.2852887], FIXED_PROBS.mean(axis=0)
     for probs, inverse in zip([*FIXED_PROBS, mean], [*theirs, 2.1739141]):
-        assert_allclose(1 / pe.fit_temperature(probs, FIXED_LABELS), inverse, rtol=2e-5)
+        assert_allclose(1 / em.fit_temperature(probs, FIXED_LABELS), inverse, rtol=2e-5)
     # For alike rows, that by which the probability is the frequency: log odds divided
-    found = pe.fit_temperature([[0.8, 0.2]] * 4, [0, 1, 0, 0])
+    found = em.fit_temperature([[0.8, 0.2]] * 4, [0, 1, 0, 0])
     assert_allclose(found, np.log(4) / np.log(3), rtol=1e-8)
     optimize = pytest.importorskip("scipy.optimize")
     probs, rows = random_probs(1, 300, 5), np.arange(300)
     labels = np.where(rows % 2, probs.argmax(axis=1), rows % 5)
 
     def loss(log_temperature):
-        tempered = pe.temper(probs, np.exp(log_temperature))
-        return pe.ensemble_report([tempered], labels)["ensemble"][
+        tempered = em.temper(probs, np.exp(log_temperature))
+        return em.ensemble_report([tempered], labels)["ensemble"][
             "negative_log_likelihood"
         ]
 
     best = optimize.minimize_scalar(loss, (0, 3), tol=1e-10).x
-    assert_allclose(pe.fit_temperature(probs, labels), np.exp(best), rtol=1e-6)
+    assert_allclose(em.fit_temperature(probs, labels), np.exp(best), rtol=1e-6)
 
 
 def test_temperature_of_perfect_probabilities_is_one():
@@ -1348,10 +1351,10 @@ def test_temperature_of_perfect_probabilities_is_one():
     mean = (probs * logs).sum(axis=1)
     # Fisher's information of 1 / temperature: the variance of log p under p
     information = ((probs * logs**2).sum(axis=1) - mean**2).sum()
-    inverse, error = 1 / pe.fit_temperature(probs, labels), information**-0.5
+    inverse, error = 1 / em.fit_temperature(probs, labels), information**-0.5
     assert abs(inverse - 1) < 3 * error < 0.05
     for temperature in (0.3, 4):
-        changed = pe.fit_temperature(pe.temper(probs, temperature), labels)
+        changed = em.fit_temperature(em.temper(probs, temperature), labels)
         assert_allclose(changed * temperature, 1 / inverse, rtol=1e-3)
 
 
@@ -1363,16 +1366,16 @@ FAR[1, -1] = 2
 SURE, NONE_WRONG = np.array([[0.75, 0.25]] * 3), (THREE, THREE > 1)
 
 METRICS = [  # and what they call the arrays that they take, each in its place
-    (pe.predictive_entropy, {"probabilities": HALVES}),
-    (pe.mutual_information, {"probabilities": HALVES}),
-    (pe.reliability, {"probabilities": HALVES[0], "labels": np.arange(2)}),
-    (pe.ensemble_report, {"probabilities": HALVES, "labels": np.arange(2)}),
+    (em.predictive_entropy, {"probabilities": HALVES}),
+    (em.mutual_information, {"probabilities": HALVES}),
+    (em.reliability, {"probabilities": HALVES[0], "labels": np.arange(2)}),
+    (em.ensemble_report, {"probabilities": HALVES, "labels": np.arange(2)}),
     (regression, {"means": TWO, "variances": TWO, "targets": TWO[0]}),
-    (pe.auroc, {"scores_in": THREE, "scores_out": THREE}),
-    (pe.conformal_quantile, {"scores": THREE}),
-    (pe.risk_threshold, dict(zip(("uncertainty", "wrong"), NONE_WRONG))),
-    (lambda probs: pe.temper(probs, 2), {"probabilities": HALVES}),
-    (pe.fit_temperature, {"probabilities": SURE, "labels": np.array([0, 0, 1])}),
+    (em.auroc, {"scores_in": THREE, "scores_out": THREE}),
+    (em.conformal_quantile, {"scores": THREE}),
+    (em.risk_threshold, dict(zip(("uncertainty", "wrong"), NONE_WRONG))),
+    (lambda probs: em.temper(probs, 2), {"probabilities": HALVES}),
+    (em.fit_temperature, {"probabilities": SURE, "labels": np.array([0, 0, 1])}),
 ]
 
 
@@ -1391,40 +1394,40 @@ test_metric_names_what_does_not_fit = refuses(
     (lambda: cross_entropy(ONE_HOT, ONE_HOT), r"labels are float64\[3, 4\]"),
     (lambda: pe.accuracy(ONE_HOT, COLUMN), r"labels are int64\[3, 1\]"),
     (lambda: pe.accuracy(ONE_HOT, THREE), r"4\[3\]; expected integers \[3\], class"),
-    (lambda: pe.reliability(ONE_HOT, COLUMN), r"labels are int64\[3, 1\]"),
-    (lambda: pe.predictive_entropy(8 * HALVES), r"\[0, 0\] begin with 4.0 and add up"),
-    (lambda: pe.mutual_information(8 * HALVES), "add up to 8.0; pass softmax"),
-    (lambda: pe.reliability(8 * ONE_HOT, [0] * 3), "add up to 8.0; pass softmax"),
-    (lambda: pe.reliability(ONE_HOT, [0, 1, 4]), "in 0..4; the classes are 0..3"),
-    (lambda: pe.ensemble_report(ONE_HOT, [0]), r"shape \(3, 4\); expected \[K, N, C\]"),
-    (lambda: pe.ensemble_report(HALVES, [0]), r"int64\[1\]; expected integers \[2\]"),
-    (lambda: pe.ensemble_report(HALVES[:, :0], np.arange(0)), "none may be empty"),
-    (lambda: pe.ensemble_report(HALVES[:0], [0]), r"\(0, 2, 2\); expected \[K, N, C\]"),
+    (lambda: em.reliability(ONE_HOT, COLUMN), r"labels are int64\[3, 1\]"),
+    (lambda: em.predictive_entropy(8 * HALVES), r"\[0, 0\] begin with 4.0 and add up"),
+    (lambda: em.mutual_information(8 * HALVES), "add up to 8.0; pass softmax"),
+    (lambda: em.reliability(8 * ONE_HOT, [0] * 3), "add up to 8.0; pass softmax"),
+    (lambda: em.reliability(ONE_HOT, [0, 1, 4]), "in 0..4; the classes are 0..3"),
+    (lambda: em.ensemble_report(ONE_HOT, [0]), r"shape \(3, 4\); expected \[K, N, C\]"),
+    (lambda: em.ensemble_report(HALVES, [0]), r"int64\[1\]; expected integers \[2\]"),
+    (lambda: em.ensemble_report(HALVES[:, :0], np.arange(0)), "none may be empty"),
+    (lambda: em.ensemble_report(HALVES[:0], [0]), r"\(0, 2, 2\); expected \[K, N, C\]"),
     (
-        lambda: pe.predictive_entropy(SURE),
+        lambda: em.predictive_entropy(SURE),
         r"shape \(3, 2\); expected \[K, N, C\], each",
     ),
     (
-        lambda: pe.mutual_information(SURE),
+        lambda: em.mutual_information(SURE),
         r"shape \(3, 2\); expected \[K, N, C\], each",
     ),
-    (lambda: pe.temper(0.5, 2), r"shape \(\); expected \[..., C\]"),
-    (lambda: pe.reliability(SURE[:, :0], [0] * 3), r"\(3, 0\); expected \[..., C\]"),
+    (lambda: em.temper(0.5, 2), r"shape \(\); expected \[..., C\]"),
+    (lambda: em.reliability(SURE[:, :0], [0] * 3), r"\(3, 0\); expected \[..., C\]"),
     (
-        lambda: pe.temper(MANY * FAR, 2),
+        lambda: em.temper(MANY * FAR, 2),
         r"s\[1, 39999\] begin with 1.0 and add up to 2.0",
     ),
     (
-        lambda: pe.mutual_information(MANY * FAR),
+        lambda: em.mutual_information(MANY * FAR),
         r"s\[1, 39999\] begin with 1.0 and add",
     ),
-    (lambda: pe.ensemble_report(HALVES, [0, 2]), "in 0..2; the classes are 0..1"),
-    (lambda: pe.ensemble_report(HALVES, [0, -1]), "labels lie in -1..0"),
-    (lambda: pe.ensemble_report(HALVES, [0.0, 1.0]), "labels are float64"),
-    (lambda: pe.ensemble_report(HALVES + 0.1, [0, 1]), r"probabilities\[0, 0\] begin"),
-    (lambda: pe.ensemble_report(HALVES * [[1], [np.nan]], [0, 1]), r"\[0, 1\] begin"),
-    (lambda: pe.ensemble_report([[[1.5, -0.5]]], [0]), "pass softmax"),
-    (lambda: pe.ensemble_report(np.ones((1, 1, 99)), [0]), "add up to 99.0; pass"),
+    (lambda: em.ensemble_report(HALVES, [0, 2]), "in 0..2; the classes are 0..1"),
+    (lambda: em.ensemble_report(HALVES, [0, -1]), "labels lie in -1..0"),
+    (lambda: em.ensemble_report(HALVES, [0.0, 1.0]), "labels are float64"),
+    (lambda: em.ensemble_report(HALVES + 0.1, [0, 1]), r"probabilities\[0, 0\] begin"),
+    (lambda: em.ensemble_report(HALVES * [[1], [np.nan]], [0, 1]), r"\[0, 1\] begin"),
+    (lambda: em.ensemble_report([[[1.5, -0.5]]], [0]), "pass softmax"),
+    (lambda: em.ensemble_report(np.ones((1, 1, 99)), [0]), "add up to 99.0; pass"),
     (lambda: pe.gaussian_nll(THREE, THREE, COLUMN), r"\(3,\), \(3, 1\)\]; expected"),
     (lambda: pe.gaussian_nll(THREE, COLUMN, THREE), r"\(3, 1\), \(3,\)\]; expected"),
     (lambda: regression(PLANES, PLANES, ONE_HOT), r"\(3, 4\); .*take \[..., 0\]"),
@@ -1439,37 +1442,37 @@ test_metric_names_what_does_not_fit = refuses(
     (lambda: regression(ZEROS, [[1, 1], [1, 0]], [0, 0]), "1, example 1: .*ce 0"),
     (lambda: regression([[0, 0]], -TWO, [0, 0]), "variance -1.0, target"),
     (lambda: regression([[0, 0]], TWO, [0, np.nan]), "example 1: .*target nan"),
-    (lambda: pe.auroc([], [1.0]), "0 scores_in and 1 scores_out; expected one or more"),
-    (lambda: pe.auroc([1.0], [[1.0]]), r"scores_out have shape \(1, 1\)"),
-    (lambda: pe.auroc([1.0], [1, np.nan]), r"scores_out have shape \(2,\) and 1 nan"),
-    (lambda: pe.conformal_quantile(TWO), r"scores have shape \(1, 2\) and 0 nan"),
-    (lambda: pe.conformal_quantile([1, np.nan]), r"shape \(2,\) and 1 nan; expected"),
+    (lambda: em.auroc([], [1.0]), "0 scores_in and 1 scores_out; expected one or more"),
+    (lambda: em.auroc([1.0], [[1.0]]), r"scores_out have shape \(1, 1\)"),
+    (lambda: em.auroc([1.0], [1, np.nan]), r"scores_out have shape \(2,\) and 1 nan"),
+    (lambda: em.conformal_quantile(TWO), r"scores have shape \(1, 2\) and 0 nan"),
+    (lambda: em.conformal_quantile([1, np.nan]), r"shape \(2,\) and 1 nan; expected"),
     (
-        lambda: pe.conformal_quantile(THREE, 90),
+        lambda: em.conformal_quantile(THREE, 90),
         "coverage is 90; expected 0 <= coverage < 1$",
     ),
-    (lambda: pe.conformal_quantile(THREE, None), "coverage is None; expected 0 <="),
-    (lambda: pe.risk_threshold(TWO, TWO > 1), r"uncertainty have shape \(1, 2\) and"),
+    (lambda: em.conformal_quantile(THREE, None), "coverage is None; expected 0 <="),
+    (lambda: em.risk_threshold(TWO, TWO > 1), r"uncertainty have shape \(1, 2\) and"),
     (
-        lambda: pe.risk_threshold(THREE, [0, 0, 1]),
+        lambda: em.risk_threshold(THREE, [0, 0, 1]),
         r"int64\[3\]; expected bool\[3\], as",
     ),
-    (lambda: pe.risk_threshold(THREE, [True]), r"wrong is bool\[1\]; expected bool\[3"),
-    (lambda: pe.risk_threshold(*NONE_WRONG, risk=0), "risk is 0; expected 1e-09 <= ri"),
-    (lambda: pe.risk_threshold(*NONE_WRONG, confidence=1), "confidence is 1; expected"),
-    (lambda: pe.temper(8 * ONE_HOT, 2), "add up to 8.0; pass softmax"),
-    (lambda: pe.temper(ONE_HOT, 0), "temperature is 0; expected 1e-30 <= temperature"),
-    (lambda: pe.temper(ONE_HOT, np.inf), "is inf; expected 1e-30 <= temperature < inf"),
-    (lambda: pe.fit_temperature(SURE, [0, 1]), r"int64\[2\]; expected integers \[3\]"),
-    (lambda: pe.fit_temperature(SURE, [0, 1, 2]), "in 0..2; the classes are 0..1"),
-    (lambda: pe.fit_temperature(SURE, [0, 0, 0]), "for 3 examples, of which 0 have"),
-    (lambda: pe.fit_temperature(SURE, [0, 1, 1]), "for 3 examples, of which 2 have"),
+    (lambda: em.risk_threshold(THREE, [True]), r"wrong is bool\[1\]; expected bool\[3"),
+    (lambda: em.risk_threshold(*NONE_WRONG, risk=0), "risk is 0; expected 1e-09 <= ri"),
+    (lambda: em.risk_threshold(*NONE_WRONG, confidence=1), "confidence is 1; expected"),
+    (lambda: em.temper(8 * ONE_HOT, 2), "add up to 8.0; pass softmax"),
+    (lambda: em.temper(ONE_HOT, 0), "temperature is 0; expected 1e-30 <= temperature"),
+    (lambda: em.temper(ONE_HOT, np.inf), "is inf; expected 1e-30 <= temperature < inf"),
+    (lambda: em.fit_temperature(SURE, [0, 1]), r"int64\[2\]; expected integers \[3\]"),
+    (lambda: em.fit_temperature(SURE, [0, 1, 2]), "in 0..2; the classes are 0..1"),
+    (lambda: em.fit_temperature(SURE, [0, 0, 0]), "for 3 examples, of which 0 have"),
+    (lambda: em.fit_temperature(SURE, [0, 1, 1]), "for 3 examples, of which 2 have"),
     (
-        lambda: pe.fit_temperature(np.tile(SURE[:1], (10**6, 1)), np.ones(10**6, int)),
+        lambda: em.fit_temperature(np.tile(SURE[:1], (10**6, 1)), np.ones(10**6, int)),
         "of which 1000000 have",
     ),
-    (lambda: pe.fit_temperature(TWO / 2, [0]), "for 1 examples, of which 0 have"),
-    (lambda: pe.fit_temperature(SURE[:0], np.arange(0)), "for 0 examples"),
+    (lambda: em.fit_temperature(TWO / 2, [0]), "for 1 examples, of which 0 have"),
+    (lambda: em.fit_temperature(SURE[:0], np.arange(0)), "for 0 examples"),
 )
 
 
@@ -2937,7 +2940,7 @@ def test_probabilities_of_half_precision_are_distributions():
 
     trainer, state = begin(net_trainer(2, 2, apply_fn=half))
     probs = trainer.predict_members(state, image_data()[0])
-    assert pe.predictive_entropy(probs).shape == (NUM_IMAGES, 2)
+    assert em.predictive_entropy(probs).shape == (NUM_IMAGES, 2)
 
 
 SMALL_TYPES = ["int4", "uint4", "float8_e4m3fn", "float16", "bfloat16", "bool", "int32"]
@@ -4718,7 +4721,7 @@ def test_any_set_of_images_is_trained_as_it_is(
     found = run.classes[probs.mean(axis=0).argmax(axis=-1)]
     assert np.mean(found == true) == report["ensemble"]["accuracy"]
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
-    unsure = np.argsort(-pe.predictive_entropy(probs))[:12]
+    unsure = np.argsort(-em.predictive_entropy(probs))[:12]
     shown = drawn().subfigs[1].axes
     assert [axes.get_title() for axes in shown] == [f"label {true[i]}" for i in unsure]
     votes = [int(v.split(": ")[0]) for v in shown[0].get_xlabel().split("  ")]
@@ -5031,7 +5034,7 @@ def test_picture_leaves_out_members_that_failed(tmp_path, drawn):
     curves, images = drawn().subfigs
     assert "an ensemble of 3" in drawn().get_suptitle()
     whole = probs[[0, 1, 3]].mean(axis=0)
-    counts, confidence, hits = pe.reliability(whole, data.test_labels)
+    counts, confidence, hits = em.reliability(whole, data.test_labels)
     points = lines_of(curves.axes[2])["ensemble"]
     assert_allclose(points, 100 * np.stack([confidence, hits], 1)[counts > 0])
     unsure = np.argsort(np.sum(whole * np.log(whole), axis=-1))[:12]
@@ -5251,7 +5254,7 @@ def test_finished_run_predicts_what_it_reported_and_recorded(whole_run, small_fo
         probs = run.predict_members(data.test_images)
         if devices == 2:  # as it trained
             expected = probs
-            found = pe.ensemble_report(probs, data.test_labels)
+            found = em.ensemble_report(probs, data.test_labels)
             assert found == {name: report[name] for name in found}
             half = run.predict_members(data.train_images[:100]), data.train_labels[:100]
         assert_close(probs, expected)
@@ -5261,7 +5264,7 @@ def test_finished_run_predicts_what_it_reported_and_recorded(whole_run, small_fo
     logits, _ = tm.NETWORKS["tiny"].logits(*model, np.float32(data.test_images / 255))
     assert_close(expected[1], jax.nn.softmax(logits))
     last = metrics_of(whole_run)[-1]
-    for part, scored in ("test", found), ("train", pe.ensemble_report(*half)):
+    for part, scored in ("test", found), ("train", em.ensemble_report(*half)):
         assert last[f"{part}_accuracy"] == scored["ensemble"]["accuracy"]
         losses = [scores["negative_log_likelihood"] for scores in scored["member"]]
         assert_allclose(last[f"{part}_loss"], np.mean(losses))

@@ -117,6 +117,7 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 
+import ensemble_metrics as em
 import pjax_ensemble as pe
 
 try:
@@ -542,14 +543,14 @@ class Failure(Exception):
 
 
 def report_finite(member_probs: np.ndarray, labels: np.ndarray) -> dict | None:
-    """Make `pe.ensemble_report` of the members whose probabilities are finite.
+    """Make `em.ensemble_report` of the members whose probabilities are finite.
 
     The others stand in `member` as None.  None when no member is finite.
     """
     finite = np.isfinite(member_probs).all(axis=(1, 2))
     if not finite.any():
         return None
-    report = pe.ensemble_report(member_probs[finite], labels)
+    report = em.ensemble_report(member_probs[finite], labels)
     scores = iter(report["member"])
     report["member"] = [next(scores) if ok else None for ok in finite]
     return report
@@ -636,7 +637,7 @@ def draw_reliability(diagram, histogram, probs: np.ndarray, labels) -> None:
     """Draw accuracy over confidence, bin by bin, and how many examples each has."""
     members = "members", MEMBER, probs.reshape(-1, probs.shape[-1])
     for name, style, p in members, ("ensemble", ENSEMBLE, probs.mean(axis=0)):
-        counts, confidence, accuracy = pe.reliability(p, np.resize(labels, len(p)))
+        counts, confidence, accuracy = em.reliability(p, np.resize(labels, len(p)))
         edges = np.linspace(0, 100, len(counts) + 1)
         shares = 100 * counts / len(p)
         histogram.stairs(shares, edges, color=style["color"], linewidth=2)
@@ -653,7 +654,7 @@ def draw_reliability(diagram, histogram, probs: np.ndarray, labels) -> None:
 
 def draw_images(figure, probs: np.ndarray, data: Dataset) -> None:
     """Draw the images that the ensemble is least sure of, with the members' votes."""
-    unsure = np.argsort(-pe.predictive_entropy(probs))[:12]
+    unsure = np.argsort(-em.predictive_entropy(probs))[:12]
     below = "members' votes, as class: count"
     figure.suptitle(f"test images of the highest predictive entropy; below, {below}")
     for axes, i in zip(figure.subplots(2, 6).flat, unsure):

@@ -65,7 +65,7 @@ pe.save("first.safetensors", trainer.gather(first).params)
 """
 AREAS = """
 for each in [*probs[:, None], probs]:  # the members, and last their ensemble
-    surest = np.argsort(pe.predictive_entropy(each)[500:])
+    surest = np.argsort(em.predictive_entropy(each)[500:])
     errors = each.mean(axis=0).argmax(axis=-1)[500:] != y[700:]
     print(f"{(errors[surest].cumsum() / np.arange(1, 1501)).mean():.4f}")
 """

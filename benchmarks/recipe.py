@@ -47,6 +47,7 @@ import numpy as np
 import speed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import ensemble_metrics as em
 import pjax_ensemble as pe
 import train_mnist as tm
 
@@ -131,7 +132,7 @@ def cells(probs: np.ndarray, losses: np.ndarray, labels: np.ndarray) -> list[str
     """Return a rate's cells of the table: its members' scores, and their ensemble's."""
     if failed := np.isnan(losses).sum():
         return [f"{failed} of {len(losses)} members are not finite", *[""] * 4]
-    report = pe.ensemble_report(probs, labels)
+    report = em.ensemble_report(probs, labels)
     accuracy, nll, _, calibration = report["ensemble"].values()
     whole = f"{100 * accuracy:.2f}", f"{nll:.4f}", f"{calibration:.4f}"
     accuracies = [100 * member["accuracy"] for member in report["member"]]

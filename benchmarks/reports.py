@@ -21,7 +21,7 @@ import numpy as np
 import speed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import pjax_ensemble as pe
+import ensemble_metrics as em
 import train_mnist as tm
 
 MEMBERS, BINS = 5, 15
@@ -80,7 +80,7 @@ def by_torchmetrics(probs, labels):
 
 
 SYSTEMS = {
-    "ensemble_report": pe.ensemble_report,
+    "ensemble_report": em.ensemble_report,
     "NumPy": by_numpy,
     "TorchMetrics": by_torchmetrics,
 }

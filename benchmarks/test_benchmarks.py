@@ -49,6 +49,7 @@ import uncertainty
 from numpy.testing import assert_allclose, assert_array_equal
 from sklearn.utils.estimator_checks import check_estimator
 
+import ensemble_metrics as em
 import pjax_ensemble as pe
 import train_mnist as tm
 
@@ -59,7 +60,7 @@ import train_mnist as tm
 
 def test_report_is_timed_beside_others_that_give_its_scores(monkeypatch, capsys):
     probs, labels = reports.make(200, 10)
-    report = pe.ensemble_report(probs, labels)
+    report = em.ensemble_report(probs, labels)
     *found, entropy = reports.by_numpy(probs, labels)
     for each, scores in (
         (found[::3], report["member"]),
@@ -78,7 +79,7 @@ def test_report_is_timed_beside_others_that_give_its_scores(monkeypatch, capsys)
 def test_torchmetrics_gives_the_scores_of_the_report():
     pytest.importorskip("torchmetrics")
     probs, labels = reports.make(200, 10)
-    report = pe.ensemble_report(probs, labels)
+    report = em.ensemble_report(probs, labels)
     expected = [[*x.values()] for x in report["member"] + report["by_size"]]
     assert_allclose(reports.by_torchmetrics(probs, labels), expected, rtol=1e-4)
 
@@ -138,7 +139,7 @@ def test_sweep_prints_a_rate_a_row_and_the_best(small_folder, monkeypatch, capsy
         assert_array_equal(call[4], images[-200:])
     rows, losses = ["| 0.1 | 1 of 2 members are not finite |  |  |  |  |"], []
     for rate, own in ((0.2, probs[2:4]), (0.3, probs[4:])):
-        report = pe.ensemble_report(own, labels[-200:])
+        report = em.ensemble_report(own, labels[-200:])
         (a, x, *_), (b, y, *_) = (scores.values() for scores in report["member"])
         row = f"{rate} | {50 * (a + b):.2f} ± {100 * abs(a - b) / 2**0.5:.2f} | "
         row += f"{(x + y) / 2:.4f} ± {abs(x - y) / 2**0.5:.4f} | "
@@ -300,7 +301,7 @@ def test_labels_are_those_that_the_ensemble_is_least_sure_of(linear):
             test, rest = np.split(np.stack(probs), [100], axis=1)
             wrong = test.mean(axis=0).argmax(axis=-1) != data.test_labels
             assert errors[number, seed] == wrong.mean()
-            unsure = pe.mutual_information(rest)
+            unsure = em.mutual_information(rest)
             unsure[known] = -1
             best = np.argsort(-unsure, kind="stable")[:20]
             assert_array_equal(rows[len(known) :][:20], best[: 60 - len(known)])
@@ -403,7 +404,7 @@ def test_decisions_are_those_of_loops():
         bounds = *bounds, uncertainty.thresholds(doubt, wrong)[0]
     order = np.argsort(doubt)
     risks = [100 * np.mean(wrong[order[:n]]) for n in range(1, 301)]
-    temperature = pe.fit_temperature(known, theirs)
+    temperature = em.fit_temperature(known, theirs)
     tempered = probs ** (1 / temperature)
     tempered /= tempered.sum(axis=-1, keepdims=True)
     expected = {
@@ -501,10 +502,10 @@ test_uncertainty_says_in_one_line_what_is_wrong = says_in_a_line(
 @pytest.mark.parametrize("k, sizes", [(1, []), (2, [2]), (7, [2, 4, 7])])
 def test_shift_scores_members_and_ensembles_as_the_report_does(capsys, k, sizes):
     probs, labels = random_probs(0, k, 50, 10), np.arange(50) % 10
-    found, report = uncertainty.score(probs, labels), pe.ensemble_report(probs, labels)
+    found, report = uncertainty.score(probs, labels), em.ensemble_report(probs, labels)
 
     def with_entropy(scores, own):
-        return scores | {"predictive_entropy": pe.predictive_entropy(own).mean()}
+        return scores | {"predictive_entropy": em.predictive_entropy(own).mean()}
 
     expected = {"a member": list(map(with_entropy, report["member"], probs[:, None]))}
     for size in sizes:
@@ -572,7 +573,7 @@ def test_tabular_intervals_are_in_the_units_of_the_targets():
     model = tabular.EnsembleRegressor(members=1, epochs=20, random_state=0).fit(x, y)
     mean, deviation = model.predict_deviation(x)
     ends = model.predict_interval(x, coverage=0.8)
-    q = pe.conformal_quantile(model.scores_, 0.8)
+    q = em.conformal_quantile(model.scores_, 0.8)
     assert_close(ends - mean[:, None], np.outer(q * deviation, [-1, 1]))
     assert model.score(x, y) > 0.5
     assert_array_equal(model.predict_interval(x[:1], 0.99), [[-np.inf, np.inf]])

@@ -39,6 +39,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "examples"))
 import tabular
 from tabular import GAUSSIAN, Data, Split, fold, mixture, train
 
+import ensemble_metrics as em
 import pjax_ensemble as pe
 import train_mnist as tm
 
@@ -93,7 +94,7 @@ def read_set(folder: Path) -> Data:
 def score(data: Data, means, variances) -> dict:
     """Score each split's ensemble, [splits, members, N], on its test rows: [splits]."""
     reports = [
-        pe.regression_report(mean[:, test], variance[:, test], data.y[test])
+        em.regression_report(mean[:, test], variance[:, test], data.y[test])
         for mean, variance, (_, test) in zip(means, variances, data.splits)
     ]
     ensembles = [report["ensemble"] for report in reports]
@@ -115,7 +116,7 @@ def calibrate(data: Data, held: list[Split], means, variances) -> dict:
     for split, own, *found in zip(data.splits, held, means, variances):
         mean, deviation = mixture(*found)
         errors = np.abs(data.y - mean) / deviation
-        quantile = pe.conformal_quantile(errors[own.test], COVERAGE)
+        quantile = em.conformal_quantile(errors[own.test], COVERAGE)
         scores["quantile"].append(quantile)
         scores["calibrated_coverage"].append(np.mean(errors[split.test] <= quantile))
         width = 2 * quantile * deviation[split.test].mean()

@@ -55,6 +55,7 @@ import scipy.ndimage
 import speed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import ensemble_metrics as em
 import pjax_ensemble as pe
 import train_mnist as tm
 
@@ -92,7 +93,7 @@ SHIFTS = {  # each with its unit and amounts, which start with the images as the
 
 def report(probs: np.ndarray, labels: np.ndarray) -> dict:
     """Score probabilities [N, C]."""
-    found = pe.ensemble_report(probs[None], labels)
+    found = em.ensemble_report(probs[None], labels)
     return {**found["ensemble"], ENTROPY: found[ENTROPY]}
 
 
@@ -200,8 +201,8 @@ def draw_shifts(rows: list):
 A_CLASS, A_ROUND = 2, 20  # labels to begin with, and labels to add
 POOL, VALIDATION, BATCH = 10_000, 10_000, 32
 STRATEGIES = {  # what is highest for those to label: members' [K, N, C] -> [N]
-    "mutual information": lambda probs, draw: pe.mutual_information(probs),
-    "predictive entropy": lambda probs, draw: pe.predictive_entropy(probs),
+    "mutual information": lambda probs, draw: em.mutual_information(probs),
+    "predictive entropy": lambda probs, draw: em.predictive_entropy(probs),
     "at random": lambda probs, draw: draw.random(probs.shape[1]),
 }
 TARGET = 0.05  # the error that is to be reached, with the labels below in the paper
@@ -342,7 +343,7 @@ def thresholds(scores: np.ndarray, wrong: np.ndarray) -> tuple[float, float]:
     values, kept, errors = count_errors(scores, wrong)
     here = values[errors / kept <= ALLOWED].max(initial=-np.inf)
     options = dict(risk=ALLOWED, confidence=SURE)
-    return here, pe.risk_threshold(scores, wrong.astype(bool), **options)
+    return here, em.risk_threshold(scores, wrong.astype(bool), **options)
 
 
 def judge(probs: np.ndarray, labels: np.ndarray, known: int) -> dict:
@@ -354,8 +355,8 @@ def judge(probs: np.ndarray, labels: np.ndarray, known: int) -> dict:
     old, new = slice(known), slice(known, None)
     doubt, wrong = 1 - probs.max(axis=-1), probs.argmax(axis=-1) != labels
     far = 1 - probs[np.arange(len(labels)), labels]
-    temperature = pe.fit_temperature(probs[old], labels[old])
-    tempered = pe.temper(probs[new], temperature)
+    temperature = em.fit_temperature(probs[old], labels[old])
+    tempered = em.temper(probs[new], temperature)
     risk = risk_coverage(doubt[new], wrong[new])
     found = {
         "error, %": 100 * risk[-1],
@@ -372,7 +373,7 @@ def judge(probs: np.ndarray, labels: np.ndarray, known: int) -> dict:
             100 * wrong[new][kept].sum() / max(1, kept.sum())
         )
     for coverage in COVERAGES:
-        bound = pe.conformal_quantile(far[old], coverage)
+        bound = em.conformal_quantile(far[old], coverage)
         classes = (1 - probs[new] <= bound).sum(axis=-1)
         found[f"classes, {coverage:.1%} sets"] = classes.mean()
         found[f"coverage, {coverage:.1%} sets, %"] = 100 * (far[new] <= bound).mean()

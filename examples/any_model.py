@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
+import ensemble_metrics as em
 import pjax_ensemble as pe
 
 NLL = "negative_log_likelihood"
@@ -197,7 +198,7 @@ def tokens(train, test):
     state, _ = trainer.epoch(state, (train,), order)
     probs = trainer.predict_members(state, test)[:, :, :-1]  # [3, N, T - 1, 128]
     mask = test["mask"][:, 1:]
-    return pe.ensemble_report(probs[:, mask], test["tokens"][:, 1:][mask])
+    return em.ensemble_report(probs[:, mask], test["tokens"][:, 1:][mask])
 
 
 # ---------------------------------------------------------------------------------
@@ -230,7 +231,7 @@ def sweep(hyper, data, valid):  # hyper's leaves [K]
     state = trainer.init(jax.random.key(0))
     order = draw_rows(len(data[0]), 300, 50)  # one for all members
     state, _ = trainer.epoch(state, data, order)
-    report = pe.ensemble_report(trainer.predict_members(state, valid[0]), valid[1])
+    report = em.ensemble_report(trainer.predict_members(state, valid[0]), valid[1])
     return report["member"], trainer.gather(state).params
 
 
@@ -259,7 +260,7 @@ def fine_tuning(trained, kept, data, test):  # kept [K]: how many layers of the 
     state = trainer.init(jax.random.key(0))
     order = draw_rows(len(data[0]), len(kept), 100, 25)
     state, _ = trainer.epoch(state, data, order)
-    return pe.ensemble_report(trainer.predict_members(state, test[0]), test[1])
+    return em.ensemble_report(trainer.predict_members(state, test[0]), test[1])
 
 
 # ---------------------------------------------------------------------------------
@@ -286,7 +287,7 @@ def own_batches(data, test):
     state = trainer.init(jax.random.key(0))
     for batch in pe.prefetch(bootstrap(*data, members=5, steps=300)):
         state, _ = trainer.update(state, *batch, per_member=True)
-    return pe.ensemble_report(trainer.predict_members(state, test[0]), test[1])
+    return em.ensemble_report(trainer.predict_members(state, test[0]), test[1])
 
 
 # ---------------------------------------------------------------------------------
@@ -302,12 +303,12 @@ def show(name, report):
 def show_decisions(file=None):
     x, y = readme_data()
     probs = classification(x, y)
-    show("Classes", pe.ensemble_report(probs[:, 200:], y[200:]))
+    show("Classes", em.ensemble_report(probs[:, 200:], y[200:]))
     stages = [*probs[:, None], probs]  # of the members, each alone, and of all
-    unsure = np.array([pe.predictive_entropy(each) for each in stages])
+    unsure = np.array([em.predictive_entropy(each) for each in stages])
     wrong = np.array([each.mean(axis=0).argmax(axis=-1) != y for each in stages])
     calibrate = unsure[-1, CALIBRATION], wrong[-1, CALIBRATION]
-    threshold = pe.risk_threshold(*calibrate, risk=0.05)
+    threshold = em.risk_threshold(*calibrate, risk=0.05)
     kept = unsure[-1, NEW] <= threshold
     print(f"  kept {kept.mean():.0%}, of which {wrong[-1, NEW][kept].mean():.1%} wrong")
 
@@ -320,9 +321,9 @@ def show_decisions(file=None):
     means, variances = (each[:, :2200] for each in found)
     mean, deviation = mean_and_deviation(means, variances)
     off = abs(curve - mean) / deviation
-    q = pe.conformal_quantile(off[calibrate])
+    q = em.conformal_quantile(off[calibrate])
     for name, part in ("Regression", test), ("Beyond the data", rows[~seen]):
-        report = pe.regression_report(means[:, part], variances[:, part], curve[part])
+        report = em.regression_report(means[:, part], variances[:, part], curve[part])
         show(name, report)
         held = report["ensemble"]["coverage"]["90%"], (off[part] <= q).mean()
         print("  90% intervals hold {:.0%}, calibrated ones {:.0%}".format(*held))

@@ -44,6 +44,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
+import ensemble_metrics as em
 import pjax_ensemble as pe
 
 HIDDEN, WARMUP, FLOOR = 50, 0.05, 1e-4
@@ -119,8 +120,8 @@ def mean_and_scale(z):  # in float64; a column that does not vary has scale 1
 
 BOTH = tuple(itertools.product(DECAYS, VARIANCE_DECAYS))
 ONE = tuple(itertools.product(DECAYS, (0,)))
-GAUSSIAN = Model(2, gaussian_loss, gaussian_apply, pe.regression_report, BOTH)
-SOFTMAX = Model(0, softmax_loss, softmax_apply, pe.ensemble_report, ONE)
+GAUSSIAN = Model(2, gaussian_loss, gaussian_apply, em.regression_report, BOTH)
+SOFTMAX = Model(0, softmax_loss, softmax_apply, em.ensemble_report, ONE)
 
 
 def member_hyper(x, y, train, decay, variance_decay) -> dict:
@@ -313,7 +314,7 @@ class EnsembleRegressor(RegressorMixin, Ensemble):
         these are too few, below coverage / (1 - coverage).
         """
         mean, deviation = self.predict_deviation(X)
-        width = pe.conformal_quantile(self.scores_, coverage) * deviation
+        width = em.conformal_quantile(self.scores_, coverage) * deviation
         return np.stack([mean - width, mean + width], axis=1)
 
 

@@ -1,0 +1,522 @@
+# Copyright (c) 2026 The pjax_ensemble authors.  SPDX-License-Identifier: MIT
+"""Say how good an ensemble is, and decide by it: one file that needs NumPy alone.
+
+    import numpy as np, ensemble_metrics as em
+
+    draw = np.random.default_rng(0)
+    probs = draw.dirichlet(np.ones(4), size=(5, 1000))  # [K, N, C], of any library
+    labels = draw.integers(4, size=1000)
+    report = em.ensemble_report(probs, labels)  # members, ensemble, every size
+    unsure = em.predictive_entropy(probs)  # [N]
+    wrong = probs.mean(axis=0).argmax(axis=-1) != labels
+    threshold = em.risk_threshold(unsure, wrong, risk=0.8)  # decide up to here
+
+Letters: K members, N examples, C classes.  Labels are integers, entropies and losses in
+nats.  Everything is computed on the host, a block of examples at a time, in float64.
+
+Contents: Probabilities, Uncertainty, Reports, Decisions.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+# fmt: off
+__all__ = [
+    "predictive_entropy", "mutual_information", "reliability", "ensemble_report",
+    "regression_report", "auroc", "conformal_quantile", "risk_threshold", "temper",
+    "fit_temperature",
+]
+# fmt: on
+
+
+def _check_range(name: str, value: Any, limit: float, low: float = 0) -> None:
+    """Raise ValueError unless low <= value < limit."""
+    number = np.ndim(value) == 0 and not isinstance(value, str | None)
+    if not (number and low <= value < limit):
+        shown = value if number else repr(value)
+        raise ValueError(f"{name} is {shown}; expected {low} <= {name} < {limit}")
+
+
+# ---------------------------------------------------------------------------------
+# Probabilities, checked, a block of rows at a time
+# ---------------------------------------------------------------------------------
+
+
+def _real(name: str, x: Any, dtype: Any = np.float64) -> np.ndarray:
+    """Return real numbers as an array on the host, or raise ValueError."""
+    x = np.ma.asarray(x)
+    if np.ma.is_masked(x) or x.dtype.kind == "c":
+        raise ValueError(f"{name} are masked or complex; expected real numbers alone")
+    return np.asarray(x, dtype)
+
+
+_BLOCK_SIZE = 2**16  # probabilities that are worked on at a time: 512 KiB
+
+
+def _probabilities(probs: Any, of_members: bool = False) -> np.ndarray:
+    """Return probabilities [..., C], or of members [K, ..., C], as they are given.
+
+    Raises ValueError for other axes; what they hold is checked in `_blocks`.
+    """
+    probs, expected = _real("probabilities", probs, None), "[..., C]"
+    ends = probs.shape[-1:]
+    if of_members:
+        expected = "[K, N, C], each member's, as predict_members returns them"
+        ends += probs.shape[:1]
+    if probs.ndim < (3 if of_members else 1) or 0 in ends:
+        raise ValueError(f"probabilities have shape {probs.shape}; expected {expected}")
+    return probs
+
+
+def _blocks(probs: np.ndarray, members: int = 1) -> Iterator:
+    """Yield a few rows of probabilities at a time: a slice, and [K, n, C] in float64.
+
+    Rows are of all axes of [..., C], or with K members of those between in [K, ..., C].
+    Raises ValueError for what are no probabilities.
+    """
+    flat = probs.reshape(members, -1, probs.shape[-1])
+    size = max(1, _BLOCK_SIZE // (members * probs.shape[-1]))
+    for start in range(0, max(1, flat.shape[1]), size):
+        rows = slice(start, start + size)
+        block = np.asarray(flat[:, rows], np.float64)
+        sums = block.sum(axis=-1)
+        # Written so that nan fails too.
+        wrong = ~((np.abs(sums - 1) < 1e-3) & (block.min(axis=-1) >= 0))
+        if wrong.any():
+            k, n = np.argwhere(wrong)[0]
+            i = np.unravel_index(k * flat.shape[1] + start + n, probs.shape[:-1])
+            found = f"begin with {block[k, n, 0]} and add up to {sums[k, n]}"
+            expected = "pass softmax(logits), computed in float32"
+            raise ValueError(f"probabilities{[*map(int, i)]} {found}; {expected}")
+        yield rows, block
+
+
+def _class_indices(labels: Any, probs: np.ndarray) -> np.ndarray:
+    """Return labels [...] of probabilities [..., C], as [N], or raise ValueError."""
+    labels, last = _real("labels", labels, None), probs.shape[-1] - 1
+    shape = probs.shape[:-1]
+    if labels.shape != shape or labels.dtype.kind not in "iu":
+        found, expected = f"{labels.dtype}{[*labels.shape]}", f"integers {[*shape]}"
+        raise ValueError(f"labels are {found}; expected {expected}, class indices")
+    if labels.size and not 0 <= labels.min() <= labels.max() <= last:
+        found = f"labels lie in {labels.min()}..{labels.max()}"
+        raise ValueError(f"{found}; the classes are 0..{last}")
+    return labels.ravel()
+
+
+def _log(probs: np.ndarray) -> np.ndarray:
+    """Return log p, finite: p = 0 counts as 1.2e-38, float32's smallest."""
+    return np.log(np.maximum(probs, np.finfo(np.float32).tiny))
+
+
+def _wide(dtype: np.dtype) -> np.dtype:
+    """Return the type of means of numbers: float32, or a wider one that they have."""
+    return dtype if dtype.kind in "fc" and dtype.itemsize > 2 else np.dtype(np.float32)
+
+
+# ---------------------------------------------------------------------------------
+# Uncertainty: of each example
+# ---------------------------------------------------------------------------------
+
+
+def _entropy(probs: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return -sum_c p_c log p_c in nats, with 0 log 0 = 0: [..., C] -> [...].
+
+    Logarithms are those of the type that probabilities had, and so as exact.
+    """
+    logs = _log(probs.astype(_wide(dtype)))
+    return -np.einsum("...c,...c->...", probs, logs)
+
+
+def _entropies(probs: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return H(mean_k p_k), and what is disagreement of it: [K, n, C] -> [2, n]."""
+    total = _entropy(probs.mean(axis=0), dtype)
+    own = _entropy(probs, dtype).mean(axis=0)
+    # Concave entropy makes it >= 0; rounding does not.
+    return np.stack([total, np.maximum(total - own, 0)])
+
+
+def _uncertainty(member_probs: Any) -> np.ndarray:
+    """Do what `_entropies` does for all rows: [K, ..., C] -> [2, ...]."""
+    probs = _probabilities(member_probs, of_members=True)
+    blocks = _blocks(probs, len(probs))
+    found = [_entropies(block, probs.dtype) for _, block in blocks]
+    return np.concatenate(found, axis=1).reshape(2, *probs.shape[1:-1])
+
+
+def predictive_entropy(member_probs: Any) -> np.ndarray:
+    """Return H(mean_k p_k) in nats, the total uncertainty: [K, N, C] -> [N].
+
+    High where the members are unsure, each by itself or among themselves.  Further axes
+    between K and C stay.  Raises ValueError for what are no probabilities, as
+    `ensemble_report` does, and for [N, C]: one model's are p[None].
+    """
+    return _uncertainty(member_probs)[0]
+
+
+def mutual_information(member_probs: Any) -> np.ndarray:
+    """Return H(mean_k p_k) - mean_k H(p_k) in nats: [K, N, C] -> [N].
+
+    The part of the predictive entropy that is disagreement between members (Depeweg et
+    al. 2018, eq. 3), 0 where they are equal: a measure of what the model does not know.
+    Raises ValueError as `predictive_entropy` does.
+    """
+    return _uncertainty(member_probs)[1]
+
+
+# ---------------------------------------------------------------------------------
+# Reports: members, ensemble, and every size
+# ---------------------------------------------------------------------------------
+
+
+_NUM_BINS = 15  # as in Guo et al. 2017
+
+
+def reliability(probs: Any, labels: Any) -> np.ndarray:
+    """Return what a reliability diagram shows: counts, confidences, accuracies [3, 15].
+
+    probs [..., C], labels [...].  A column holds the examples whose largest probability
+    lies in one of 15 bins of equal width, [l, u), the last closed: how many they are,
+    the mean of that probability, their confidence, and the fraction whose most probable
+    class is the label (Guo et al. 2017, section 2), both nan where there are none.
+
+    Raises ValueError for what are no probabilities or labels, as `ensemble_report`.
+    """
+    probs = _probabilities(probs)
+    labels = _class_indices(labels, probs)
+    of_blocks = (_sums(block, labels[rows]) for rows, block in _blocks(probs))
+    counts, *totals = functools.reduce(np.add, of_blocks)[0, :3]
+    with np.errstate(invalid="ignore"):
+        return np.stack([counts, *(total / counts for total in totals)])
+
+
+def _sums(probs: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Add up over examples what scores are made of: [S, n, C] and [n] -> [S, 5, 15].
+
+    Those are 1, the confidence, whether it is right, -log p_label and the Brier score,
+    each in the bin of the confidence that `reliability` names.
+    """
+    confidence, right = probs.max(axis=-1), probs.argmax(axis=-1) == labels
+    p_label = probs[:, np.arange(len(labels)), labels]
+    # sum_c (p_c - y_c)^2 = sum_c p_c^2 - 2 p_label + 1
+    brier = np.einsum("snc,snc->sn", probs, probs) - 2 * p_label + 1
+    edges = np.linspace(0, 1, _NUM_BINS + 1)[1:-1]
+    bins = np.searchsorted(edges, confidence, side="right")
+    bins += _NUM_BINS * np.arange(len(probs))[:, None]
+    each = np.ones(bins.shape), confidence, right, -_log(p_label), brier
+    size = _NUM_BINS * len(probs)
+    sums = [np.bincount(bins.ravel(), x.ravel(), size) for x in each]
+    return np.reshape(sums, (len(each), len(probs), _NUM_BINS)).swapaxes(0, 1)
+
+
+def _scores(sums: np.ndarray) -> dict:
+    """Make scores of `_sums`, [5, 15]; formulas in `ensemble_report`."""
+    count, _, *totals = sums.sum(axis=1)
+    _, confidence, right, *_ = sums
+    names = ["accuracy", "negative_log_likelihood", "brier_score"]
+    scores = dict(zip(names, totals))
+    scores["expected_calibration_error"] = np.abs(right - confidence).sum()
+    return {name: float(total / count) for name, total in scores.items()}
+
+
+def ensemble_report(member_probs: Any, labels: Any) -> dict:
+    """Report how good an ensemble is and how far it knows it: a dict of numbers.
+
+    member_probs [K, N, C] are each member's probabilities, labels [N] class indices.
+    The ensemble's probabilities are the members' mean (Lakshminarayanan et al. 2017,
+    section 2.4).  Computed on the host, a block of examples at a time, in float64 (of
+    entropies the logarithms in float32, where probabilities are no wider).  Keys, with
+    means over examples:
+
+    `ensemble`, `member` [K], `by_size` [K] (of the first 1..K members), each with
+      accuracy                    fraction whose most probable class is the label
+      negative_log_likelihood     -log p_label, nats; p = 0 counts as 1.2e-38, so that
+                                  the result is finite
+      brier_score                 sum_c (p_c - [c = label])^2, in [0, 2] (Brier 1950)
+      expected_calibration_error  sum_b n_b / N |accuracy_b - confidence_b| over 15
+                                  bins of the largest probability: see `reliability`
+                                  (Guo et al. 2017, eq. 3)
+    `disagreement`                fraction of examples on which two members predict
+                                  different classes, mean over pairs; 0 for K = 1
+    `predictive_entropy`          of the function of that name, nats
+    `mutual_information`          the part of it that is disagreement, nats
+
+    All axes between K and C are of examples, as of tokens [K, N, T, C], labels [N, T].
+    Raises ValueError for other shapes, labels outside 0..C-1, no examples, what is
+    masked or complex, or probabilities that are not finite, negative, or sum to 1 only
+    beyond 1e-3.
+    """
+    probs = _probabilities(member_probs, of_members=True)
+    labels, (members, *_, classes) = _class_indices(labels, probs[0]), probs.shape
+    if not labels.size:
+        raise ValueError(f"probabilities have shape {probs.shape}; none may be empty")
+    sums, entropies, alike = np.zeros((2 * members, 5, _NUM_BINS)), np.zeros(2), 0
+    for rows, block in _blocks(probs, members):
+        firsts = itertools.accumulate(block)  # numpy.cumsum takes ten times as long
+        means = (first / size for size, first in enumerate(firsts, 1))
+        sums += _sums(np.stack([*block, *means]), labels[rows])
+        entropies += _entropies(block, probs.dtype).sum(axis=1)
+        votes = block.argmax(axis=-1) + classes * np.arange(block.shape[1])  # [K, n]
+        votes = np.bincount(votes.ravel())  # for a class of an example
+        alike += (votes * (votes - 1)).sum()  # ordered pairs of members
+    scores, pairs = [*map(_scores, sums)], labels.size * members * (members - 1)
+    entropy, mutual = map(float, entropies / labels.size)
+    return {
+        "ensemble": scores[-1],
+        "member": scores[:members],
+        "by_size": scores[members:],
+        "disagreement": float(1 - alike / pairs) if pairs else 0.0,
+        "predictive_entropy": entropy,
+        "mutual_information": mutual,
+    }
+
+
+def _gaussian_scores(mean, variance, targets) -> dict:
+    """Score Gaussians [N] against targets [N]; formulas in `regression_report`."""
+    errors, deviation = targets - mean, np.sqrt(variance)
+    far = np.abs(errors) / deviation
+    bounds = {p: statistics.NormalDist().inv_cdf(0.5 + p / 200) for p in (50, 90, 95)}
+    nll = np.log(deviation) + (math.log(2 * math.pi) + far**2) / 2
+    return {
+        "root_mean_squared_error": float(np.sqrt((errors**2).mean())),
+        "negative_log_likelihood": float(nll.mean()),
+        "coverage": {f"{p}%": float((far <= z).mean()) for p, z in bounds.items()},
+    }
+
+
+def regression_report(means: Any, variances: Any, targets: Any) -> dict:
+    """Report how good an ensemble of Gaussians is and how far it knows it: numbers.
+
+    means and variances [K, N] are each member's, targets [N].  The ensemble's are those
+    of the mixture: the mean of the means, and the mean of the variances plus the
+    variance of the means (Lakshminarayanan et al. 2017, section 2.4).  Computed on the
+    host in float64.  Keys, with means over examples, in units of the targets:
+
+    `ensemble`, `member` [K], `by_size` [K] (of the first 1..K members), each with
+      root_mean_squared_error     sqrt of the mean of (target - mean)^2
+      negative_log_likelihood     -log N(target; mean, variance), nats
+      coverage                    fraction of targets in the Gaussian's central 50%,
+                                  90% and 95% intervals, by these names
+    `predictive_variance`         the ensemble's, in squared units; it is the sum of
+    `mean_of_variances`           what the members expect of noise, and
+    `variance_of_means`           their disagreement; 0 for K = 1
+
+    Raises ValueError for other shapes, no examples, numbers that are not finite, masked
+    or complex, or a variance that is not above 0.
+    """
+    means, variances = _real("means", means, None), _real("variances", variances, None)
+    targets = _real("targets", targets)
+    alike = means.shape == variances.shape and means.shape[1:] == targets.shape
+    if means.ndim != 2 or not alike or 0 in means.shape:
+        raise ValueError(
+            f"means have shape {means.shape}, variances {variances.shape} and targets "
+            f"{targets.shape}; expected [K, N], [K, N] and [N], none of them empty; "
+            "take [..., 0] of what ends in 1"
+        )
+    member, by_size = [], []
+    mean = noise = squares = np.zeros(targets.shape)
+    for k, both in enumerate(zip(means, variances)):
+        own, variance = (np.asarray(x, np.float64) for x in both)
+        finite = np.isfinite(own) & np.isfinite(variance) & np.isfinite(targets)
+        if not (good := finite & (variance > 0)).all():
+            n = good.argmin()
+            found = f"mean {own[n]}, variance {variance[n]}, target {targets[n]}"
+            expected = "finite numbers, a variance above 0"
+            raise ValueError(f"member {k}, example {n}: {found}; expected {expected}")
+        member.append(_gaussian_scores(own, variance, targets))
+        # Of the first k + 1 members, the mean and the squares of what is off it, from
+        # those of the first k (Welford 1962).
+        off, noise = own - mean, noise + variance
+        mean = mean + off / (k + 1)
+        squares = squares + off * (own - mean)
+        mixture = (noise + squares) / (k + 1)
+        by_size.append(_gaussian_scores(mean, mixture, targets))
+    return {
+        "ensemble": by_size[-1],
+        "member": member,
+        "by_size": by_size,
+        "predictive_variance": float(mixture.mean()),
+        "mean_of_variances": float(noise.mean() / len(means)),
+        "variance_of_means": float(squares.mean() / len(means)),
+    }
+
+
+def _one_axis(name: str, scores: Any) -> np.ndarray:
+    """Return scores [n] in float64, or raise ValueError."""
+    scores = _real(name, scores)
+    if scores.ndim != 1 or np.isnan(scores).any():
+        found = f"shape {scores.shape} and {np.isnan(scores).sum()} nan"
+        raise ValueError(f"{name} have {found}; expected [n], without nan")
+    return scores
+
+
+def auroc(scores_in: Any, scores_out: Any) -> float:
+    """Return the area under the ROC curve of a score that should be high for `out`.
+
+    scores_in [N] are an uncertainty, such as `predictive_entropy` or
+    `mutual_information`, of examples like the training data, scores_out [N'] of others.
+    P(out > in) + P(out = in) / 2 of a random pair, the Mann-Whitney statistic (Hanley
+    and McNeil 1982): 0.5 is chance, 1 a perfect detector.
+
+    Raises ValueError for scores that are empty, not of one axis, masked, complex, or
+    nan.
+    """
+    inside = np.sort(_one_axis("scores_in", scores_in))
+    outside = _one_axis("scores_out", scores_out)
+    if not inside.size or not outside.size:
+        found = f"{inside.size} scores_in and {outside.size} scores_out"
+        raise ValueError(f"there are {found}; expected one or more of each")
+    below, up_to = (np.searchsorted(inside, outside, s) for s in ("left", "right"))
+    return float((below + up_to).mean() / (2 * len(inside)))
+
+
+# ---------------------------------------------------------------------------------
+# Decisions: thresholds, sets, intervals, temperatures that hold
+# ---------------------------------------------------------------------------------
+
+
+def conformal_quantile(scores: Any, coverage: float = 0.9) -> float:
+    """Return what at least a fraction `coverage` of new scores will not exceed.
+
+    scores [n] say of labeled examples, which training did not see, how far a prediction
+    is off.  The ceil((n + 1) coverage)-th smallest of them, q, bounds the score of one
+    more such example with at least that probability, and at most 1 / (n + 1) more where
+    no scores are equal (split conformal prediction: Vovk et al. 2005; Lei et al. 2018,
+    theorem 2.2).  It is infinite where n is too small, below coverage / (1 - coverage).
+
+    For score 1 - p of the label, the classes with 1 - p <= q are a set that holds the
+    label; for score |target - mean| / deviation, mean +- q deviation holds the target.
+    That is over draws of all the examples, and says nothing of each, nor of examples
+    unlike them.
+
+    Raises ValueError for scores that are not [n], masked, complex, or nan, and for a
+    coverage outside [0, 1).
+    """
+    scores = np.sort(_one_axis("scores", scores))
+    _check_range("coverage", coverage, 1)
+    # Rounded, as 100 * 0.55 is above 55 in floating point.
+    rank = max(1, math.ceil(round((len(scores) + 1) * coverage, 9)))
+    return float(scores[rank - 1]) if rank <= len(scores) else math.inf
+
+
+def risk_threshold(
+    uncertainty: Any, wrong: Any, *, risk: float = 0.01, confidence: float = 0.95
+) -> float:
+    """Return up to which uncertainty to decide, for few of the decisions to be wrong.
+
+    uncertainty [n] and wrong [n], booleans, are of labeled examples that training did
+    not see.  Of new ones like them whose uncertainty is at most the threshold, a
+    fraction of at most `risk` is wrong: with probability `confidence` over draws of the
+    n, if risk grows with uncertainty (Geifman and El-Yaniv 2017).  Minus infinity where
+    that can be said of none: with the defaults it takes 299 examples, none wrong.
+
+    The surest are kept, and more, for as long as it would be improbable, at most 1 -
+    confidence, that so few of them are wrong, were the risk higher (Clopper and Pearson
+    1934).  That is tested of one number after another, from twice as many on as it
+    takes where none is wrong, or from half of them all: a sequence that n alone fixes,
+    so that the first failure ends it (Angelopoulos et al. 2021, "Learn then test").
+
+    Raises ValueError for uncertainty that is not [n], masked, complex, or nan, for
+    wrong that is not as many booleans, and for a risk or a confidence outside (0, 1).
+    """
+    scores, wrong = _one_axis("uncertainty", uncertainty), _real("wrong", wrong, None)
+    if wrong.dtype != bool or wrong.shape != scores.shape:
+        found = f"wrong is {wrong.dtype}{[*wrong.shape]}"
+        raise ValueError(f"{found}; expected bool{[*scores.shape]}, as uncertainty")
+    _check_range("risk", risk, 1, low=1e-9)
+    _check_range("confidence", confidence, 1, low=1e-9)
+    order = np.argsort(scores)
+    scores, wrong, kept = scores[order], wrong[order], np.arange(1, len(order) + 1)
+    errors, right = np.cumsum(wrong), np.cumsum(~wrong)
+    # P(so few errors), if each of those kept is one with probability `risk`.  Of one
+    # more, a right one lowers it and a wrong one raises it, in proportion to P(errors).
+    logs = np.cumsum(np.log([1, *kept]))  # of factorials
+    exactly = logs[kept] - logs[errors] - logs[right] + errors * math.log(risk)
+    exactly = np.exp(exactly + right * math.log1p(-risk))
+    steps = exactly * right / kept * np.where(wrong, 1, risk / (risk - 1))
+    so_few = 1 + np.cumsum(steps)
+    fewest = math.log(1 - confidence) / math.log1p(-risk)
+    start = max(fewest, min(2 * fewest, len(order) / 2))
+    last = np.searchsorted(scores, scores, side="right") == kept  # of equal scores
+    tested = last & (kept >= start)
+    improbable = np.logical_and.accumulate(so_few[tested] <= 1 - confidence)
+    return float(scores[tested][improbable].max(initial=-math.inf))
+
+
+def temper(probs: Any, temperature: float) -> np.ndarray:
+    """Return probabilities p^(1 / temperature), normalized: [..., C] -> [..., C].
+
+    Above 1 they are less sure, below 1 more; the order of the classes stays.  For
+    softmax(logits) it is softmax(logits / temperature) (Guo et al. 2017, section 4.2),
+    with p = 0 as in `ensemble_report`.  Computed on the host in float64.
+
+    Raises ValueError for what are no probabilities, as `ensemble_report` does, and for
+    a temperature that is not above 0 or not finite.
+    """
+    _check_range("temperature", temperature, math.inf, low=1e-30)
+    probs = _probabilities(probs)
+    tempered = np.empty(probs.shape)
+    flat = tempered.reshape(-1, probs.shape[-1])
+    for rows, (block,) in _blocks(probs):
+        flat[rows] = _softmax(_log(block) / temperature)
+    return tempered
+
+
+def _softmax(logits: np.ndarray) -> np.ndarray:
+    """Return exp(logits), normalized over the last axis: [..., C] -> [..., C]."""
+    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return powers / powers.sum(axis=-1, keepdims=True)
+
+
+def fit_temperature(probs: Any, labels: Any) -> float:
+    """Return the temperature by which `temper` gives the smallest NLL on these labels.
+
+    probs [n, C] and labels [n], or of more axes, are of examples that training did not
+    see, and of an ensemble's mean, which is less sure than its members (Rahaman and
+    Thiery 2021).  From a few hundred examples on it is worth having, where it is far
+    from 1 (Guo et al. 2017 take 5,000).  The NLL is convex in 1 / temperature: the zero
+    of its slope is found by Newton's method, kept between bounds, to nine digits.
+
+    Raises ValueError for what are no probabilities or labels, as `ensemble_report`, and
+    where none is best: where every label is a most probable class, so that lower is
+    always better, or labels are no more probable than others, so that higher is.
+    """
+    probs = _probabilities(probs)
+    labels = _class_indices(labels, probs)
+
+    def slope(inverse):  # of the NLL's sum, over 1 / temperature, and its own slope
+        found = 0
+        for rows, (block,) in _blocks(probs):
+            logs = _log(block)
+            powers = _softmax(inverse * logs)
+            of_label = logs[np.arange(len(logs)), labels[rows]]
+            mean, square = (np.sum(powers * x, axis=-1) for x in (logs, logs**2))
+            each = mean - of_label, square - mean**2, of_label < logs.max(axis=-1)
+            found += np.sum(each, axis=1)
+        return found
+
+    value, _, missed = slope(0)
+    if not missed or value >= 0:
+        raise ValueError(
+            f"no temperature is best for {labels.size} examples, of which {missed:.0f} "
+            "have another class more probable than the label; expected some, and "
+            "labels more probable than chance: use more examples"
+        )
+    low, inverse, high = 0.0, 1.0, math.inf
+    for _ in range(100):  # Newton's steps, or halves and doubles where they lead astray
+        value, curvature, _ = slope(inverse)
+        low, high = (inverse, high) if value < 0 else (low, inverse)
+        last, inverse = inverse, inverse - value / max(curvature, 1e-300)
+        inverse = inverse if low <= inverse <= high else (low + high) / 2
+        inverse = min(inverse, 2 * last)
+        if abs(inverse - last) <= 1e-10 * last:
+            break
+    return float(1 / inverse)
