@@ -1,30 +1,5 @@
 """Tests of the scripts beside this file; what takes long has a short form here."""
 
-from test_pjax_ensemble import (  # isort: skip  # first: it sets JAX up for tests
-    ENVIRONMENT,
-    IMAGES,
-    D,
-    assert_close,
-    cases,
-    drawn,
-    few_programs,
-    leaves_equal,
-    lines_of,
-    linux,
-    member,
-    posix,
-    randn,
-    random_probs,
-    regression,
-    said_by,
-    small_files,
-    small_folder,
-    whole_run,
-    words,
-    write_files,
-    wrong,
-)
-
 import concurrent.futures
 import functools
 import json
@@ -35,9 +10,11 @@ from unittest import mock
 
 import devices as machines
 import faults
+import interrupts as interruptions
 import jax
 import jax.numpy as jnp
 import numpy as np
+import programs
 import pytest
 import recipe as recipes
 import reports
@@ -52,10 +29,43 @@ from sklearn.utils.estimator_checks import check_estimator
 import ensemble_metrics as em
 import pjax_ensemble as pe
 import train_mnist as tm
+from conftest import (
+    ENVIRONMENT,
+    IMAGES,
+    D,
+    assert_close,
+    cases,
+    leaves_equal,
+    lines_of,
+    linux,
+    member,
+    posix,
+    randn,
+    random_probs,
+    said_by,
+    small_files,
+    words,
+    write_files,
+)
 
-# ---------------------------------------------------------------------------------
-# benchmarks/reports.py
-# ---------------------------------------------------------------------------------
+
+@posix
+def test_interrupted_loops_go_on_from_the_latest_state():
+    """The trial of benchmarks/interrupts.py, in its short form."""
+    counts = interruptions.cell(trials=8)
+    assert counts["interrupts"] >= 8 and not counts["lost"] + counts["different"]
+
+
+def test_trainers_that_are_dropped_leave_nothing_alive():
+    *_, last = programs.run(trainers=3, every=3)
+    assert (last.trainers, last.states, last.functions) == (3, 0, 0)
+    first = last._replace(maps=500, memory=300)
+    assert programs.complaint(first, first._replace(maps=550, memory=450)) is None
+    for left in {"maps": 551}, {"memory": 451}, {"states": 1}, {"functions": 1}:
+        assert programs.complaint(first, first._replace(**left)), left
+
+
+"""Tests of the scripts beside this file; what takes long has a short form here."""
 
 
 def test_report_is_timed_beside_others_that_give_its_scores(monkeypatch, capsys):
@@ -82,11 +92,6 @@ def test_torchmetrics_gives_the_scores_of_the_report():
     report = em.ensemble_report(probs, labels)
     expected = [[*x.values()] for x in report["member"] + report["by_size"]]
     assert_allclose(reports.by_torchmetrics(probs, labels), expected, rtol=1e-4)
-
-
-# ---------------------------------------------------------------------------------
-# benchmarks/recipe.py
-# ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -207,11 +212,6 @@ def test_quality_is_the_mean_over_seeds_of_their_reports(
     assert f"| 2 | 62.50 ± 12.50 | {nll:.4f} ± 0.0000 |" in capsys.readouterr().out
     other = folder.rename(tmp_path / "members-2-seed-2")
     assert wrong(recipes.main, *flags, "2") == f"{other} is of another run; remove it\n"
-
-
-# ---------------------------------------------------------------------------------
-# benchmarks/uncertainty.py
-# ---------------------------------------------------------------------------------
 
 
 def test_shifts_turn_to_the_left_and_move_around_the_edge():
@@ -530,11 +530,6 @@ def test_runs_of_other_data_are_refused(whole_run, small_folder, wrong, command)
         assert said.startswith(f"{whole_run}: {name} is ")
 
 
-# ---------------------------------------------------------------------------------
-# examples/tabular.py
-# ---------------------------------------------------------------------------------
-
-
 @mock.patch.object(tabular, "FOLDS", 3)  # smaller programs
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")
 @cases("name", "EnsembleRegressor", "EnsembleClassifier")
@@ -587,11 +582,6 @@ def test_tabular_cross_entropy_has_a_decay_of_all_weights():
     y, squares = np.array([0, 1, 2, 3, 3]), [np.square(p.weight).sum() for p in params]
     expected = -np.log(probs[np.arange(5), y]).mean() + 3 / 5 * np.sum(squares)
     assert_close(tabular.softmax_loss(params, x, y, h), expected)
-
-
-# ---------------------------------------------------------------------------------
-# benchmarks/uci.py
-# ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -647,7 +637,7 @@ def test_uci_scores_are_those_of_networks_trained_one_by_one(uci_folder):
     means, variances = np.concatenate(ends, axis=1)  # [4, 60] each
     for i, (_, test) in enumerate(splits):
         mine, target = (slice(2 * i, 2 * i + 2), test), y[test]
-        report = regression(means[mine], variances[mine], target)
+        report = em.regression_report(means[mine], variances[mine], target)
         spread = variances[mine].mean(axis=0) + means[mine].var(axis=0)
         for name in (uci.RMSE, uci.NLL):
             assert_close(found[name][i], report["ensemble"][name])
@@ -768,11 +758,6 @@ def test_uci_names_what_is_wrong(uci_folder, wrong, file, content, flags, messag
     assert message.replace("DIR", uci_folder.as_posix()) in said.replace(os.sep, "/")
 
 
-# ---------------------------------------------------------------------------------
-# benchmarks/tables.py, benchmarks/speed.py, benchmarks/faults.py
-# ---------------------------------------------------------------------------------
-
-
 def test_tables_score_each_split_on_its_test_rows(capsys):
     x, y, rows = np.arange(8.0)[:, None], np.arange(8.0), np.arange(8)
 
@@ -818,11 +803,6 @@ def test_damage_is_refused_and_nothing_is_lost(name):
     """The trials of benchmarks/faults.py, in their short form."""
     counts, failures = faults.run(name, quick=True)
     assert sum(counts.values()) and not failures, failures
-
-
-# ---------------------------------------------------------------------------------
-# benchmarks/devices.py
-# ---------------------------------------------------------------------------------
 
 
 @linux

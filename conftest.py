@@ -1,0 +1,276 @@
+"""What all tests share: virtual devices, programs that are kept, helpers, runs."""
+
+import functools
+import gzip
+import inspect
+import itertools
+import os
+import re
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+import pjax_ensemble as pe
+import train_mnist as tm
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+# What takes the time is compiling.  So it does not optimize, unless the environment has
+# JAX_DISABLE_MOST_OPTIMIZATIONS=0; and many tests compile the same programs, which are
+# kept from one session, and one of pytest's workers, to the next, in pytest's folder or
+# in $COMPILED.  (JAX 0.5.0 crashes when it runs what it has kept.)  XLA in JAX 0.10 can
+# still compile as it did before, in half the time; a version that knows no such flag
+# would abort.
+HERE = Path(__file__).parent
+COMPILED = os.environ.get("COMPILED") or jax.config.jax_compilation_cache_dir
+FAST = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") != "0"
+COMPILING = {"jax_disable_most_optimizations": FAST}
+if jax.__version_info__ >= (0, 8):
+    kept = COMPILED or str(HERE / ".pytest_cache" / "d" / "compiled")
+    COMPILING["jax_compilation_cache_dir"] = kept
+    COMPILING["jax_persistent_cache_min_compile_time_secs"] = 0
+for option in COMPILING.items():
+    jax.config.update(*option)
+if FAST and jax.__version_info__[:2] == (0, 10):
+    flags = os.environ.get("XLA_FLAGS", ""), "--xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] = " ".join(flags)
+
+D = 8
+jax.devices()  # now, before a test could ask for another number
+SGD = pe.sgd(0.1, momentum=0.9)
+MNIST_DIR = os.environ.get("MNIST_DIR")
+# For other processes too, that are to compute as this one does.
+NAMES = "PATH", "XLA_FLAGS", "NPROC", "SYSTEMROOT", "USERPROFILE"
+ENVIRONMENT = {name: os.environ[name] for name in NAMES if name in os.environ}
+ENVIRONMENT |= {name.upper(): str(value) for name, value in COMPILING.items()}
+# What other systems lack: Windows links, locks and signals, and it says other things of
+# paths; Windows, and macOS where its name is not that of a host, Gloo.
+posix = pytest.mark.skipif(os.name != "posix", reason="not on Windows")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="on Linux alone")
+
+
+def as_bytes(leaf):
+    if jnp.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf).tobytes()
+
+
+def leaves_equal(a, b):
+    """Whether two trees hold the same bits (nan equal to nan)."""
+    a, b = map(jax.tree.leaves, (a, b))
+    return len(a) == len(b) and all(as_bytes(x) == as_bytes(y) for x, y in zip(a, b))
+
+
+def assert_close(actual, expected, tolerance=1e-5):
+    """Assert that two trees are equal to rounding, in proportion to the leaf's largest.
+
+    Processors add in different orders, with or without fused multiplication: a sum is
+    off by some float32 epsilons (6e-8) of its largest terms, however little is left of
+    it where terms cancel.  So the bound of every entry is `tolerance` times the largest
+    of its leaf; one in proportion to each entry would hold by luck.
+    """
+
+    def check(a, b):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max(initial=0))
+
+    jax.tree.map(check, actual, expected)
+
+
+def refuses(*rows):
+    """Make a test of calls that raise ValueError: rows of (call, what it says)."""
+
+    @pytest.mark.parametrize("call, message", rows)
+    def test(call, message):
+        said = said_by(ValueError, call)
+        assert re.search(message, said) and "\n" not in said
+
+    return test
+
+
+def said_by(kind, call, *args):
+    """Return the words of the error that a call raises."""
+    with pytest.raises(kind) as error:
+        call(*args)
+    return str(error.value)
+
+
+def cases(names, *rows):
+    """Run a test once for each row of what it takes besides fixtures."""
+    return pytest.mark.parametrize(names, rows)
+
+
+def member(tree, i):
+    return jax.tree.map(lambda x: x[i], jax.device_get(tree))
+
+
+def randn(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+NUMBERS = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def few_programs():
+    """Let JAX forget its programs now and then.
+
+    It keeps those of models that are gone, too, each with maps of memory, of which
+    Linux gives a process 65,530: one more, and it ends in a segmentation fault.
+    """
+    yield
+    if next(NUMBERS) % 100 == 0:
+        jax.clear_caches()
+
+
+def start_python(code, *args, cwd=HERE, **env):
+    """Start code in a fresh interpreter."""
+    env = {**ENVIRONMENT, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE), **env}
+    options = dict(cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    command = [sys.executable, "-W", "error::DeprecationWarning", "-c", code]
+    return subprocess.Popen([*command, *map(str, args)], text=True, **options)
+
+
+def run_python(*args, **options):
+    """Run code in a fresh interpreter, and return what it printed."""
+    run = start_python(*args, **options)
+    try:
+        printed, errors = run.communicate(timeout=300)
+    finally:
+        run.kill()
+    assert run.returncode == 0, errors
+    return printed
+
+
+METHODS = "init update epoch place predict predict_members gather scatter like layout"
+METHODS = METHODS.split()
+
+
+def random_probs(seed, *shape):
+    return np.random.default_rng(seed).dirichlet(0.3 * np.ones(shape[-1]), shape[:-1])
+
+
+def begin(trainer, seed=0):
+    return trainer, trainer.init(jax.random.key(seed))
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+# A network with statistics and random numbers that compiles in no time, for runs in
+# which others matter.
+TINY = """
+import math, sys
+import jax
+import pjax_ensemble as pe
+import train_mnist as tm
+
+def init(key, *, image_shape, num_classes):
+    keys, pixels = jax.random.split(key), math.prod(image_shape)
+    norm, stats = pe.batch_norm_init(8)
+    last = pe.dense_init(keys[1], 8, num_classes)
+    return (pe.dense_init(keys[0], pixels, 8), norm, last), stats
+
+def logits(params, stats, images, key=None):
+    x = pe.dense(params[0], images.reshape(len(images), -1))
+    x, stats = pe.batch_norm(params[1], stats, x, training=key is not None)
+    return pe.dense(params[2], pe.dropout(key, jax.nn.relu(x), 0.2)), stats
+
+tm.NETWORKS["tiny"] = tm.Network(init, logits)
+tm.RECIPES["tiny"] = tm.RECIPES["batchnorm"]._replace(network="tiny")
+"""
+exec(TINY, {})
+
+
+@pytest.fixture(scope="module")
+def small_folder(tmp_path_factory):
+    """Make a data set of 768 training and 200 test images in MNIST's form."""
+    return write_files(tmp_path_factory.mktemp("data"), small_files(768, 200))
+
+
+def words(*flags):
+    """Split what is a string, and take anything else as a word."""
+    return [w for f in flags for w in (f.split() if isinstance(f, str) else [str(f)])]
+
+
+@pytest.fixture
+def wrong(capsys):
+    """Return a function that runs a command that fails: the one line that it says."""
+
+    def run(main, *flags, status=2):
+        try:
+            ended = main(words(*flags))
+        except SystemExit as stop:
+            ended = stop.code
+        out, err = capsys.readouterr()
+        name, said = err.split(": error: ", 1)
+        assert name == Path(inspect.getfile(main)).name and err.count("\n") == 1
+        assert ended == status and "epoch" not in out
+        assert not out or name != "uci.py"  # which trains nothing to be refused
+        return said
+
+    return run
+
+
+def idx(array, dims=None):
+    """Make the bytes of an IDX file, with a header that may lie."""
+    array = np.asarray(array, np.uint8)
+    dims = dims or array.shape
+    return struct.pack(f">I{len(dims)}I", 0x0800 + len(dims), *dims) + array.tobytes()
+
+
+@functools.cache
+def small_files(num_train=40, num_test=20):
+    """Make the contents of four sound files, by name."""
+    data = tm.generate_digits(3, num_train, num_test)
+    arrays = [leaf[..., 0] if leaf.ndim == 4 else leaf for leaf in data[1:]]
+    return {name: idx(array) for name, array in zip(tm.MNIST_FILES, arrays)}
+
+
+def write_files(folder, contents, *, packed=False):
+    folder.mkdir(exist_ok=True)
+    for name, content in contents.items():
+        content = gzip.compress(content, 1) if packed else content
+        (folder / (f"{name}.gz" if packed else name)).write_bytes(content)
+    return folder
+
+
+# Two epochs of 8 steps.
+RUN = "--members 2 --devices 2 --network tiny --epochs 2 --batch-size 32"
+RUN += " --train-size 256"
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory, small_folder):
+    """Return the folder of a run that nobody interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert tm.main(words(RUN, "--data-dir", small_folder, "--workdir", folder)) == 0
+    return folder
+
+
+@pytest.fixture
+def drawn():
+    """Return a function that returns the figure that was saved last."""
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    save = figure.savefig
+    with mock.patch.object(figure, "savefig", autospec=True, side_effect=save) as saved:
+        yield lambda: saved.call_args.args[0]
+
+
+def lines_of(axes):
+    return {line.get_label(): np.transpose(line.get_data()) for line in axes.lines}
+
+
+IMAGES, LABELS, TEST_IMAGES, TEST_LABELS = tm.MNIST_FILES

@@ -1,0 +1,1417 @@
+"""Tests of train_mnist.py, in the order of its sections."""
+
+import contextlib
+import errno
+import functools
+import gzip
+import hashlib
+import http.client
+import io
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tracemalloc
+import types
+import urllib.request
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+import ensemble_metrics as em
+import pjax_ensemble as pe
+import train_mnist as tm
+from conftest import (
+    ENVIRONMENT,
+    HERE,
+    IMAGES,
+    LABELS,
+    MNIST_DIR,
+    RUN,
+    TEST_IMAGES,
+    TEST_LABELS,
+    TINY,
+    D,
+    assert_close,
+    begin,
+    cases,
+    free_port,
+    idx,
+    leaves_equal,
+    lines_of,
+    linux,
+    member,
+    posix,
+    random_probs,
+    said_by,
+    small_files,
+    start_python,
+    words,
+    write_files,
+)
+
+
+@pytest.fixture
+def elsewhere():
+    """Take away what other systems lack, and refuse what Windows refuses.
+
+    Which is to open a folder, and to replace or remove a file that is open.
+    """
+
+    def is_open(path):
+        for descriptor in range(256):
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                    return True
+        return False
+
+    def refuse(name, num_paths, refused):
+        call = getattr(os, name)
+
+        def checked(*args, **options):
+            for path in filter(refused, args[:num_paths]):
+                raise PermissionError(errno.EACCES, "Access is denied", str(path))
+            return call(*args, **options)
+
+        patch.setattr(os, name, checked)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in "sched_getaffinity", "O_DIRECTORY", "O_NOFOLLOW":
+            patch.delattr(os, name, raising=False)
+        patch.setattr(tm, "fcntl", None)
+        refuse("open", 1, os.path.isdir)
+        refuse("replace", 2, is_open)
+        refuse("unlink", 1, is_open)
+        yield
+
+
+# ---------------------------------------------------------------------------------
+# A data set and a network for short runs
+# ---------------------------------------------------------------------------------
+
+
+SCRIPT = f"{TINY}sys.exit(tm.main(sys.argv[1:]))"
+
+
+@pytest.fixture
+def script(capsys, small_folder):
+    """Return a function that runs the script on them: status, output, errors."""
+
+    def run(*flags):
+        return tm.main(words("--data-dir", small_folder, *flags)), *capsys.readouterr()
+
+    return run
+
+
+def metrics_of(folder):
+    return list(map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()))
+
+
+def report_of(folder):
+    return json.loads((folder / "report.json").read_text())
+
+
+def test_run_is_the_one_by_hand(script, small_folder, tmp_path):
+    flags = "--optimizer sgd --learning-rate 0.1 --momentum 0.5 --schedule linear"
+    more = "--bootstrap --seed 3 --max-shift 1 --workdir"
+    assert script(RUN, flags, more, tmp_path)[0] == 0
+    _, *data = tm.load_mnist(small_folder)
+
+    def loss_fn(params, stats, key, images, labels):
+        shift_key, key = jax.random.split(key)
+        images = tm.shift_images(shift_key, images, 1).astype(jnp.float32) / 255
+        logits, stats = tm.NETWORKS["tiny"].logits(params, stats, images, key)
+        return pe.softmax_cross_entropy(logits, labels).mean(), stats
+
+    def init(key):
+        return tm.NETWORKS["tiny"].init(key, image_shape=(28, 28, 1), num_classes=10)
+
+    optimizer = pe.sgd(pe.linear_schedule(0.1, 16), momentum=0.5)
+    options = dict(members=2, devices=2, stateful=True)
+    trainer, state = begin(pe.make_trainer(init, loss_fn, optimizer, **options), 3)
+    for epoch in range(2):
+        which = dict(members=2, seed=3, epoch=epoch, bootstrap=True)
+        order = pe.epoch_order(256, 32, **which)
+        state, _ = trainer.epoch(state, data[:2], order)
+    found = pe.load(tmp_path / names_of(16)[0], trainer.like())
+    assert leaves_equal(found, trainer.gather(state))
+
+
+def test_settings_of_a_run_name_all_of_its_data():
+    args = tm.parse_arguments([])
+    data = tm.generate_digits(0, 40, 20)
+    settings = [tm.describe(args, data)]
+    for i in range(1, 5):
+        parts = [x.copy() for x in data[1:5]]
+        parts[i - 1].flat[7] += 1
+        settings.append(tm.describe(args, tm.Dataset("x", *parts, data[5])))
+    assert len({each["dataset_sha256"] for each in settings}) == 5
+
+
+def checkpoints(folder):
+    return sorted(path.name for path in folder.glob("checkpoint_*"))
+
+
+def names_of(*steps):
+    return [f"checkpoint_{step:08d}.safetensors" for step in steps]
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
+
+
+def results(folder):
+    """Return what a run ends with: checkpoint, metrics but for times, report."""
+    lines = metrics_of(folder)
+    metrics = [{k: v for k, v in m.items() if "second" not in k} for m in lines]
+    return (folder / names_of(16)[0]).read_bytes(), metrics, report_of(folder)
+
+
+@pytest.fixture
+def run_in(script):
+    """Return a function that trains in a folder: status, output, errors."""
+    return lambda folder, *flags: script(RUN, "--workdir", folder, *flags)
+
+
+# ---------------------------------------------------------------------------------
+# Training
+# ---------------------------------------------------------------------------------
+
+
+def test_shift_moves_each_image_whole_by_its_own_offset():
+    images = np.zeros((64, 9, 9, 1), np.uint8)
+    images[:, 4, 4] = 7
+    moved = np.asarray(tm.shift_images(jax.random.key(0), jnp.asarray(images), 2))
+    assert moved.shape == images.shape and moved.dtype == np.uint8
+    assert_array_equal(moved.sum(axis=(1, 2, 3)), np.full(64, 7))
+    places = {tuple(p) for p in np.argwhere(moved[..., 0])[:, 1:] - 4}
+    assert all(max(map(abs, place)) <= 2 for place in places)
+    assert {p for p, _ in places} == {p for _, p in places} == {-2, -1, 0, 1, 2}
+    assert len(places) > 15  # of 25: down and across are drawn apart
+
+
+def test_trainer_learns_from_bytes_through_a_batch_in_parts(monkeypatch):
+    sizes, data = set(), tm.generate_digits(0, 256, 40)
+
+    def logits(weight, _, images, key=None):
+        sizes.add(len(images))
+        return images.reshape(len(images), -1) @ weight, ()
+
+    network = tm.Network(lambda key, **form: (jnp.zeros((784, 10)), ()), logits)
+    monkeypatch.setitem(tm.NETWORKS, "cnn", network)
+    trainer = tm.make_trainer(tm.RECIPES["cnn"], 1, 1, 32, data.form())
+    order = np.resize(np.arange(256), (1, 32, 64))  # eight times
+    state = trainer.init(jax.random.key(0))
+    state, losses = trainer.epoch(state, trainer.place(data[1:3]), order)
+    assert losses[0, -8:].mean() < 1.5 and sizes == {32}
+    expected = data.test_images.reshape(40, 784) / 255 @ trainer.gather(state).params[0]
+    probs = trainer.predict_members(state, data.test_images)
+    assert_allclose(probs[0], jax.nn.softmax(expected), atol=1e-4)
+
+
+# ---------------------------------------------------------------------------------
+# The run
+# ---------------------------------------------------------------------------------
+
+
+def sorted_images(size, labels, count):
+    """Draw images [N, H, W] of noise, brighter the later their label is in `labels`."""
+    rows = np.resize(labels, count).astype(np.uint8)
+    order = np.searchsorted(labels, rows)[:, None, None]
+    noise = np.random.default_rng(count).random((count, *size))
+    return np.uint8(255 * noise * (order + 1) / len(labels)), rows
+
+
+def write_set(folder, size, labels, counts=(64, 30)):
+    arrays = [x for count in counts for x in sorted_images(size, labels, count)]
+    return write_files(folder, dict(zip(tm.MNIST_FILES, map(idx, arrays)))), arrays
+
+
+@pytest.mark.once
+@cases("size, labels", ((32, 32), [*range(1, 27)]), ((12, 40), [5, 9, 200]))
+def test_any_set_of_images_is_trained_as_it_is(
+    tmp_path, capsys, drawn, monkeypatch, size, labels
+):
+    folder, (_, _, images, true) = write_set(tmp_path / "data", size, labels)
+    monkeypatch.chdir(tmp_path)
+    flags = "--network tiny --members 3 --devices 1 --epochs 1 --batch-size 16 --plot"
+    assert tm.main(words(flags, "--data-dir data --workdir .")) == 0
+    height, width = size
+    said = f"64 training and 30 test images of {height} x {width}, {len(labels)} classe"
+    assert said in capsys.readouterr().out
+    run, report = tm.load_run(tmp_path, 1), report_of(tmp_path)
+    form = {"classes": labels, "image_shape": [height, width, 1]}
+    assert run.config.items() >= form.items() <= report["config"].items()
+    probs = run.predict_members(images)
+    found = run.classes[probs.mean(axis=0).argmax(axis=-1)]
+    assert np.mean(found == true) == report["ensemble"]["accuracy"]
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    unsure = np.argsort(-em.predictive_entropy(probs))[:12]
+    shown = drawn().subfigs[1].axes
+    assert [axes.get_title() for axes in shown] == [f"label {true[i]}" for i in unsure]
+    votes = [int(v.split(": ")[0]) for v in shown[0].get_xlabel().split("  ")]
+    assert set(votes) == set(run.classes[probs[:, unsure[0]].argmax(axis=-1)])
+    assert tm.main(words("--resume --devices 1 --workdir .")) == 0
+    folder.rename("moved")
+    assert tm.main(words("--resume --devices 1 --workdir . --data-dir moved")) == 0
+
+
+@cases("mode, members, network", ("ensemble", 3, "tiny"), ("sync", 1, "cnn"))
+def test_script_learns_and_reports(tmp_path, script, mode, members, network):
+    folder = tmp_path / "a" / "b"
+    flags = f"--mode {mode} --members {members} --network {network} --devices 2"
+    flags += " --epochs 3 --batch-size 32 --learning-rate 0.03 --workdir"
+    status, out, _ = script(flags, folder)
+    assert status == 0
+    lines = [line for line in out.splitlines() if line.startswith("epoch:")]
+    report, metrics = report_of(folder), metrics_of(folder)
+    assert [m["epoch"] for m in metrics] == [1, 2, 3]
+    for line, m in zip(lines, metrics, strict=True):
+        said = f"epoch: {m['epoch']:2d}"
+        for part in "train", "test":
+            loss, accuracy = m[f"{part}_loss"], 100 * m[f"{part}_accuracy"]
+            said += f", {part}_loss: {loss:.4f}, {part}_accuracy: {accuracy:.2f}"
+        assert line == said
+        assert m["train_seconds"] > 0 < m["test_seconds"]
+        rate = members * 768 / m["train_seconds"]
+        assert_allclose(m["member_images_per_second"], rate)
+    assert metrics[-1]["test_accuracy"] > 0.6 > 0.2 + metrics[0]["test_loss"] / 10
+    assert report["dataset"].startswith("data in MNIST's form")
+    assert report["test_examples"] == 200 and report["members"] == members
+    assert report["config"]["batch_size"] == 32 and report["config"]["devices"] == 2
+    assert report["versions"]["jax"] == jax.__version__
+    _, *tables = (table.splitlines() for table in out.split("\n\n"))
+    names = [*[f"member {i}" for i in range(members)], "ensemble"]
+    names = ["model"] if mode == "sync" else names
+    assert [row[:10].strip() for row in tables[0][2:]] == names
+    assert f"{100 * report['ensemble']['accuracy']:.2f}%" in tables[0][-1]
+    if mode == "ensemble":
+        sizes = [f"{100 * each['accuracy']:.2f}%" for each in report["by_size"]]
+        shown = [row.split()[:3] for row in tables[1][2:]]
+        assert shown == [["first", f"{i}", size] for i, size in enumerate(sizes, 1)]
+
+
+def test_member_that_fails_is_named_and_left_out(tmp_path, script, monkeypatch):
+    train = tm.Run.train
+
+    def spoil(run):
+        gathered = run.trainer.gather(run.state)
+        gathered.params[2].bias[1] = np.nan
+        run.state = run.trainer.scatter(gathered)
+        return train(run)
+
+    monkeypatch.setattr(tm.Run, "train", spoil)
+    flags = "--members 3 --devices 2 --epochs 2 --network tiny --workdir"
+    status, out, _ = script(flags, tmp_path)
+    assert status == 0
+    notice = "member 1 is not finite after epoch 1, nor was its loss in 12 steps of it"
+    assert out.count("notice: member") == 1 and notice in out
+    assert out.index(notice) < out.index("epoch:  1,")
+    rows = {row[:8]: row for row in out.splitlines()}
+    assert "failed" in rows["member 1"] and "%" in rows["member 2"]
+    assert "%" in rows["first 2 "] and "first 3 " not in rows
+    report = report_of(tmp_path)
+    assert report["failed"] == [1] and report["members"] == 3
+    assert report["member"][1] is None and len(report["by_size"]) == 2
+    assert report["ensemble"] == report["by_size"][1]
+    run = tm.load_run(tmp_path, 1)  # without it
+    assert run.predict_members(np.ones((5, 28, 28), np.uint8)).shape == (2, 5, 10)
+    assert np.isfinite(run.predict(np.ones((5, 28, 28), np.uint8))).all()
+
+
+# After a step it is the state alone that is not finite, and the loss after the next;
+# without a checkpoint, it is the evaluation that sees it.
+SEEN_AFTER = {"--workdir": 8, "--save-every .125 --workdir": 1, "--skip-nonfinite": 8}
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("flags, step", SEEN_AFTER.items())
+def test_diverged_run_keeps_what_is_good(tmp_path, script, flags, step):
+    saved = "--workdir" in flags
+    status, _, err = script(RUN, "--learning-rate 1e39", flags, *[tmp_path] * saved)
+    why = f"no model is finite after step {step}; lower --learning-rate"
+    why += " (the checkpoint of step 0 is good)" * saved
+    assert status == 3 and err == f"train_mnist.py: error: {why}\n"
+    assert checkpoints(tmp_path) == names_of(0) * saved
+    assert not (tmp_path / "report.json").exists()
+
+
+def test_segments_are_short_and_end_at_saves(tmp_path, run_in, whole_run, monkeypatch):
+    advance, lengths = tm.Run.advance, []
+
+    def advancing(run, order):
+        lengths.append(order.shape[1])
+        advance(run, order)
+
+    monkeypatch.setattr(tm.Run, "advance", advancing)
+    for steps, expected in (4, "3321331"), (2, "21212121211"):
+        monkeypatch.setattr(tm, "SEGMENT_IMAGES", steps * 32)
+        folder = tmp_path / expected
+        assert run_in(folder, "--save-every .375")[0] == 0  # every 3 steps
+        assert lengths == [*map(int, expected)]
+        assert results(folder) == results(whole_run)
+        lengths.clear()
+
+
+@cases("count, expected", (30, [8, 8, 8, 6]), (34, [8, 8, 8, 10]), (3, [3]))
+def test_parts_of_predictions_are_short_but_no_shorter_than_a_chunk(count, expected):
+    sizes = []
+
+    def predict_members(_, part):
+        sizes.append(len(part))
+        return np.zeros((6, len(part), 2))
+
+    # Of 24 images for a device: 8 of each of its three members, two chunks.
+    trainer = types.SimpleNamespace(layout=pe.Layout(6, 2, 3, 1), chunk=4)
+    trainer.predict_members = predict_members
+    run = types.SimpleNamespace(trainer=trainer, segment_images=24, state=None)
+    run.look = lambda: None
+    assert tm.Run.predict(run, np.zeros((count, 1))).shape == (6, count, 2)
+    assert sizes == expected
+
+
+def stop_at(monkeypatch, step, how=signal.SIGTERM, looks=1):
+    """Let a run of segments of one step receive a signal after one of the steps.
+
+    That is before it looks for one the so many-th time, as it does after the step and
+    then in the evaluation.
+    """
+    look, left = tm.Run.look, itertools.count(1 - looks)
+
+    def looking(run):
+        if run.done == step and next(left) == 0:
+            signal.raise_signal(how)
+        return look(run)
+
+    monkeypatch.setattr(tm.Run, "look", looking)
+    monkeypatch.setattr(tm, "SEGMENT_IMAGES", 1)
+
+
+@cases(
+    "steps, how, looks, devices",
+    ((3, 7, 9), signal.SIGTERM, 1, 2),
+    ((8,), signal.SIGINT, 1, 2),
+    ((8,), signal.SIGTERM, 3, 2),  # in the evaluation
+    ((6, 12), signal.SIGTERM, 1, 1),
+)
+def test_resumed_run_ends_in_the_bits_of_one_that_was_never_stopped(
+    tmp_path, script, whole_run, monkeypatch, steps, how, looks, devices
+):
+    flags = f"{RUN} --save-every .375"  # every 3 steps
+    for step in steps:
+        stop_at(monkeypatch, step, how, looks)
+        status, out, err = script(flags, "--workdir", tmp_path)
+        monkeypatch.undo()
+        assert status == 128 + how and err.count("\n") == 1
+        assert f"{how.name}: what is done is in {tmp_path}" in err
+        assert checkpoints(tmp_path)[-1] == names_of(step)[0]
+        assert ("epoch:" in out) == (step > 8)
+        flags = "--resume --devices 2"  # all others are those of the run
+    flags = f"--resume --devices {devices} --workdir"
+    status, out, _ = script(flags, tmp_path)
+    assert status == 0 and f"resumed from {tmp_path / names_of(step)[0]}" in out
+    *numbers, report = results(tmp_path)
+    *expected, whole = results(whole_run)
+    assert numbers == expected
+    whole["config"] |= pe.layout(2, devices)._asdict()
+    assert report == whole
+
+
+def test_run_stops_goes_on_and_is_loaded_where_less_is_there(
+    tmp_path, elsewhere, script, whole_run, monkeypatch
+):
+    stop_at(monkeypatch, 6)
+    assert script(RUN, "--workdir", tmp_path)[0] == 143
+    monkeypatch.undo()
+    first, last = names_of(0, 16)
+    with open(tmp_path / first):  # is then not removed, and the run goes on
+        assert script("--resume --devices 2 --keep 1 --workdir", tmp_path)[0] == 0
+    assert checkpoints(tmp_path) == [first, last]
+    assert results(tmp_path) == results(whole_run)
+    probs = tm.load_run(tmp_path).predict(np.zeros((3, 28, 28), np.uint8))
+    assert_allclose(probs.sum(axis=1), 1, atol=1e-6)
+
+
+def test_one_model_that_is_not_finite_stops(tmp_path, run_in, monkeypatch):
+    def shift(key, images, max_shift):
+        bad = jax.random.bernoulli(key, 0.2)  # a fifth of the training batches
+        return jnp.where(bad, jnp.nan, images.astype(jnp.float32))
+
+    monkeypatch.setattr(tm, "shift_images", shift)
+    sync = "--members 1 --mode sync"
+    for flags in "--save-every .125", "--save-every .125 --resume":
+        status, _, err = run_in(tmp_path / "a", sync, flags)
+        assert status == 3 and err.count("\n") == 1
+        assert "no model is finite after" in err
+        newest = checkpoints(tmp_path / "a")[-1]
+        assert f"the checkpoint of step {int(newest[11:19])} is good" in err
+    status, out, _ = run_in(tmp_path / "b", sync, "--skip-nonfinite")
+    assert status == 0 and "notice: member 0 skipped" in out
+    report = report_of(tmp_path / "b")
+    assert report["failed"] == [] and report["config"]["skip_nonfinite"]
+
+
+# ---------------------------------------------------------------------------------
+# Progress, report, picture
+# ---------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def printed(monkeypatch, call, out=Terminal, err=Terminal):
+    """Return what a call prints: output, errors."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", out := out())
+        patch.setattr(sys, "stderr", err := err())
+        call()
+    return out.getvalue(), err.getvalue()
+
+
+def test_progress_is_drawn_on_a_terminal(tmp_path, small_folder, monkeypatch):
+    tqdm, counts = pytest.importorskip("tqdm").tqdm, []
+    update = tqdm.update
+    monkeypatch.setattr(tqdm, "update", lambda *x: [counts.append(x[1]), update(*x)])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    flags = words("--network tiny --devices 2 --epochs 1 --data-dir", small_folder)
+    out, err = printed(monkeypatch, lambda: tm.main(flags))
+    assert "epoch 1 of 1:   0%" in err and "predicting:   0%" in err
+    assert "/1.54k [" in err and "images/s" in err  # 768, by each of two members
+    assert sum(counts) == 1536 + 2 * (200 + 100)  # and tested, and on half as many
+    assert err.endswith("\r")  # the bar is wiped off
+    assert out.splitlines()[2].startswith("epoch:  1,")
+    assert not list(tmp_path.iterdir())  # nothing is written without a workdir
+
+
+def test_progress_is_drawn_nowhere_else(monkeypatch):
+    def bar():
+        with tm.progress_bar("predicting", 3) as advance:
+            advance(1)
+
+    assert printed(monkeypatch, bar, io.StringIO) == ("", "")
+    assert printed(monkeypatch, bar, Terminal, io.StringIO) == ("", "")
+    monkeypatch.setattr(tm.importlib.util, "find_spec", lambda name: None)
+    assert printed(monkeypatch, bar) == ("", "")
+
+
+PLOTTED_LOSSES = "train_loss", "ensemble_test_loss", "member_test_loss"
+PLOTTED_ACCURACIES = "train_accuracy", "test_accuracy", "member_test_accuracy"
+
+
+def test_picture_shows_what_is_in_the_report(tmp_path, whole_run, small_folder, drawn):
+    report, metrics = report_of(whole_run), metrics_of(whole_run)
+    data = tm.load_mnist(small_folder)
+    probs = tm.load_run(whole_run, 2).predict_members(data.test_images)
+    tm.draw_report(tmp_path / "report.png", metrics, report, probs, data)
+    curves, images = drawn().subfigs
+    (*_, diagram), (*_, histogram) = panels = np.reshape(curves.axes, (2, 3))
+    for (epochs, sizes, _), key, factor, *names in [
+        (panels[0], "negative_log_likelihood", 1, *PLOTTED_LOSSES),
+        (panels[1], "accuracy", 100, *PLOTTED_ACCURACIES),
+    ]:
+        numbers = [factor * np.array([m[name] for m in metrics]) for name in names]
+        train, test, members = numbers
+        lines = lines_of(epochs)
+        assert len(lines) == 4  # two members, the ensemble, training
+        assert_allclose(lines["ensemble"], np.transpose([[1, 2], test]))
+        assert_allclose(lines["on training images"], np.transpose([[1, 2], train]))
+        assert_allclose([x.get_ydata() for x in epochs.lines[:2]], members.T)
+        assert test[1] == factor * report["ensemble"][key]
+        assert_array_equal(members[1], [factor * m[key] for m in report["member"]])
+        shown = [[k, factor * m[key]] for k, m in enumerate(report["by_size"], 1)]
+        assert_allclose(sizes.lines[1].get_xydata(), shown)
+    assert set(lines_of(diagram)) == {"members", "ensemble", "calibrated"}
+    assert all(len(axes.get_xlabel()) > 4 and axes.get_ylabel() for axes in curves.axes)
+    assert histogram.get_yscale() == "log"
+    for axes in images.axes:
+        votes = [int(vote.split(": ")[1]) for vote in axes.get_xlabel().split("  ")]
+        assert sum(votes) == 2 and axes.get_title().startswith("label ")
+
+
+def draw(folder, probs, metrics):
+    """Draw a report of probabilities [K, 30, 10]; return the data that it is of."""
+    data = tm.generate_digits(0, 0, 30)._replace(test_labels=np.arange(30) % 10)
+    report = tm.report_finite(probs, data.test_labels)
+    tm.draw_report(folder / "report.png", metrics, report, probs, data)
+    return data
+
+
+def test_picture_leaves_out_members_that_failed(tmp_path, drawn):
+    probs = random_probs(0, 4, 30, 10)
+    probs[2] = np.nan
+    data = draw(tmp_path, probs, [])
+    curves, images = drawn().subfigs
+    assert "an ensemble of 3" in drawn().get_suptitle()
+    whole = probs[[0, 1, 3]].mean(axis=0)
+    counts, confidence, hits = em.reliability(whole, data.test_labels)
+    points = lines_of(curves.axes[2])["ensemble"]
+    assert_allclose(points, 100 * np.stack([confidence, hits], 1)[counts > 0])
+    unsure = np.argsort(np.sum(whole * np.log(whole), axis=-1))[:12]
+    titles = [axes.get_title() for axes in images.axes]
+    assert titles == [f"label {data.test_labels[i]}" for i in unsure]
+    image = images.axes[0].get_images()[0].get_array()
+    assert_array_equal(image, data.test_images[unsure[0], ..., 0])
+
+
+def test_picture_of_one_model(tmp_path, drawn):
+    metrics = dict.fromkeys(PLOTTED_LOSSES + PLOTTED_ACCURACIES, 0.5) | {"epoch": 1}
+    draw(tmp_path, random_probs(0, 1, 30, 10), [metrics])
+    curves, images = drawn().subfigs
+    assert len(curves.axes) == 6 and images.axes[0].get_xlabel().endswith(": 1")
+    over_epochs = curves.axes[0]
+    low, high = over_epochs.get_xlim()
+    assert [x for x in over_epochs.get_xticks() if low <= x <= high] == [1]
+    assert {x.get_marker() for x in over_epochs.lines} == {*"xso"}  # a point shows
+
+
+# ---------------------------------------------------------------------------------
+# Data
+# ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_other_data_in_the_same_form_is_loaded_with_a_notice(tmp_path, capsys, packed):
+    expected = tm.generate_digits(3, 40, 20)
+    data = tm.load_mnist(write_files(tmp_path, small_files(), packed=packed))
+    for leaf, want in zip(data[1:], expected[1:]):
+        assert leaf.dtype == want.dtype
+        assert_array_equal(leaf, want)
+    assert "MNIST's form" in data.name
+    notice = capsys.readouterr().out
+    assert notice.count("\n") == 1 and "holds other data than MNIST" in notice
+
+
+GOOD = idx(np.ones((40, 28, 28)))
+PACKED = gzip.compress(idx(np.ones(40)), mtime=0)
+BAD_FILES = [  # a file, what it holds, and what is said of it
+    (IMAGES, b"PK\3\4" + GOOD[4:], "header 0x504b0304000000280000001c0000001c; expect"),
+    (IMAGES, b"\0\0\r\3" + GOOD[4:], "0x00000803: unsigned bytes in 3 dimensions"),
+    (IMAGES, idx(np.ones(40)), "header 0x0000080100000028"),
+    (IMAGES, b"", "header 0x; expected 16 bytes, at first 0x00000803"),
+    (IMAGES, GOOD[:15], "00001c000000; expected 16 bytes, at first 0x00000803"),
+    (IMAGES, GOOD[:-5], "holds 31355 of the 31360 bytes"),
+    (IMAGES, GOOD + b"\0", "more than the 31360 bytes"),
+    (IMAGES, idx(np.ones((0, 28, 28))), "declares [0, 28, 28], 0 bytes; expected 1 to"),
+    (IMAGES, idx([], dims=(2**32 - 1,) * 3), "; expected 1 to 2147483648"),
+    (LABELS, idx(np.ones(39)), "39 labels for 40 images"),
+    (LABELS, idx(np.ones(40)), "all labels are 1; expected two or more"),
+    (TEST_IMAGES, idx(np.ones((20, 7, 8))), "are 7 x 8; those to train on are 28 x 28"),
+    (TEST_LABELS, idx(np.ones(9)), "9 labels for 20 images"),
+    (TEST_LABELS, idx([1] * 19 + [77]), "label 77 is none of the 10 classes of"),
+]
+BAD_FILES += [(f"{name}.gz", gzip.compress(x), said) for name, x, said in BAD_FILES]
+BAD_FILES += [
+    (f"{LABELS}.gz", PACKED[:-8], "ended before the end-of-stream"),
+    (f"{LABELS}.gz", PACKED[:-8] + bytes(4) + PACKED[-4:], "CRC check failed"),
+    (f"{LABELS}.gz", b"\0" + PACKED, "Not a gzipped file"),
+    (f"{LABELS}.gz", b"", "header 0x; expected 8 bytes, at first 0x00000801"),
+    (f"{LABELS}.gz", PACKED[:10] + b"\7" + PACKED[11:], "while decompressing data"),
+    (f"{LABELS}.gz", PACKED + gzip.compress(b"x"), "more than the 40 bytes"),
+]
+
+
+@pytest.mark.parametrize("case", BAD_FILES, ids=lambda case: f"{case[0]}: {case[2]}")
+def test_bad_file_is_named(tmp_path, case):
+    name, content, message = case
+    contents = dict(small_files())
+    del contents[plain := name.removesuffix(".gz")]
+    with pytest.raises(tm.Failure, match=re.escape(message)) as error:
+        tm.load_mnist(write_files(tmp_path, {**contents, name: content}))
+    said = str(error.value)
+    assert said.startswith(str(tmp_path)) and plain in said and "\n" not in said
+
+
+BOMB = gzip.compress(idx(np.zeros(2**26), (40, 28, 28)), 1, mtime=0)
+PROMISE = gzip.compress(idx([], (2**21, 28, 28)), mtime=0)
+
+
+@cases(
+    "content, message",
+    (BOMB, "more than the 31360 bytes"),
+    (PROMISE, "holds 0 of the 1644167168 bytes"),
+    (b"", "content is not MNIST's"),  # of what is downloaded
+)
+def test_what_is_promised_takes_no_memory(tmp_path, monkeypatch, content, message):
+    path = tmp_path / f"{IMAGES}.gz"
+    path.write_bytes(content)
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO(BOMB))
+    monkeypatch.setattr(tm, "MAX_DOWNLOAD", 2**20)
+    tracemalloc.start()
+    with pytest.raises(tm.Failure, match=message):
+        tm.read_idx(path) if content else tm.download(tmp_path, IMAGES)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4e6
+
+
+class Answer(io.BytesIO):
+    def read(self, size):
+        assert size == tm.MAX_DOWNLOAD  # bytes that are read, no more
+        return super().read(size)
+
+
+@pytest.fixture
+def mirrors(monkeypatch):
+    """Stand in for the network: addresses and what they give, bytes or an error."""
+    answers, asked, files = {}, [], {}
+    for name, content in small_files().items():
+        files[name] = hashlib.sha256(content).hexdigest()
+        for mirror in tm.MIRRORS:
+            answers[f"{mirror}{name}.gz"] = gzip.compress(content)
+    monkeypatch.setattr(tm, "MNIST_FILES", files)
+
+    def urlopen(url, timeout):
+        assert timeout == tm.TIMEOUT
+        asked.append(url)
+        if isinstance(answers[url], Exception):
+            raise answers[url]
+        return Answer(answers[url])
+
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    return answers, asked
+
+
+def test_missing_file_is_not_taken_from_another_data_set(tmp_path, mirrors):
+    with pytest.raises(tm.Failure, match=f"{LABELS} is missing, and {IMAGES} is not"):
+        tm.load_mnist(write_files(tmp_path, {IMAGES: GOOD}))
+    assert not mirrors[1]
+
+
+def test_missing_files_are_downloaded_once_and_verified(tmp_path, mirrors, elsewhere):
+    _, asked = mirrors
+    folder = tmp_path / "a" / "b"
+    data = tm.load_mnist(folder)
+    assert data.name == "MNIST" and len(data.train_images) == 40
+    assert {path.stem for path in folder.glob("*.gz")} == set(small_files())
+    assert len(asked) == 4 and all(url.startswith(tm.MIRRORS[0]) for url in asked)
+    assert leaves_equal(tm.load_mnist(folder)[1:], data[1:]) and len(asked) == 4
+
+
+OTHER = [urllib.error.URLError("no route"), TimeoutError("timed out"), b"", b"<html>"]
+OTHER += [http.client.IncompleteRead(b""), PACKED]  # sound, but other content
+
+
+@pytest.mark.parametrize("answer", OTHER, ids=repr)
+def test_failed_mirror_is_followed_by_the_next(tmp_path, mirrors, answer):
+    answers, asked = mirrors
+    first, second = (f"{mirror}{LABELS}.gz" for mirror in tm.MIRRORS)
+    answers[first] = answer
+    assert tm.load_mnist(tmp_path).name == "MNIST"
+    assert asked[asked.index(first) + 1] == second
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_auto_falls_back_and_mnist_says_why(tmp_path, mirrors, capsys, monkeypatch):
+    answers, _ = mirrors
+    answers.update(dict.fromkeys(answers, urllib.error.URLError("no route to host")))
+    first, second = (f"{mirror}{IMAGES}.gz" for mirror in tm.MIRRORS)
+    answers[second] = gzip.compress(b"something else entirely")
+    monkeypatch.setattr(tm, "generate_digits", lambda seed: f"digits {seed}")
+    assert tm.load_data("auto", tmp_path) == "digits 0"
+    message = said_by(tm.Failure, tm.load_data, "mnist", tmp_path)
+    assert f"notice: training on generated digits: {message}" in capsys.readouterr().out
+    assert message.startswith(f"{tmp_path / IMAGES} is missing, and no mirror gives it")
+    assert f"{first}: <urlopen error no route to host>" in message
+    assert f"{second}: content is not MNIST's (its SHA-256 differs)" in message
+    assert not list(tmp_path.iterdir())
+    write_files(tmp_path, {IMAGES: b"damaged"})
+    assert "expected 16" in said_by(tm.Failure, tm.load_data, "auto", tmp_path)
+
+
+@pytest.mark.skipif(not MNIST_DIR, reason="MNIST_DIR is not set")
+def test_mnist_itself_is_recognized(capsys, monkeypatch):
+    monkeypatch.setattr(tm, "download", None)
+    data = tm.load_mnist(Path(MNIST_DIR))
+    assert data.name == "MNIST" and capsys.readouterr().out == ""
+    form = {"image_shape": [28, 28, 1], "classes": [*range(10)]}
+    assert data.form() == form == tm.generate_digits(0, 1, 1).form()
+    shapes = [(60_000, 28, 28, 1), (60_000,), (10_000, 28, 28, 1), (10_000,)]
+    assert [leaf.shape for leaf in data[1:5]] == shapes
+    assert data.train_labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
+
+
+def test_generated_digits_have_mnists_form_and_depend_on_the_seed():
+    data = tm.generate_digits(0, 2500, 1200)
+    shapes = [(2500, 28, 28, 1), (2500,), (1200, 28, 28, 1), (1200,)]
+    assert [leaf.shape for leaf in data[1:5]] == shapes
+    assert data.train_images.dtype == np.uint8 and data.test_labels.dtype == np.int32
+    assert np.bincount(data.train_labels, minlength=10).min() > 180
+    assert 0.05 < data.train_images.mean() / 255 < 0.25
+    assert (data.train_images.max(axis=(1, 2, 3)) > 128).all()
+    fewer, other = tm.generate_digits(0, 700, 10), tm.generate_digits(1, 700, 10)
+    assert_array_equal(fewer.train_images, data.train_images[:700])
+    assert_array_equal(fewer.test_labels, data.test_labels[:10])
+    assert (other.train_images != fewer.train_images).any(axis=(1, 2, 3)).all()
+    assert not np.array_equal(data.train_labels[:1200], data.test_labels)
+
+
+# ---------------------------------------------------------------------------------
+# The folder of a run
+# ---------------------------------------------------------------------------------
+
+
+def test_finished_run_predicts_what_it_reported_and_recorded(whole_run, small_folder):
+    def files():
+        paths = whole_run.glob("*")
+        return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
+
+    data, before, report = tm.load_mnist(small_folder), files(), report_of(whole_run)
+    for devices in 2, 1, None:
+        run = tm.load_run(str(whole_run), devices)
+        assert run.trainer.layout == pe.layout(2, devices or D)
+        probs = run.predict_members(data.test_images)
+        if devices == 2:  # as it trained
+            expected = probs
+            found = em.ensemble_report(probs, data.test_labels)
+            assert found == {name: report[name] for name in found}
+            half = run.predict_members(data.train_images[:100]), data.train_labels[:100]
+        assert_close(probs, expected)
+        assert_close(run.predict(data.test_images[..., 0]), expected.mean(axis=0))
+    gathered = run.trainer.gather(run.state)
+    model = member((gathered.params, gathered.model_state), 1)
+    logits, _ = tm.NETWORKS["tiny"].logits(*model, np.float32(data.test_images / 255))
+    assert_close(expected[1], jax.nn.softmax(logits))
+    last = metrics_of(whole_run)[-1]
+    for part, scored in ("test", found), ("train", em.ensemble_report(*half)):
+        assert last[f"{part}_accuracy"] == scored["ensemble"]["accuracy"]
+        losses = [scores["negative_log_likelihood"] for scores in scored["member"]]
+        assert_allclose(last[f"{part}_loss"], np.mean(losses))
+    assert run.classes.tolist() == [*range(10)] and run.config["batch_size"] == 32
+    assert files() == before
+    x = data.test_images
+    for images in x / 255, x[:, 1:], x[0, ..., 0], x.astype(int):
+        said = f"images are {images.dtype} {list(images.shape)}; expected uint8 [N, 28"
+        assert said in said_by(ValueError, run.predict, images)
+    with pytest.raises(ValueError, match="9 devices are asked for; there are 8"):
+        tm.load_run(whole_run, 9)
+
+
+LAST = "checkpoint_00000016.safetensors"
+UNFINISHED = [  # what is not there of a run, or what it holds instead; what is said
+    ("", None, "run/config.json: No such file or directory; "),
+    ("config.json", None, "run/config.json: No such file or directory; "),
+    ("report.json", None, "run/report.json: No such file or directory; "),
+    (LAST, None, "it is at step 8 of 16"),
+    ("checkpoint_*", None, "it is at step None of 16"),
+    (LAST, "x", "has no digest of save's"),
+    (LAST, *names_of(0), f"{LAST}: holds step 0, not step 16"),
+    ("config.json", "{", "Expecting property name"),
+    ("config.json", "[]", "config.json: expected an object"),
+    ("config.json", "{}", "config.json: 'network' is missing"),
+    ("config.json", '{OLD, "members": 3}', "has scores of 2 of 2 members; config.json"),
+    ("config.json", '{OLD, "batch_size": 0}', "config.json: argument --batch-size: "),
+    ("config.json", '{OLD, "network": "x"}', "--network: invalid choice: 'x'"),
+    ("report.json", "{}", "report.json: 'member' is missing"),
+    ("report.json", "[" * 10**5, "report.json: maximum recursion depth exceeded"),
+    ("report.json", '{"member": 5}', "report.json: 'int' object is not iterable"),
+    ("report.json", '{"member": [{}]}', "scores of 1 of 1 members; config.json has 2"),
+    ("report.json", '{"member": [null, 5]}', "scores of 0 of 2 members; config.json"),
+]
+
+
+@pytest.mark.parametrize("name, content, message", UNFINISHED)
+def test_unfinished_run_is_not_loaded(tmp_path, whole_run, name, content, message):
+    folder = tmp_path / "run"
+    if name:
+        shutil.copytree(whole_run, folder)
+        old = (folder / "config.json").read_text().strip().strip("{}")
+        for path in folder.glob(name):
+            path.unlink()
+    if content and (whole_run / content[:99]).exists():
+        shutil.copy(whole_run / content, folder / name)
+    elif content:
+        (folder / name).write_text(content.replace("OLD", old))
+    said, where = said_by(ValueError, tm.load_run, folder), f"--workdir {folder}"
+    assert said.startswith(f"{folder} holds no finished run: ")
+    assert message in said and "\n" not in said
+    assert said.endswith(f"; to go on with one: python train_mnist.py --resume {where}")
+
+
+@cases(
+    "content, epochs",
+    ('{"epoch": 1}\n{"epoch": 2}\n{"epo', 2),
+    ('{"epoch": 1}\n{"epoch": 3}', 1),
+    ('{"epoch": 1}\n{"epo', 1),
+    ("5", 0),
+    ("[]", 0),
+    ("{}", 0),
+    ("[" * 10**5, 0),
+)
+def test_metrics_are_kept_up_to_a_line_that_is_damaged(
+    tmp_path, capsys, content, epochs
+):
+    (tmp_path / "metrics.jsonl").write_text(content)
+    found = tm.read_metrics(tmp_path, 2)
+    assert found == [{"epoch": n} for n in range(1, epochs + 1)]
+    err = capsys.readouterr().err
+    assert err.count(f"warning: {tmp_path / 'metrics.jsonl'}: ") == (epochs < 2)
+
+
+def test_checkpoint_of_a_run_that_skips_steps_is_no_earlier_than_it_counts(tmp_path):
+    path = tmp_path / "checkpoint"
+    state = pe.TrainState((), pe.SGDState(np.int32([5, 3]), ()), (), None)
+    pe.save(path, state)
+    plain = tm.RECIPES["cnn"]
+    skipping = plain._replace(skip_nonfinite=True)
+    assert leaves_equal(tm.load_members(path, 5, state, skipping), state)
+    for step, recipe in ((4, skipping), (5, plain), (3, plain)):
+        with pytest.raises(ValueError, match=f"holds step 5, not step {step}"):
+            tm.load_members(path, step, state, recipe)
+
+
+@posix
+def test_newest_valid_checkpoint_wins(tmp_path, run_in, whole_run):
+    folder = tmp_path / "run"
+    shutil.copytree(whole_run, folder)
+    first, middle, last = names_of(0, 8, 16)
+    assert checkpoints(folder) == [first, middle, last]
+    content = (folder / last).read_bytes()
+    (folder / last).write_bytes(content[:-9] + b"x" + content[-8:])
+    (folder / names_of(15)[0]).symlink_to(folder / middle)
+    shutil.copy(folder / middle, folder / names_of(12)[0])
+    (folder / "checkpoint_9.safetensors").write_text("of somebody else")
+    first_line, _ = (folder / "metrics.jsonl").read_text().splitlines()
+    later = '\n{"epoch": 2, "trai'  # than the checkpoint; damaged
+    (folder / "metrics.jsonl").write_text(first_line + later)
+    leftovers = [folder / f".{name}.1a2b3c4d.tmp" for name in (first, "report.png")]
+    for path in leftovers:
+        path.write_text("half a file")
+    status, out, err = run_in(folder, "--resume --keep 1")
+    assert status == 0 and f"resumed from {folder / middle}" in out
+    assert err.count("warning: skipped") == 3 and "damaged" in err
+    assert f"{names_of(12)[0]}: holds step 8, not step 12" in err
+    assert f"{names_of(15)[0]}: not a regular file" in err
+    assert results(folder) == results(whole_run)
+    assert checkpoints(folder) == [last, "checkpoint_9.safetensors"]
+    assert not any(path.exists() for path in leftovers)
+    config = json.loads((folder / "config.json").read_text())
+    assert config == json.loads((whole_run / "config.json").read_text())
+    assert config["seed"] == 0 and config["data"] == "auto"
+    assert Path(config["data_dir"]).is_absolute() and config["save_every"] == 1
+
+
+CHOOSE = "; leave out what differs from %s, or choose another --workdir"
+CHANGES = {
+    "--seed 1": ("seed", 1, 0),
+    "--epochs 3": ("epochs", 3, 2),
+    "--max-shift 1": ("max_shift", 1, 0),
+    "--skip-nonfinite": ("skip_nonfinite", True, False),
+}
+
+
+def test_run_that_cannot_be_resumed_is_an_error(tmp_path, run_in, whole_run):
+    def refused(*flags):
+        before = contents(folder)
+        status, _, err = run_in(folder, "--resume", *flags)
+        assert status == 2 and before == contents(folder)
+        return err.splitlines()[-1]
+
+    folder = tmp_path / "new"
+    folder.mkdir()
+    assert f"error: {folder / 'config.json'}: No such file" in refused()
+    folder = tmp_path / "run"
+    shutil.copytree(whole_run, folder)
+    path = folder / "config.json"
+    config = path.read_text()
+    path.write_text(config.replace('sha256": "', 'sha256": "0'))
+    said = refused()
+    assert "--resume: dataset_sha256 is " in said and said.endswith(CHOOSE % path)
+    path.write_text(config)
+    for flags in CHANGES:
+        name, now, was = CHANGES[flags]
+        said = f"--resume: {name} is {now} here, {was} there{CHOOSE % path}"
+        assert refused(flags).endswith(said)
+    for name in checkpoints(folder):
+        (folder / name).write_bytes((folder / name).read_bytes()[:1000])
+    assert "holds no valid checkpoint, of 3" in refused()
+
+
+@posix
+def test_folder_is_one_runs(tmp_path, run_in):
+    with tm.locked(tmp_path):
+        status, out, err = run_in(tmp_path)
+    assert status == 2 and f"in use by process {os.getpid()} on" in err and not out
+    (tmp_path / "report.json").write_text("{}")
+    status, out, err = run_in(tmp_path)
+    assert status == 2 and "holds report.json of an earlier run" in err and not out
+    assert contents(tmp_path) == {"report.json": b"{}"}
+    with tm.locked(tmp_path):  # which the refused run holds no longer
+        pass
+
+
+@pytest.mark.parametrize("name", ["config.json", *names_of(8)])
+def test_disk_that_refuses_a_file_ends_a_run(tmp_path, run_in, monkeypatch, name):
+    replace_file = pe.replace_file
+
+    def full(path):
+        if path.name == name:
+            raise OSError(28, "No space left on device", str(path))
+        return replace_file(path)
+
+    monkeypatch.setattr(pe, "replace_file", full)
+    status, _, err = run_in(tmp_path)
+    assert status == 2 and err.count("\n") == 1
+    assert f"error: {tmp_path / name}: No space left on device" in err
+    monkeypatch.undo()
+    started = name != "config.json"
+    assert checkpoints(tmp_path) == names_of(0)[:started]
+    status, out, _ = run_in(tmp_path, "--resume" * started)
+    assert status == 0 and ("resumed from" in out) == started
+
+
+def save_steps(folder, keep, *steps):
+    for step in steps:
+        tm.save_checkpoint(folder, np.array(step), step, keep)
+
+
+def test_checkpoints_are_whole_at_any_point_of_a_save(tmp_path, monkeypatch):
+    """Which are what a kill would leave."""
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    for path in whole, folder:
+        path.mkdir()
+    save_steps(whole, 4, 10, 20, 30, 40)
+    others = [*names_of(99), "checkpoint_copy.safetensors"]
+    for name in others:  # damaged, or the run would go on from it; somebody else's
+        (folder / name).write_bytes(b"")
+    save_steps(folder, 2, 10, 20, 30)
+    points = []
+
+    def watched(call, *args, **kwargs):
+        points.append(contents(folder))
+        result = call(*args, **kwargs)
+        points.append(contents(folder))
+        return result
+
+    for name in ("open", "write", "fsync", "replace", "unlink"):
+        call = functools.partial(watched, getattr(os, name))
+        monkeypatch.setattr(os, name, call)
+    save_steps(folder, 2, 40)
+    # Two are kept; the oldest goes when the newest has its name.
+    saved, empty = contents(whole), dict.fromkeys(others, b"")
+    stages = names_of(20, 30), names_of(20, 30, 40), names_of(30, 40)
+    expected = [{name: saved[name] for name in names} | empty for names in stages]
+    assert [found for found, _ in itertools.groupby(points)] == expected
+
+
+# ---------------------------------------------------------------------------------
+# Signals and processes
+# ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def start_run(small_folder, tmp_path):
+    """Yield a function that starts a process of a run in a folder, on one device."""
+    flags = f"{RUN} --devices 1 --data-dir", small_folder, "--workdir", tmp_path
+    # As many threads as here: a product's bits depend on it.
+    env = {"NPROC": str(D), **ENVIRONMENT}
+    runs = []
+
+    def start(*more, code=SCRIPT, **slurm):
+        runs.append(start_python(code, *words(*flags, *more), **env, **slurm))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.kill()
+
+
+STUCK = f"""{TINY}
+def save(run, whenever=False):
+    print("stopping" if run.signals.received else "training", flush=True)
+    tm.time.sleep(600 if run.signals.received else run.done == 0)
+
+tm.Run.save = save
+sys.exit(tm.main(sys.argv[1:]))"""
+
+
+@pytest.mark.once
+@posix
+@cases(
+    "signals",
+    {"training": signal.SIGTERM},  # while JAX compiles: nothing is to be saved
+    {"epoch:  1": signal.SIGTERM, "stopping": signal.SIGINT},
+)
+def test_signal_before_training_or_a_second_one_ends_at_once(start_run, signals):
+    run = start_run("--epochs 20000", code=STUCK)
+    for text, number in signals.items():
+        next(line for line in run.stdout if line.startswith(text))
+        run.send_signal(number)
+    run.communicate(timeout=5)
+    assert run.returncode == -number
+
+
+@posix
+def test_ctrl_c_while_modules_are_imported_ends_without_a_traceback(tmp_path):
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGINT); import time"
+    (tmp_path / "jax.py").write_text(f"{code}; time.sleep(9)")
+    command = [sys.executable, HERE / "train_mnist.py"]
+    env = {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGINT and done.stderr == ""
+
+
+def process_flags(port, index, count=2, timeout=20):
+    flags = f"--coordinator localhost:{port} --num-processes {count}"
+    return f"{flags} --process-id {index} --connect-timeout {timeout}"
+
+
+@linux
+def test_processes_of_a_run_end_as_one(tmp_path, start_run, whole_run):
+    # What Slurm would set; JAX makes a port of the job's number.
+    slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost"}
+    slurm |= {"SLURM_STEP_NUM_NODES": "1", "SLURM_NTASKS": "2"}
+    ids = [{"SLURM_PROCID": i, "SLURM_LOCALID": i} for i in "01"]
+    runs = [start_run("--distributed", **slurm, **each) for each in ids]
+    outs = [run.communicate(timeout=100) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], outs
+    assert "of 2 processes" in outs[0][0] and "epoch" not in outs[1][0]
+    assert results(tmp_path)[0] == results(whole_run)[0]
+
+
+@pytest.mark.once
+@linux
+def test_processes_stop_together_and_notice_one_that_dies(tmp_path, start_run):
+    for how, resume, expected in [
+        (signal.SIGTERM, "", [143, 143]),
+        (signal.SIGKILL, "--resume", [1, -9]),
+    ]:
+        flags, port = f"--epochs 20000 {resume}", free_port()
+        runs = [start_run(flags, process_flags(port, i)) for i in range(2)]
+        next(line for line in runs[0].stdout if line.startswith("epoch:"))
+        runs[1].send_signal(how)
+        outs = [run.communicate(timeout=60) for run in runs]
+        assert [run.returncode for run in runs] == expected, outs
+    assert "lost contact with another process" in outs[0][1]
+    with tm.locked(tmp_path):  # which the dead hold no longer
+        pass
+    assert pe.load(tmp_path / checkpoints(tmp_path)[-1])
+
+
+def test_no_process_leaves_before_the_first_has_saved():
+    run = mock.Mock(args=types.SimpleNamespace(workdir=None))
+    run.signals.agree.return_value = signal.SIGTERM
+    said_by(tm.Failure, tm.Run.look, run)
+    calls = [name for name, *_ in run.method_calls]
+    assert calls == ["signals.agree", "save", "signals.agree"]
+
+
+@pytest.mark.once
+@linux
+def test_processes_that_do_not_fit_together_end_with_an_error(start_run):
+    port, alone = free_port(), free_port()
+    with socket.create_server(("", 0)) as taken:
+        _, busy = taken.getsockname()
+        ports = (alone, 0, 2, 4), (busy, 0), (port, 1, 3), (port, 0)
+        runs = [start_run(process_flags(*flags)) for flags in ports]
+        outs = [run.communicate(timeout=60)[1] for run in runs[:3]]
+    assert all(run.returncode for run in runs[:3])
+    runs[3].kill()  # which would notice, too, after half a minute
+    runs[3].communicate()
+    assert "the processes did not meet within 4 seconds" in outs[0]
+    assert "Address already in use" in outs[1]
+    assert "--num-processes 3: the process at" in outs[2]
+
+
+def test_process_with_other_settings_than_the_first_names_them(monkeypatch):
+    theirs = np.frombuffer(b'{"seed": 0, "epochs": 5}', np.uint8)
+    monkeypatch.setattr(tm, "share", lambda mine: theirs)
+    tm.check_same_run({"seed": 0, "epochs": 5})
+    with pytest.raises(tm.Failure, match="epochs is 6 here, 5 there; give it the fla"):
+        tm.check_same_run({"seed": 0, "epochs": 6})
+
+
+# ---------------------------------------------------------------------------------
+# Command line
+# ---------------------------------------------------------------------------------
+
+
+EXPECTED = {
+    "a whole number from 0 to 2147483647": "--epochs -1|--process-id -1|--max-shift -1|"
+    "--epochs 2147483648",
+    "a whole number from 1 to 2147483647": "--members 0|--members 1.5|--batch-size 0|"
+    "--keep 0|--train-size 0|--at-once 2147483648",
+    "a whole number from 1 to 65536": "--num-processes 0|--num-processes 65537",
+    "a whole number from 1 to 86400": "--connect-timeout 0|--connect-timeout 86401",
+    "a whole number from 1 to 1024": "--devices 0|--devices two|--devices 1025",
+    "a whole number from 0 to 4294967295": "--seed -1|--seed 4294967296",
+    "a finite number, 0 or more": "--learning-rate -0.1|--learning-rate nan|"
+    "--learning-rate inf",
+    "a number above 0, at most 1e38": "--save-every 0|--save-every 1.1e38|"
+    "--save-every nan",
+    "a number, 0 or more, below 1": "--momentum 1|--momentum -0.1",
+    "HOST:PORT, with a port from 1 to 65535": "--coordinator a|--coordinator a:65536",
+}
+EXPECTED = {f"expected {value}, not": cases for value, cases in EXPECTED.items()}
+CHOICES = "--mode both|--network mlp|--optimizer rmsprop|--schedule step"
+BAD_FLAGS = [
+    (flags, f"argument {flag}: {said} {value!r}")
+    for said, cases in {**EXPECTED, "invalid choice:": CHOICES}.items()
+    for flags in cases.split("|")
+    for flag, value in [flags.split()]
+]
+SYNC = "--mode sync"
+SPLIT = ": does not split over the %d devices of a model; use a multiple of %d, for "
+SPLIT += "example %d, or leave out --devices"
+ADDRESS = "--coordinator here:1 --num-processes 2"
+BAD_FLAGS += [
+    ("--learning-rat 1", "unrecognized arguments: --learning-rat 1"),
+    ("--plot", "--plot: needs --workdir, the folder that takes report.png"),
+    ("--resume", "--resume: needs --workdir, the folder of the run to go on with"),
+    ("--resume --workdir no", "no/config.json: No such file or directory"),
+    (f"{SYNC} --members 2", "--members 2: --mode sync trains one model"),
+    ("--process-id 0", "--coordinator, --num-processes and --process-id belong toget"),
+    ("--distributed --process-id 0", "--coordinator, --num-processes and --process-"),
+    (f"{ADDRESS} --process-id 2", "--process-id 2: expected 0 to 1"),
+    ("--devices 9", "--devices 9: there are 8 CPU devices"),
+    ("--batch-size 769", "--batch-size 769: more than the 768 training images"),
+    ("--batch-size 1 --epochs 2796203", "--epochs 2796203: at most 2796202 with"),
+    ("--max-shift 29", "--max-shift 29: more than the 28 pixels of an image's side"),
+    ("--devices 8 --members 2 --batch-size 30", f"--batch-size 30{SPLIT % (4, 4, 28)}"),
+    (f"{SYNC} --devices 8 --batch-size 4", f"--batch-size 4{SPLIT % (8, 8, 8)}"),
+    (f"{SYNC} --devices 8 --batch-size 100", f"--batch-size 100{SPLIT % (8, 8, 96)}"),
+    ("--train-size 769", "--train-size 769: data in MNIST's form"),
+    ("--data mnist --data-dir FILE", "--data-dir FILE: not a folder"),
+    ("--show-batch", "--show-batch needs rich: python -m pip install rich"),
+    ("--workdir FILES --plot", "--plot needs matplotlib: python -m pip install matplo"),
+]
+
+
+BAD_FLAGS = [pytest.param(*row, id=row[0]) for row in BAD_FLAGS]
+BLOCKED = ("FILE/runs", "Not a directory"), ("FILE", "File exists")
+BAD_FLAGS += [
+    pytest.param(f"--workdir {path}", f"{path}: {said}", marks=posix)
+    for path, said in BLOCKED
+]
+
+
+@pytest.mark.parametrize("flags, message", BAD_FLAGS)
+def test_bad_flag_gives_one_line(tmp_path, small_folder, wrong, flags, message):
+    file = tmp_path / "file"
+    file.write_text("in the way")
+    flags, message = (text.replace("FILE", str(file)) for text in (flags, message))
+    with mock.patch.object(tm.importlib.util, "find_spec", return_value=None):
+        said = wrong(tm.main, "--data-dir", small_folder, "--epochs 1", flags)
+    assert said.startswith(message)
+
+
+def test_flags_that_are_not_given_follow_the_network_and_the_optimizer():
+    def recipe(*flags):
+        args = tm.parse_arguments(list(flags))
+        return tm.Recipe(**{name: getattr(args, name) for name in tm.Recipe._fields})
+
+    for name in "cnn", "batchnorm":  # of the images, which are not read yet
+        default = tm.RECIPES[name]._replace(max_shift=None)
+        assert recipe("--network", name) == default
+    assert recipe().network == "cnn"
+    assert recipe("--optimizer", "adam").learning_rate == 0.001
+    other = recipe("--network", "batchnorm", "--optimizer", "sgd", "--bootstrap")
+    assert (other.learning_rate, other.bootstrap, other.epochs) == (0.15, True, 2)
+    assert recipe("--learning-rate", "0", "--max-shift", "0")[4:8:3] == (0, 0)
+
+
+def test_help_shows_every_flag_with_its_choices_and_its_default(capsys):
+    with pytest.raises(SystemExit) as stop:
+        tm.main(["--help"])
+    assert stop.value.code == 0
+    _, *texts = re.split(r"^  --", capsys.readouterr().out, flags=re.MULTILINE)
+    texts = {text.split()[0].replace("-", "_"): text for text in texts}
+    assert list(texts) == list(tm.FLAGS)
+    shown = {name: str(default or "") for name, (_, default) in tm.FLAGS.items()}
+    for name in words("optimizer epochs batch_size momentum schedule max_shift"):
+        both = [str(getattr(tm.RECIPES[n], name)) for n in ("cnn", "batchnorm")]
+        shown[name] = "; batchnorm: ".join(dict.fromkeys(both)) + ")"
+    share = "2 for a side of 28, of other sizes the same share;"
+    shown["max_shift"] = shown["max_shift"].replace("2;", share)
+    rates = [f"{name}: {rate}" for name, rate in tm.LEARNING_RATES.items()]
+    shown["learning_rate"] = "; ".join(rates) + ")"
+    for name, text in texts.items():
+        assert f"(default: {shown[name]}" in " ".join(text.split())
+        if not callable(kind := tm.FLAGS[name][0]):
+            assert f"{{{','.join(x for x in kind if x != 'tiny')}}}" in text
+
+
+def test_largest_and_smallest_numbers_are_taken():
+    ends = {"devices": (1, 1024), "seed": (0, 2**32 - 1), "connect_timeout": (1, 86400)}
+    ends |= dict.fromkeys(("epochs", "max_shift"), (0, 2**31 - 1))
+    ends["num_processes"] = 1, 2**16
+    counts = "members", "at_once", "batch_size", "train_size", "keep"
+    ends |= dict.fromkeys(counts, (1, 2**31 - 1))
+    ends |= {
+        "save_every": (1e-9, 1e38),
+        "momentum": (0, 0.999),
+        "process_id": (0,),
+    }
+    ends |= {"learning_rate": (0, 1e39)}
+    for name, values in ends.items():
+        for value in values:
+            assert tm.given_flags([f"{tm.flag(name)}={value}"]) == {name: value}
+
+
+CONFIG = tm.RECIPES["batchnorm"]._replace(epochs=7, bootstrap=True)._asdict()
+CONFIG |= {"mode": "ensemble", "members": 3, "seed": 5, "train_size": 256}
+EXTRA = {"data": "mnist", "data_dir": "/digits", "save_every": 0.5, "dataset": "MNIST"}
+
+
+def resume(folder, flags, config=None):
+    (folder / "config.json").write_text(config or json.dumps(CONFIG | EXTRA))
+    args = tm.parse_arguments(["--resume", "--workdir", str(folder), *flags.split()])
+    return vars(args)
+
+
+def test_resumed_run_has_the_flags_of_its_config(tmp_path):
+    digits, here = (Path(path).absolute() for path in ("/digits", "/here"))
+    kept = {**CONFIG, "data": "mnist", "data_dir": digits, "save_every": 0.5}
+    assert resume(tmp_path, "").items() >= kept.items()
+    place = {"devices": 2, "save_every": 2, "keep": 1, "data_dir": here}
+    flags = "--devices 2 --save-every 2 --keep 1 --data-dir /here --epochs 7"
+    assert resume(tmp_path, flags).items() >= (kept | place).items()
+    elsewhere = f"--resume --workdir {tmp_path / 'none'} --epochs 7 --network batchnorm"
+    others = " --coordinator localhost:1 --num-processes 2 --process-id 1"
+    assert tm.parse_arguments(words(elsewhere, others)).epochs == 7
+
+
+DAMAGED = {
+    "{": "Expecting property name",
+    "5": "expected an object",
+    '{"epochs": "many"}': "argument --epochs: expected a whole number from 0 to 214",
+    '{"batch_size": 0}': "argument --batch-size: expected a whole number from 1 to 214",
+    '{"seed": [1]}': r"argument --seed: expected a whole number from 0 to 4294967295, ",
+    '{"skip_nonfinite": 2}': "argument --skip-nonfinite: ignored explicit argument '2'",
+    '{"members": true}': "argument --members: expected one argument",
+}
+
+
+@pytest.mark.parametrize("config", DAMAGED)
+def test_config_that_is_damaged_is_named(tmp_path, config):
+    message = f"{re.escape(str(tmp_path))}/config.json: {DAMAGED[config]}"
+    assert re.match(message, said_by(tm.Failure, resume, tmp_path, "--seed 3", config))
+
+
+FULL = MemoryError("no"), RuntimeError("RESOURCE_EXHAUSTED: no\n  at a line")
+
+
+@pytest.mark.parametrize("error", FULL)
+def test_out_of_memory_is_one_line(wrong, error):
+    with mock.patch.object(tm, "load_data", side_effect=error):
+        said = wrong(tm.main, status=1)
+    assert said.startswith("out of memory; try fewer --members")
+
+
+ANNOUNCED = {  # what is said of the models, a step's images, and devices in use
+    "--members 5 --devices 2": ("ensemble of 5 on 2 of 8 CPU devices (3 a de", 384, 2),
+    "--devices 1": ("an ensemble of 2 on 1 of 8 CPU devices (2 a device);", 128, 1),
+    "--members 2 --devices 2": ("an ensemble of 2 on 2 of 8 CPU devices;", 128, 2),
+    "--members 2": ("2 on 8 of 8 CPU devices (4 replicas a model);", 128, 8),
+    "--mode sync --batch-size 60": (
+        "one model on 6 of 8 CPU devices (6 replicas a model) (a batch of 60 does not "
+        "split over 8);",
+        60,
+        6,
+    ),
+}
+
+
+@pytest.mark.parametrize("models", ANNOUNCED)
+def test_run_without_epochs_reports_its_models(tmp_path, script, small_folder, models):
+    pytest.importorskip("rich")
+    flags = f"--epochs 0 --bootstrap --seed 7 --network tiny {models} --show-batch"
+    status, out, _ = script(flags, "--workdir", tmp_path)
+    notice, line, shown, *_ = out.splitlines()
+    assert status == 0 and notice.startswith("notice: ")
+    assert line.startswith(f"data in MNIST's form from {small_folder}, 768 train")
+    said, images, devices = ANNOUNCED[models]
+    assert " 200 test images of 28 x 28, 10 classes: " in line and said in line
+    assert "; network tiny, opt" in line
+    assert "learning_rate 0.001, momentum 0.9, schedule constant, max_shift 0" in line
+    assert "bootstrap True, at_once 1, seed 7" in line
+    assert f", pjax_ensemble {pe.__version__}, jax" in line
+    assert shown.startswith(f"a step's images [{images}, 784], member after member")
+    assert all((f"CPU {i}" in out) == (i < devices) for i in range(D))
+    assert "epoch:" not in out and metrics_of(tmp_path) == []
+    assert report_of(tmp_path)["ensemble"]["negative_log_likelihood"] > 1.5
+
+
+@cases(
+    "there, flags, expected",
+    (10, "--mode sync", (1, 8, 1, 8)),
+    (12, "--mode sync --batch-size 128", (1, 8, 1, 8)),
+    (8, "--mode sync --batch-size 7", (1, 7, 1, 7)),
+    (6, "--mode sync --batch-size 49", (1, 1, 1, 1)),
+    (6, "--members 2", (2, 4, 1, 2)),
+    (24, "--members 8", (8, 16, 1, 2)),
+    (4, "--members 9 --batch-size 7", (9, 3, 3, 1)),
+    (12, "--mode sync --devices 4", (1, 4, 1, 4)),
+    (2, "--batch-size 1 --epochs 2796202", (2, 2, 1, 1)),  # as many steps as JAX counts
+)
+def test_model_has_as_many_replicas_as_divide_its_batch(
+    small_folder, monkeypatch, there, flags, expected
+):
+    monkeypatch.setattr(jax, "local_device_count", lambda: there)
+    args = tm.parse_arguments(words(flags, "--data-dir", small_folder))
+    assert tm.prepare(args)[2] == expected and args.members == expected[0]
+
+
+@cases(
+    "there, platform, flags, expected",
+    (1, "cpu", "", 2),
+    (2, "cpu", "", 2),
+    (3, "cpu", "", 3),
+    (1, "gpu", "", 5),
+    (8, "tpu", "", 8),
+    (1, "gpu", "--members 1", 1),
+    (1, "gpu", "--mode sync", 1),
+)
+def test_ensemble_has_a_member_a_device_and_is_one(
+    monkeypatch, there, platform, flags, expected
+):
+    monkeypatch.setattr(jax, "local_device_count", lambda: there)
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    args = tm.parse_arguments(words(flags))
+    args.batch_size = 64
+    assert tm.lay_out(args).members == args.members == expected
+
+
+@cases(
+    "size, flags, expected",
+    ((28, 28), "", 2),
+    ((8, 8), "", 1),
+    ((12, 40), "", 1),
+    ((56, 64), "", 4),
+    ((8, 8), "--max-shift 2", 2),
+    ((8, 8), "--network batchnorm", 0),
+)
+def test_shift_is_in_proportion_to_the_images(tmp_path, size, flags, expected):
+    folder, _ = write_set(tmp_path, size, [0, 1])
+    args = tm.parse_arguments(words(flags, "--data-dir", folder))
+    recipe, data, _ = tm.prepare(args)
+    assert recipe.max_shift == tm.describe(args, data)["max_shift"] == expected
+
+
+@pytest.mark.parametrize("network, size", [("cnn", (3, 30)), ("batchnorm", (30, 5))])
+def test_images_too_small_for_the_network_are_refused(tmp_path, wrong, network, size):
+    folder, _ = write_set(tmp_path, size, [0, 1])
+    said = wrong(tm.main, f"--network {network} --data-dir", folder)
+    sizes = "image_shape is [3, 30, 1]; expected", "a window of 6x6 does not fit images"
+    assert said.startswith(f"--network {network}: {sizes[network == 'batchnorm']}")
+
+
+def test_path_that_the_output_cannot_show_ends_no_run(tmp_path):
+    folder = write_files(tmp_path / "\N{GREEK CAPITAL LETTER OMEGA}", small_files())
+    command = [sys.executable, HERE / "train_mnist.py", "--batch-size", "99"]
+    env = {**ENVIRONMENT, "JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "cp1252"}
+    run = subprocess.run([*command, "--data-dir", folder], env=env, capture_output=True)
+    assert run.returncode == 2 and b"99: more than the 40 training" in run.stderr
+    assert b"\\u03a9 holds other data than MNIST" in run.stdout
