@@ -5,7 +5,7 @@ A training step is written once, for one model on one device.  All else is where
 copies stand: members, independent models whose probabilities are averaged, or replicas,
 copies of one model that share its batch and average gradients.
 
-    import jax, jax.numpy as jnp, numpy as np, ensemble_metrics as em, pjax_ensemble as pe
+    import jax, jax.numpy as jnp, numpy as np, pjax_ensemble as pe
 
     def network(params, images):
         return pe.cnn(params, images.astype(jnp.float32) / 255)
@@ -21,10 +21,10 @@ copies of one model that share its batch and average gradients.
     order = pe.epoch_order(64, 16)  # [4, 16]
     state, losses = trainer.epoch(state, (images, labels), order)  # losses [5, 4]
     probs = trainer.predict_members(state, images)  # [5, 64, 10]
-    report = em.ensemble_report(probs, labels)  # of ensemble_metrics.py, beside it
 
 One call a step, on batches that are split or replicated by hand, is what
-`make_sync_update` and `make_ensemble_update` do, with the same step.
+`make_sync_update` and `make_ensemble_update` do, with the same step.  Another file,
+`ensemble_metrics.py`, tells how far to trust the probabilities; this one trains alone.
 
 Legend, used everywhere.  A replica is an identical copy, a member a model of its own.
 
