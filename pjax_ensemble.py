@@ -58,7 +58,6 @@ import signal
 import stat
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -1129,9 +1128,13 @@ def _make_step(average, part, loss_fn, optimizer, more, *options) -> Callable:
             updates, opt_state = optimizer.update(grads, opt_state, params, **more)
             return apply_updates(params, updates), opt_state
 
-        # XLA does not see that it is a loop of one, and so compiles it by itself: else
-        # bits would depend on what it is fused with, on how many members there are.
-        once = lax.optimization_barrier(1)
+        # On a CPU, XLA cannot see that this loop runs once, so it compiles the body by
+        # itself: otherwise bits would depend on fusion, and so on K.  An accelerator
+        # sees it, and has no loop whose end the host would have to ask for.
+        once = lax.platform_dependent(
+            cpu=lambda: lax.optimization_barrier(jnp.int32(1)),
+            default=lambda: jnp.int32(1),
+        )
         given = "it is given gradients, state, parameters and, by name, value=loss"
         loop = lax.fori_loop, 0, once, optimize, state[:2]
         new = *_call("the optimizer's update", given, *loop), new_model_state
@@ -1212,43 +1215,18 @@ def _check_keys(key_data: Any, members: Sequence[int] | np.ndarray) -> None:
             )
 
 
-def _compute(program: Callable, args: tuple) -> Any:
-    """Call a mapped program on what lies on the devices, or on purpose on the host."""
-    try:
-        with jax.transfer_guard_host_to_device("allow"):
-            return program(*args)
-    except RecursionError:
-        # With jax_debug_nans JAX looks for the operation that made a nan, and goes
-        # round in circles (0.10, 0.12) where it was there before.
-        leaves = jax.tree_util.tree_leaves_with_path(args)
-        bad = [path for path, x in leaves if not (_is_key(x) or np.isfinite(x).all())]
-        if not bad:
-            raise
-        names = ", ".join(map(jax.tree_util.keystr, bad))
-        found = f"invalid value (nan or inf) in what the program is given: {names}"
-        raise FloatingPointError(found) from None
-
-
-_in_flight = None  # a result of the last program whose devices wait for each other
-
-
 def _run(program: Callable, meet: bool, *args) -> Any:
     """Call a mapped program; `meet` says whether its devices wait for each other.
 
-    XLA:CPU serves all virtual devices with one pool of threads.  Where programs that
-    wait pile up in it, no thread may be left for the last device to arrive, and the
-    process aborts: one at a time there, and not before its arguments are computed.
+    XLA:CPU serves all virtual devices with one pool of threads.  If programs that wait
+    pile up in it, no thread may be left for the last device to arrive, and the process
+    aborts: so a CPU runs one of them at a time, from its arguments to its results.
     """
-    global _in_flight
-    if not meet or jax.default_backend() != "cpu":
-        return _compute(program, args)
-    if _in_flight is not None and not _in_flight.is_deleted():
-        with contextlib.suppress(Exception):  # whoever reads that program's results
-            jax.block_until_ready(_in_flight)
-    _in_flight = None  # also where this one fails
-    result = _compute(program, jax.block_until_ready(args))
-    _in_flight = jax.tree.leaves(result)[-1]
-    return result
+    alone = meet and jax.default_backend() == "cpu"
+    wait = jax.block_until_ready if alone else lambda x: x
+    # Its arguments lie on the devices already, or on purpose on the host.
+    with jax.transfer_guard_host_to_device("allow"):
+        return wait(program(*wait(args)))
 
 
 def _gather_devices(x: Array | np.ndarray) -> np.ndarray:
@@ -1554,31 +1532,62 @@ else:  # JAX 0.5
     _shard_map = functools.partial(shard_map, check_rep=False)
 
 
+def _in_place(f: Callable, states: PyTree, of_slot: PyTree, together: int) -> tuple:
+    """Do `lax.map` of f(state, of_slot) -> (state, metrics), its states in place.
+
+    Leaves of both arguments are [M, ...].  Each state is cut out, `together` of them at
+    a time, and what f makes of it is written back, so that the memory is that of M
+    states and the work of one f; `lax.map` writes new states beside the old ones.
+    """
+
+    def advance(states, start, count=together):
+        def cut(x):
+            return lax.dynamic_slice_in_dim(x, start, count)
+
+        def put(x, new):
+            return lax.dynamic_update_slice_in_dim(x, new, start, 0)
+
+        # One alone, not by a vmap of one, whose bits are others.
+        batch_size = None if together == 1 else count
+        own = jax.tree.map(cut, (states, of_slot))
+        new, metrics = lax.map(lambda x: f(*x), own, batch_size=batch_size)
+        return jax.tree.map(put, states, new), metrics
+
+    count = len(jax.tree.leaves(states)[0])
+    whole = count - count % together
+    states, metrics = lax.scan(advance, states, jnp.arange(0, whole, together))
+    metrics = jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), metrics)
+    if whole < count:
+        states, last = advance(states, whole, count - whole)
+        metrics = jax.tree.map(lambda *x: jnp.concatenate(x), metrics, last)
+    return states, metrics
+
+
 def _over_members(f: Callable, layout: Layout, train: bool, at_once: int) -> Callable:
     """Map f(state, **of_slot, **of_all), of one member on one device, over all slots.
 
     The result is a function of the state, of of_slot and of of_all, the arguments by
-    name.  Leaves of the first two are [D * M, ...], an entry a slot, and so are those
-    of what f returns; of_all is the same everywhere.  To `train`, the state's buffers
-    are reused, and replicas wait for each other.
+    name.  Leaves of the first two are [D * M, ...], an entry per slot, and so are the
+    leaves that f returns; of_all is the same everywhere.  To `train`, the state's
+    buffers are reused, and replicas wait for each other.
 
-    As `jax.pmap` does, but the program goes when it is let go: what `pmap` compiled,
-    JAX (0.10, 0.12) keeps for good, with all that f holds.
+    As `jax.pmap` does, but the program goes when it is let go: JAX (0.10, 0.12) keeps a
+    program of `pmap` for good, with all that f holds.
     """
     together = min(at_once, layout.members_per_device)
-    # Alone, not by a vmap of one, whose bits are others.
-    batch_size = None if together == 1 else together
     axis, named = _axis(layout, train), jax.sharding.NamedSharding
     mesh = jax.sharding.Mesh(np.array(jax.devices()[: layout.devices]), axis)
     of_all, made = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(axis)
     given = made, made, of_all
 
     def on_device(state, of_slot, of_all):
-        def in_slot(own):
-            state, of_slot = own
+        def in_slot(state, of_slot):
             return f(state, **of_slot, **of_all)
 
-        return lax.map(in_slot, (state, of_slot), batch_size=batch_size)
+        if train:
+            return _in_place(in_slot, state, of_slot, together)
+        batch_size = None if together == 1 else together
+        return lax.map(lambda x: in_slot(*x), (state, of_slot), batch_size=batch_size)
 
     program = jax.jit(
         _shard_map(on_device, mesh=mesh, in_specs=given, out_specs=made),
@@ -1706,15 +1715,90 @@ def _check_made(made: PyTree, stateful: bool) -> None:
         _numbers("leaves that init_fn returns", leaf)
 
 
-def _weakly(method: Callable) -> Callable:
-    """Return a method that does not hold its trainer, which then goes when let go."""
-    held: Callable = weakref.WeakMethod(method)
-    return lambda *args, **kwargs: held()(*args, **kwargs)
+_BLOCK_CHUNKS = 16  # that a device predicts in one call of a program, at most
 
 
-# What a device predicts in one call of a program, at most: so many chunks, and about so
-# many bytes that go in and come out.
-_BLOCK_CHUNKS, _BLOCK_BYTES = 128, 2**22
+class _Member(NamedTuple):
+    """A member's work on one device, which a trainer maps over all of its members.
+
+    Fields are the trainer's.  Each function takes the member's state, its hyper and
+    what is frozen, both as tuples that are empty where there is none, and other
+    arguments by name.
+    """
+
+    layout: Layout
+    init_fn: Callable
+    loss_fn: Callable
+    optimizer: OptimizerLike | Callable
+    apply_fn: Callable | None
+    output: Callable | None
+    has_aux: bool
+    stateful: bool
+    microbatch: int | str | None
+    skip_nonfinite: bool
+
+    def make_optimizer(self, *hyper):
+        expected = "with hyper, expected a function, such as lambda h: sgd(h)"
+        make = functools.partial(_call, "optimizer", expected, self.optimizer)
+        return make(*hyper) if hyper else self.optimizer
+
+    def make_step(self, parts, hyper, frozen):
+        """Make the step of a member's replica, on a batch that is in so many parts."""
+        axis, replicas = _axis(self.layout, train=True), self.layout.replicas
+        average = _alone
+        if replicas > 1:
+            groups = np.arange(self.layout.devices).reshape(-1, replicas).tolist()
+            where = dict(axis_name=axis, axis_index_groups=groups)
+            average = functools.partial(_average, **where)
+        options = self.has_aux, self.stateful, self.microbatch, self.skip_nonfinite
+        optimizer = self.make_optimizer(*hyper)
+        args = self.loss_fn, optimizer, (*hyper, *frozen), *options
+        return _make_step(average, lambda: lax.axis_index(axis) % parts, *args)
+
+    def init(self, _, hyper, frozen, number, key):
+        init_key, key = jax.random.split(jax.random.fold_in(key, number))
+        made = self.init_fn(init_key, *hyper, *frozen)
+        _check_made(made, self.stateful)
+        params, model_state = made if self.stateful else (made, ())
+        optimizer = self.make_optimizer(*hyper)
+        return train_state(params, optimizer, model_state=model_state, key=key)
+
+    def update(self, state, hyper, frozen, batch, parts=1):
+        return self.make_step(parts, hyper, frozen)(state, *batch)
+
+    def epoch(self, state, hyper, frozen, order, data, num_steps, parts=1):
+        step = self.make_step(parts, hyper, frozen)
+
+        def train_on(state, rows):
+            return step(state, *jax.tree.map(lambda x: x[rows], data))
+
+        return _scan_first(train_on, state, order, num_steps)
+
+    def predict(self, model, hyper, frozen, chunks, count):
+        def predict_chunk(_, inputs):
+            return (), self.predict_chunk(model, (*hyper, *frozen), inputs)
+
+        return _scan_first(predict_chunk, (), chunks, count)[1]
+
+    def predict_chunk(self, model, more, inputs):
+        shapes = jax.tree.map(np.shape, inputs)
+        given = f"of inputs of shapes {shapes}, where one example x is x[None]"
+        apply = _fast_in_loops(self.apply_fn)
+        outputs = _call("apply_fn", given, apply, *model, inputs, *more)
+        if self.output is jax.nn.softmax:
+            logits = isinstance(outputs, Array) and outputs.ndim > 1
+            if not (logits and outputs.shape[-1] > 1):
+                raise ValueError(
+                    f"apply_fn returns shapes {jax.tree.map(np.shape, outputs)}; the "
+                    "softmax takes logits [B, ..., C]: make the trainer with "
+                    "output=None, or with a function of what apply_fn returns"
+                )
+            outputs = outputs.astype(_wide(outputs.dtype))
+        outputs = outputs if self.output is None else self.output(outputs)
+        chunk = jax.tree.leaves(inputs)[0].shape[0]
+        expected = f"{chunk}, one of each example, in all of them"
+        _check_axes("outputs", outputs, chunk, expected=expected)
+        return outputs
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -1790,7 +1874,7 @@ class Trainer:
         own = (self.hyper,) if self._hyper else ()
         for i in range(self.layout.members if own else 1):  # raises for what cannot be
             hyper = jax.tree.map(operator.itemgetter(i), own)
-            self._make_step(1, hyper, self._frozen)
+            self._member.make_step(1, hyper, self._frozen)
 
     def __repr__(self) -> str:  # on a line, without numbers and addresses
         made_of = self.init_fn, self.loss_fn
@@ -1814,6 +1898,10 @@ class Trainer:
         result = layout(self.members, wanted, processes)
         _device_sharding(wanted // processes)  # raises where there are fewer
         return result
+
+    @functools.cached_property
+    def _member(self) -> _Member:
+        return _Member(*(getattr(self, name) for name in _Member._fields))
 
     @functools.cached_property
     def _hyper(self) -> tuple:
@@ -1842,7 +1930,7 @@ class Trainer:
         """
         if f.__name__ not in self._programs:
             how = self.layout, train, self.at_once
-            self._programs[f.__name__] = _over_members(_weakly(f), *how)
+            self._programs[f.__name__] = _over_members(f, *how)
         of_slot = {"hyper": self._hyper, **of_slot}
         args = state, of_slot, {"frozen": self._frozen, **of_all}
         program = self._programs[f.__name__]
@@ -1866,26 +1954,7 @@ class Trainer:
             return state
         return jax.device_put(_private("state", state), there)
 
-    def _make_optimizer(self, *hyper):
-        expected = "with hyper, expected a function, such as lambda h: sgd(h)"
-        make = functools.partial(_call, "optimizer", expected, self.optimizer)
-        return make(*hyper) if hyper else self.optimizer
-
-    def _make_step(self, parts, hyper, frozen):
-        """Make the step of a member's replica, of a batch that is in so many parts."""
-        axis, replicas = _axis(self.layout, train=True), self.layout.replicas
-        average = _alone
-        if replicas > 1:
-            groups = np.arange(self.layout.devices).reshape(-1, replicas).tolist()
-            where = dict(axis_name=axis, axis_index_groups=groups)
-            average = functools.partial(_average, **where)
-        options = self.has_aux, self.stateful, self.microbatch, self.skip_nonfinite
-        optimizer = self._make_optimizer(*hyper)
-        args = self.loss_fn, optimizer, (*hyper, *frozen), *options
-        return _make_step(average, lambda: lax.axis_index(axis) % parts, *args)
-
-    # Making and moving the members.  Beside each method stands its function of one
-    # member, mapped over all.
+    # Making and moving the members
 
     def init(self, key: Array) -> TrainState:
         """Make the members: member i from fold_in(key, i).
@@ -1907,17 +1976,9 @@ class Trainer:
         _check_draws(key, self.at_once)
         member, _ = _slots(self.layout)
         of_all = self.place({"key": key})
-        state = self._map(self._init_one, None, {"number": member}, of_all)
+        state = self._map(self._member.init, None, {"number": member}, of_all)
         # By the name that the axis has in training: else JAX traces a step once more.
         return jax.device_put(state, _layout_sharding(self.layout))
-
-    def _init_one(self, _, hyper, frozen, number, key):
-        init_key, key = jax.random.split(jax.random.fold_in(key, number))
-        made = self.init_fn(init_key, *hyper, *frozen)
-        _check_made(made, self.stateful)
-        params, model_state = made if self.stateful else (made, ())
-        optimizer = self._make_optimizer(*hyper)
-        return train_state(params, optimizer, model_state=model_state, key=key)
 
     def gather(self, state: TrainState) -> TrainState:
         """Bring each member to the host, leaves [K, ...]; compare its replicas.
@@ -1954,7 +2015,7 @@ class Trainer:
 
         def first(hyper, frozen, key):
             hyper = jax.tree.map(lambda x: x[0], hyper)
-            return self._init_one(None, hyper, frozen, 0, key)
+            return self._member.init(None, hyper, frozen, 0, key)
 
         def stack(x):
             return jax.ShapeDtypeStruct((self.members, *x.shape), x.dtype)
@@ -2002,19 +2063,17 @@ class Trainer:
         else:
             _check_axes("batch", batch)
             self._warn_if_equal(state)
-        given = self._deal({"batch": batch}, int(per_member))
-        state, metrics = self._map(self._step_one, state, *given, train=True)
+        given = self._deal({"batch": batch}, int(per_member), per_member)
+        state, metrics = self._map(self._member.update, state, *given, train=True)
         return state, _take(metrics, self.layout)
 
-    def _step_one(self, state, hyper, frozen, batch, parts=1):
-        return self._make_step(parts, hyper, frozen)(state, *batch)
-
-    def _deal(self, batch: dict, axis: int) -> tuple[dict, dict]:
+    def _deal(self, batch: dict, axis: int, own: bool) -> tuple[dict, dict]:
         """Give each slot its part of a batch: (of_slot, of_all), as `_map` takes them.
 
-        Leaves are [B, ...], or with axis 1, of each member's own, [K, B, ...].  There
-        are P = gcd(B, R) parts: where that is fewer than replicas, R / P of these have
-        the same part, and the mean over them is the batch's still.
+        The leaves' examples, B of them, stand on the given axis; with `own`, members K
+        stand on the first.  There are P = gcd(B, R) parts: where that is fewer than
+        replicas, R / P of these have the same part, and the mean over replicas is still
+        the mean over the batch.
         """
         (member, replica), replicas = _slots(self.layout), self.layout.replicas
         size = jax.tree.leaves(batch)[0].shape[axis]
@@ -2028,16 +2087,17 @@ class Trainer:
                 stacklevel=3,
             )
 
-        def cut(x):  # to [P, B / P, ...], or [K, P, B / P, ...]
-            return _split_axis(_numbers("batch", x), axis, parts)
+        def cut(x):  # to [P, ..., B / P, ...], or [K, P, ..., B / P, ...]
+            x = _split_axis(_numbers("batch", x), axis, parts)
+            return np.moveaxis(x, axis, int(own))
 
         cuts, part = jax.tree.map(cut, batch), replica % parts
-        if replicas == 1 and not axis:
+        if replicas == 1 and not own:
             return {}, self.place(jax.tree.map(lambda x: x[0], cuts))
-        at = (member, part) if axis else part
-        own = jax.tree.map(lambda x: x[at], cuts)
-        own = jax.device_put(own, _layout_sharding(self.layout))
-        return own, {"parts": np.int32(parts)} if replicas > 1 else {}
+        at = (member, part) if own else part
+        dealt = jax.tree.map(lambda x: x[at], cuts)
+        dealt = jax.device_put(dealt, _layout_sharding(self.layout))
+        return dealt, {"parts": np.int32(parts)} if replicas > 1 else {}
 
     def epoch(
         self, state: TrainState, data: tuple | list, order: ArrayLike
@@ -2065,22 +2125,15 @@ class Trainer:
         num_rows = np.shape(jax.tree.leaves(data)[0])[0]
         rows, num_steps = _padded(order, self.members, num_rows)
         self._warn_if_equal(state, rows)
-        given, of_all = self._deal({"order": rows.swapaxes(-1, -2)}, rows.ndim - 2)
+        axis, own = rows.ndim - 1, rows.ndim == 3
+        given, of_all = self._deal({"order": rows}, axis, own)
         of_all |= {"data": self.place(tuple(data)), "num_steps": np.int32(num_steps)}
-        state, metrics = self._map(self._train_one, state, given, of_all, train=True)
+        state, metrics = self._map(self._member.epoch, state, given, of_all, train=True)
 
         def cut(x):  # by indices, they would be moved to the device
             return lax.slice_in_dim(x, 0, num_steps, axis=1)
 
         return state, jax.tree.map(cut, _take(metrics, self.layout))
-
-    def _train_one(self, state, hyper, frozen, order, data, num_steps, parts=1):
-        step = self._make_step(parts, hyper, frozen)
-
-        def train_on(state, rows):
-            return step(state, *jax.tree.map(lambda x: x[rows], data))
-
-        return _scan_first(train_on, state, order.T, num_steps)  # order [b, steps]
 
     def place(self, data: PyTree) -> PyTree:
         """Copy data, a tree of arrays [N, ...], to every device in use, all of it.
@@ -2159,7 +2212,7 @@ class Trainer:
         # A few rows fill one chunk of a power of two; others share a program.
         chunk, chunks = 2 ** math.ceil(math.log2(-(-num_rows // replicas))), 1
         if chunk >= self.chunk:
-            chunk, chunks = self.chunk, self._block_chunks(model, inputs)
+            chunk, chunks = self.chunk, _BLOCK_CHUNKS
         turn, size = replicas * chunk, replicas * chunk * chunks
 
         def deal(x):  # [n, ...] -> [D * M, chunks, chunk, ...], or of all, no D * M
@@ -2180,7 +2233,7 @@ class Trainer:
             of_all = {"count": np.int32(-(-n // turn))}
             of_slot = {} if replicas == 1 else {"chunks": rows}
             of_all |= {} if of_slot else {"chunks": rows}
-            outputs = self._map(self._predict_one, model, of_slot, of_all)
+            outputs = self._map(self._member.predict, model, of_slot, of_all)
             return functools.partial(join, n), outputs
 
         computing = [dispatch(0)]
@@ -2188,51 +2241,6 @@ class Trainer:
             computing.append(dispatch(start))  # the devices are a block ahead
             yield jax.tree.map(*computing.pop(0))
         yield jax.tree.map(*computing.pop())
-
-    def _block_chunks(self, model, inputs) -> int:
-        """Return how many chunks a block has for each replica, for bounded memory.
-
-        The same for any number of rows: one program serves them all.
-        """
-        if "shapes" not in self._programs:  # it keeps what it has traced
-            self._programs["shapes"] = jax.jit(_weakly(self._of_chunk)).eval_shape
-        row = jax.tree.map(lambda x: _numbers("inputs", x[:1]), inputs)
-        of_chunk = self._programs["shapes"](model, self._hyper, self._frozen, row)
-        num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(of_chunk))
-        return max(1, min(_BLOCK_CHUNKS, _BLOCK_BYTES // max(1, num_bytes)))
-
-    def _of_chunk(self, model, hyper, frozen, row):
-        """Return what goes into and out of a device for a chunk of rows like this."""
-        model, hyper = jax.tree.map(lambda x: x[0], (model, hyper))
-        inputs = jax.tree.map(lambda x: x[jnp.zeros(self.chunk, int)], row)
-        outputs = self._predict_chunk(model, (*hyper, *frozen), inputs)
-        return inputs, [outputs] * self.layout.members_per_device
-
-    def _predict_one(self, model, hyper, frozen, chunks, count):
-        def predict_chunk(_, inputs):
-            return (), self._predict_chunk(model, (*hyper, *frozen), inputs)
-
-        return _scan_first(predict_chunk, (), chunks, count)[1]
-
-    def _predict_chunk(self, model, more, inputs):
-        shapes = jax.tree.map(np.shape, inputs)
-        given = f"of inputs of shapes {shapes}, where one example x is x[None]"
-        apply = _fast_in_loops(self.apply_fn)
-        outputs = _call("apply_fn", given, apply, *model, inputs, *more)
-        if self.output is jax.nn.softmax:
-            logits = isinstance(outputs, Array) and outputs.ndim > 1
-            if not (logits and outputs.shape[-1] > 1):
-                raise ValueError(
-                    f"apply_fn returns shapes {jax.tree.map(np.shape, outputs)}; the "
-                    "softmax takes logits [B, ..., C]: make the trainer with "
-                    "output=None, or with a function of what apply_fn returns"
-                )
-            outputs = outputs.astype(_wide(outputs.dtype))
-        outputs = outputs if self.output is None else self.output(outputs)
-        chunk = jax.tree.leaves(inputs)[0].shape[0]
-        expected = f"{chunk}, one of each example, in all of them"
-        _check_axes("outputs", outputs, chunk, expected=expected)
-        return outputs
 
 
 del Trainer.output  # a default; as an attribute help() would explain JAX's softmax
