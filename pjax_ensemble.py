@@ -425,13 +425,13 @@ def batch_norm(
     return outputs.astype(inputs.dtype), stats
 
 
-def _check_range(name: str, value: Real, limit: float, low: float = 0) -> None:
-    """Raise ValueError unless low <= value < limit; a traced value is not known yet."""
+def _check_range(name: str, value: Real, limit: float) -> None:
+    """Raise ValueError unless 0 <= value < limit; a traced value is not known yet."""
     known = not isinstance(value, jax.core.Tracer)
     number = np.ndim(value) == 0 and not isinstance(value, str | None)
-    if known and not (number and low <= value < limit):
+    if known and not (number and 0 <= value < limit):
         shown = value if number else repr(value)
-        raise ValueError(f"{name} is {shown}; expected {low} <= {name} < {limit}")
+        raise ValueError(f"{name} is {shown}; expected 0 <= {name} < {limit}")
 
 
 def _times(number: Real, x: Array) -> Array:
@@ -825,12 +825,17 @@ def merge(tree: PyTree) -> PyTree:
     return jax.tree.map(reshape, tree)
 
 
+def _sharding(devices: Sequence, axis: str, *spec: str) -> Any:
+    """Lay arrays over devices: their first axis, or without spec the whole on each."""
+    mesh = jax.sharding.Mesh(np.array(devices), (axis,))
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+
+
 def _device_sharding(num_devices: int, axis: str = "devices") -> Any:
     """Lay a leading axis [D, ...] over the first D local devices."""
     if lack := _lack(num_devices):
         raise ValueError(lack)
-    mesh = jax.sharding.Mesh(np.array(jax.local_devices()[:num_devices]), (axis,))
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axis))
+    return _sharding(jax.local_devices()[:num_devices], axis, axis)
 
 
 def replicate(tree: PyTree, num_devices: int | None = None) -> PyTree:
@@ -1045,10 +1050,10 @@ def _fast_in_loops(f: Callable) -> Callable:
     return evaluate
 
 
-def _average(tree: PyTree, **where) -> PyTree:
+def _average(tree: PyTree, axis: str, groups: list | None = None) -> PyTree:
     """Average over replicas in float32 at least; leaves keep their types."""
     wide = jax.tree.map(lambda x: x.astype(_wide(x.dtype)), tree)
-    means = lax.pmean(wide, **where)
+    means = lax.pmean(wide, axis, axis_index_groups=groups)
     return jax.tree.map(lambda mean, x: mean.astype(x.dtype), means, tree)
 
 
@@ -1131,10 +1136,8 @@ def _make_step(average, part, loss_fn, optimizer, more, *options) -> Callable:
         # On a CPU, XLA cannot see that this loop runs once, so it compiles the body by
         # itself: otherwise bits would depend on fusion, and so on K.  An accelerator
         # sees it, and has no loop whose end the host would have to ask for.
-        once = lax.platform_dependent(
-            cpu=lambda: lax.optimization_barrier(jnp.int32(1)),
-            default=lambda: jnp.int32(1),
-        )
+        hide = lax.optimization_barrier
+        once = lax.platform_dependent(1, cpu=hide, default=lambda x: x)
         given = "it is given gradients, state, parameters and, by name, value=loss"
         loop = lax.fori_loop, 0, once, optimize, state[:2]
         new = *_call("the optimizer's update", given, *loop), new_model_state
@@ -1340,7 +1343,7 @@ def _consume(owner: Any, program: Callable, state: PyTree, *rest) -> tuple:
 def _make_update(replicas: bool, *args) -> Callable:
     """Map the step over the devices; check and place the states that come from afar."""
     axis = "devices" if replicas else "members"
-    average = functools.partial(_average, axis_name=axis) if replicas else _alone
+    average = functools.partial(_average, axis=axis) if replicas else _alone
     step = _make_step(average, lambda: lax.axis_index(axis) if replicas else 0, *args)
     pmapped = jax.pmap(step, axis_name=axis, donate_argnums=0)
     program = functools.partial(_run, pmapped, replicas)
@@ -1575,10 +1578,9 @@ def _over_members(f: Callable, layout: Layout, train: bool, at_once: int) -> Cal
     program of `pmap` for good, with all that f holds.
     """
     together = min(at_once, layout.members_per_device)
-    axis, named = _axis(layout, train), jax.sharding.NamedSharding
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[: layout.devices]), axis)
-    of_all, made = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(axis)
-    given = made, made, of_all
+    devices, axis = jax.devices()[: layout.devices], _axis(layout, train)
+    by_slot, everywhere = _sharding(devices, axis, axis), _sharding(devices, axis)
+    given = by_slot, by_slot, everywhere
 
     def on_device(state, of_slot, of_all):
         def in_slot(state, of_slot):
@@ -1589,21 +1591,23 @@ def _over_members(f: Callable, layout: Layout, train: bool, at_once: int) -> Cal
         batch_size = None if together == 1 else together
         return lax.map(lambda x: in_slot(*x), (state, of_slot), batch_size=batch_size)
 
+    specs = dict(in_specs=tuple(x.spec for x in given), out_specs=by_slot.spec)
     program = jax.jit(
-        _shard_map(on_device, mesh=mesh, in_specs=given, out_specs=made),
-        in_shardings=tuple(named(mesh, each) for each in given),
-        out_shardings=named(mesh, made),
+        _shard_map(on_device, mesh=by_slot.mesh, **specs),
+        in_shardings=given,
+        out_shardings=by_slot,
         donate_argnums=(0,) if train else (),
     )
 
-    def convert(to, spec, tree):  # by their data: JAX 0.5 does not take typed keys
-        return jax.tree.map(lambda x: _on_data(lambda y: to(y, mesh, spec), x), tree)
+    def convert(to, place, tree):  # by their data: JAX 0.5 does not take typed keys
+        to = functools.partial(to, global_mesh=place.mesh, pspecs=place.spec)
+        return jax.tree.map(functools.partial(_on_data, to), tree)
 
     def run(*args):  # of several processes, each has its own part of the arrays
         to_all = multihost_utils.host_local_array_to_global_array
         to_own = multihost_utils.global_array_to_host_local_array
         args = map(functools.partial(convert, to_all), given, args)
-        return convert(to_own, made, program(*args))
+        return convert(to_own, by_slot, program(*args))
 
     call = program if jax.process_count() == 1 else run
     return functools.partial(_run, call, train and layout.replicas > 1)
@@ -1623,7 +1627,8 @@ def _lay(what: str, tree: PyTree, layout: Layout) -> PyTree:
     member, sharding = _slots(layout)[0], _layout_sharding(layout)
 
     def lay(x):
-        return jax.device_put(np.asarray(_numbers(what, x))[member], sharding)
+        slots = jax.device_put(np.asarray(_numbers(what, x))[member], sharding)
+        return jax.block_until_ready(slots)  # leaf by leaf: one on the host at a time
 
     return jax.tree.map(functools.partial(_on_data, lay), tree)
 
@@ -1738,9 +1743,9 @@ class _Member(NamedTuple):
     skip_nonfinite: bool
 
     def make_optimizer(self, *hyper):
-        expected = "with hyper, expected a function, such as lambda h: sgd(h)"
-        make = functools.partial(_call, "optimizer", expected, self.optimizer)
-        return make(*hyper) if hyper else self.optimizer
+        form = "with hyper, expected a function, such as lambda h: sgd(h)"
+        make = self.optimizer
+        return _call("optimizer", form, make, *hyper) if hyper else make
 
     def make_step(self, parts, hyper, frozen):
         """Make the step of a member's replica, on a batch that is in so many parts."""
@@ -1748,8 +1753,7 @@ class _Member(NamedTuple):
         average = _alone
         if replicas > 1:
             groups = np.arange(self.layout.devices).reshape(-1, replicas).tolist()
-            where = dict(axis_name=axis, axis_index_groups=groups)
-            average = functools.partial(_average, **where)
+            average = functools.partial(_average, axis=axis, groups=groups)
         options = self.has_aux, self.stateful, self.microbatch, self.skip_nonfinite
         optimizer = self.make_optimizer(*hyper)
         args = self.loss_fn, optimizer, (*hyper, *frozen), *options
@@ -1775,12 +1779,10 @@ class _Member(NamedTuple):
         return _scan_first(train_on, state, order, num_steps)
 
     def predict(self, model, hyper, frozen, chunks, count):
-        def predict_chunk(_, inputs):
-            return (), self.predict_chunk(model, (*hyper, *frozen), inputs)
+        predict = functools.partial(self.predict_chunk, model, (*hyper, *frozen))
+        return _scan_first(predict, (), chunks, count)[1]
 
-        return _scan_first(predict_chunk, (), chunks, count)[1]
-
-    def predict_chunk(self, model, more, inputs):
+    def predict_chunk(self, model, more, carry, inputs):
         shapes = jax.tree.map(np.shape, inputs)
         given = f"of inputs of shapes {shapes}, where one example x is x[None]"
         apply = _fast_in_loops(self.apply_fn)
@@ -1798,7 +1800,7 @@ class _Member(NamedTuple):
         chunk = jax.tree.leaves(inputs)[0].shape[0]
         expected = f"{chunk}, one of each example, in all of them"
         _check_axes("outputs", outputs, chunk, expected=expected)
-        return outputs
+        return carry, outputs
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -1946,12 +1948,8 @@ class Trainer:
             both = jax.random.key_data(state.key), members
             _call("a state of another trainer", expected, _check_keys, *both)
         there = _layout_sharding(self.layout)
-
-        def is_there(x):
-            return isinstance(x, Array) and x.sharding == there
-
-        if all(map(is_there, jax.tree.leaves(state))):  # as init and scatter put it
-            return state
+        if all(getattr(x, "sharding", 0) == there for x in jax.tree.leaves(state)):
+            return state  # as init and scatter put it
         return jax.device_put(_private("state", state), there)
 
     # Making and moving the members
@@ -1976,9 +1974,7 @@ class Trainer:
         _check_draws(key, self.at_once)
         member, _ = _slots(self.layout)
         of_all = self.place({"key": key})
-        state = self._map(self._member.init, None, {"number": member}, of_all)
-        # By the name that the axis has in training: else JAX traces a step once more.
-        return jax.device_put(state, _layout_sharding(self.layout))
+        return self._map(self._member.init, None, {"number": member}, of_all)
 
     def gather(self, state: TrainState) -> TrainState:
         """Bring each member to the host, leaves [K, ...]; compare its replicas.
@@ -1988,6 +1984,10 @@ class Trainer:
         """
 
         def gather(path, x):
+            # Of an array on several devices, JAX keeps what NumPy once read: of another
+            # array of the same buffers, it goes with that.
+            shards = [shard.data for shard in x.addressable_shards]
+            x = jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
             copies = _gather_devices(x)  # [D * M, ...]
             for i, copy in enumerate(copies):
                 first = i - i % self.layout.replicas
@@ -2125,8 +2125,7 @@ class Trainer:
         num_rows = np.shape(jax.tree.leaves(data)[0])[0]
         rows, num_steps = _padded(order, self.members, num_rows)
         self._warn_if_equal(state, rows)
-        axis, own = rows.ndim - 1, rows.ndim == 3
-        given, of_all = self._deal({"order": rows}, axis, own)
+        given, of_all = self._deal({"order": rows}, rows.ndim - 1, rows.ndim == 3)
         of_all |= {"data": self.place(tuple(data)), "num_steps": np.int32(num_steps)}
         state, metrics = self._map(self._member.epoch, state, given, of_all, train=True)
 
@@ -2145,7 +2144,7 @@ class Trainer:
 
     def _place(self, what, tree):
         mesh = _layout_sharding(self.layout).mesh
-        everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        everywhere = _sharding(mesh.devices, *mesh.axis_names)
         return jax.device_put(_private(what, tree), everywhere)
 
     def _warn_if_equal(self, state, order=()):

@@ -1,0 +1,147 @@
+"""Memory that a trainer takes: how many copies of its members' states stand at once.
+
+    python benchmarks/memory.py                       # eight members on one device
+    python benchmarks/memory.py --devices 2 --at-once 4
+
+Each row is a call, and the most memory that the process had during it, on devices and
+host together (on a CPU they are one), in states of one member: its parameters and its
+momentum.  With K members, K states are the least that a row can have; `gather` leaves
+its result beside the trainer's state, and so do `save` and `load` with theirs.  The
+last rows are the time of an `update`, per member, beside that of one member alone.
+
+Memory is the peak of the resident set since the row began, of Linux alone, less that
+of the process before `init`.
+"""
+
+import argparse
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import pjax_ensemble as pe
+
+ROUNDS = 7
+
+
+def make(members: int, args: argparse.Namespace) -> pe.Trainer:
+    """Make a trainer of networks of six square layers."""
+
+    def init(key):
+        keys = jax.random.split(key, 6)
+        return [pe.dense_init(key, args.width, args.width) for key in keys]
+
+    def apply(params, x):
+        for layer in params:
+            x = jax.nn.relu(pe.dense(layer, x))
+        return x
+
+    def loss_fn(params, x):
+        return (apply(params, x) ** 2).mean()
+
+    return pe.make_trainer(
+        init,
+        loss_fn,
+        pe.sgd(1e-4),
+        members=members,
+        devices=args.devices,
+        apply_fn=apply,
+        output=None,
+        at_once=args.at_once,
+    )
+
+
+def status(name: str) -> int:
+    """Return a number of bytes that Linux knows of this process."""
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(rf"{name}:\s+(\d+) kB", text)[1])
+
+
+def peak(call, *args):
+    """Call, and return the result with the most resident memory meanwhile, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak until now
+    result = jax.block_until_ready(call(*args))
+    return result, status("VmHWM")
+
+
+def peaks(args: argparse.Namespace) -> None:
+    """Print a row per call."""
+    x = np.ones((64, args.width), np.float32)
+    order = np.tile(np.arange(8), (4, 1))
+    file = Path(tempfile.mkdtemp(dir=args.folder)) / "state.safetensors"
+    trainer = make(args.members, args)
+    jax.block_until_ready(jax.numpy.ones(8) + 1)
+    one = sum(np.prod(x.shape[1:]) * 4 for x in jax.tree.leaves(trainer.like().params))
+    before = status("VmRSS")
+
+    def row(name, call, *given):
+        result, most = peak(call, *given)
+        print(f"| {name} | {(most - before) / (2 * one):.1f} |", flush=True)
+        return result
+
+    print(f"| {trainer.layout} | states |\n|---|---|")
+    state = row("init", trainer.init, jax.random.key(0))
+    for name in "update, compiled", "update":
+        state, _ = row(name, trainer.update, state, x[:8])
+    for name in "epoch, compiled", "epoch":
+        state, _ = row(name, trainer.epoch, state, (x,), order)
+    row("predict_members, 64 rows", trainer.predict_members, state, x)
+    gathered = row("gather", trainer.gather, state)
+    del state
+    object.__setattr__(trainer, "latest", None)  # the states on the devices are gone
+    row("save, of what is gathered", pe.save, file, gathered)
+    del gathered
+    loaded = row("load", pe.load, file, trainer.like())
+    state = row("scatter, of what is loaded", trainer.scatter, loaded)
+    del loaded
+    row("update, of what is scattered", trainer.update, state, x[:8])
+    file.unlink()
+
+
+def seconds(args: argparse.Namespace) -> None:
+    """Print the time of an update, per member, beside that of one member alone."""
+    x = np.ones((8, args.width), np.float32)
+    times: dict[int, list] = {1: [], args.members: []}
+    trainers = {members: make(members, args) for members in times}
+    states = {k: each.init(jax.random.key(0)) for k, each in trainers.items()}
+    for _ in range(ROUNDS + 1):
+        for k, trainer in trainers.items():
+            start = time.perf_counter()
+            states[k], losses = trainer.update(states[k], x)
+            jax.block_until_ready((states[k], losses))
+            times[k].append((time.perf_counter() - start) / k)
+    alone, each = (statistics.median(x[1:]) for x in times.values())
+    print(f"update: {each:.4f} s per member, {each / alone:.2f} times one alone")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--members", type=int, default=8, metavar="K")
+    parser.add_argument("--devices", type=int, default=1, metavar="D")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N")
+    parser.add_argument("--width", type=int, default=1500, help="of six layers")
+    parser.add_argument("--folder", help="for a checkpoint of all members, in passing")
+    parser.add_argument("--part", choices=["peaks", "seconds"], help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.part:
+        pe.use_cpu_devices(args.devices)
+        return globals()[args.part](args)
+    # A process each; what is freed goes back to the system at once.
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
+    for part in "peaks", "seconds":
+        command = [sys.executable, __file__, *sys.argv[1:], "--part", part]
+        subprocess.run(command, check=True, env=env)
+
+
+if __name__ == "__main__":
+    main()
