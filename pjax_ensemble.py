@@ -975,7 +975,9 @@ def _num_parts(batch: PyTree, model_state: PyTree, microbatch: int | str | None)
 
 # XLA:CPU has a fast routine for convolutions of NHWC images and HWIO kernels.  It
 # brings others into that form, but not in a loop, where gradients took some sixty times
-# as long (jax issue 12868).  So that is done here, before XLA sees them.
+# as long (jax issue 12868).  So that is done here, before XLA sees them.  The routine
+# reads memory that nobody wrote where an axis is padded by (-p, +p), as gradients of
+# causal convolutions are: images with a negative padding are cut and padded before.
 
 
 def _channels_last(ndim: int) -> lax.ConvDimensionNumbers:
@@ -985,19 +987,30 @@ def _channels_last(ndim: int) -> lax.ConvDimensionNumbers:
     return lax.ConvDimensionNumbers(images, kernel, images)
 
 
+def _has_negative_padding(how: dict) -> bool:
+    return any(pad < 0 for pads in how["padding"] for pad in pads)
+
+
 def _convolve(lhs, rhs, *, dimension_numbers, **how):
     """Do a convolution of any form; on CPU by one of NHWC, between transposes."""
     (batch, features, *space), (out, ins, *window), (b, f, *s) = dimension_numbers
-    convolve = functools.partial(lax.conv_general_dilated_p.bind, **how)
+
+    def convolve(lhs, rhs, **own):
+        return lax.conv_general_dilated_p.bind(lhs, rhs, **how | own)
 
     def on_cpu(lhs, rhs):
         lhs = lhs.transpose(batch, *space, features)
         rhs = rhs.transpose(*window, ins, out)
         own, groups = {}, how["batch_group_count"]
+        if _has_negative_padding(how):
+            pads = [(*p, d - 1) for p, d in zip(how["padding"], how["lhs_dilation"])]
+            no, zero = (0, 0, 0), jnp.zeros((), lhs.dtype)
+            lhs = lax.pad(lhs, zero, [no, *pads, no])
+            own = dict(padding=((0, 0),) * len(s), lhs_dilation=(1,) * len(s))
         if groups > 1:  # of the batch: the same groups of features are faster
             lhs = jnp.moveaxis(lhs.reshape(groups, -1, *lhs.shape[1:]), 0, -2)
             lhs = lhs.reshape(*lhs.shape[:-2], groups * lhs.shape[-1])
-            own = dict(batch_group_count=1, feature_group_count=groups)
+            own |= dict(batch_group_count=1, feature_group_count=groups)
         outputs = convolve(lhs, rhs, dimension_numbers=_channels_last(lhs.ndim), **own)
         return outputs.transpose(np.argsort((b, *s, f)))
 
@@ -1022,7 +1035,8 @@ def _rewrite(x: Any) -> Any:
         return x
     if x.primitive is lax.conv_general_dilated_p:
         form = x.params["dimension_numbers"]
-        if form == _channels_last(len(form.lhs_spec)):
+        canonical = form == _channels_last(len(form.lhs_spec))
+        if canonical and not _has_negative_padding(x.params):
             return x
         program = jax.jit(functools.partial(_convolve, **x.params))
         call = jax.make_jaxpr(program)(*(v.aval for v in x.invars)).eqns[0]
