@@ -1849,8 +1849,9 @@ class Trainer:
     at_once
         How many of the members that share a device are computed together, by `vmap`;
         more than there are means all.  A device that one member does not fill, a GPU
-        often, is faster so; batches, activations and gradients then take memory for so
-        many members, not one.  Results are those of one after another, to rounding.
+        often, is faster so; batches, activations, gradients and the states at work then
+        take memory for so many members, not one.  Results agree, to rounding, with
+        those of one member after another.
 
     `latest` is the state that the last `update` or `epoch` returned, or None: what they
     consumed is lost, but not what they made of it, if Ctrl-C comes before it has a
@@ -2186,8 +2187,9 @@ class Trainer:
         """Return the mean over members of output(apply_fn(...)), leaves [N, ...].
 
         inputs are what `apply_fn` takes, leaves [N, ...].  Leaf by leaf, in float32 at
-        least, on the host; nan where a member's is.  In memory that is bounded by what
-        all members say of some thousand examples, besides the result.
+        least, on the host; nan where a member's is.  Besides the result, it holds two
+        blocks of all members' outputs, each of 16 chunks per replica: lower `chunk`
+        where the outputs per example are large.
 
         Raises ValueError for inputs without an example, and for outputs that are not
         one of each example or no logits for the softmax.

@@ -1,16 +1,16 @@
-"""Memory that a trainer takes: how many copies of its members' states stand at once.
+"""Measure how many copies of its members' states a trainer holds at once.
 
     python benchmarks/memory.py                       # eight members on one device
     python benchmarks/memory.py --devices 2 --at-once 4
 
-Each row is a call, and the most memory that the process had during it, on devices and
-host together (on a CPU they are one), in states of one member: its parameters and its
-momentum.  With K members, K states are the least that a row can have; `gather` leaves
-its result beside the trainer's state, and so do `save` and `load` with theirs.  The
-last rows are the time of an `update`, per member, beside that of one member alone.
+Each row is a call and the most memory that the process held during the call, on devices
+and host together (a CPU's devices are the host), in states of one member: its parameters
+and its momentum.  K states are the least for K members.  The result of `gather` and
+`load` counts too, and so does the argument of `save` and `scatter`.  The last line is
+the time of an `update`, per member, beside the time with one member alone.
 
-Memory is the peak of the resident set since the row began, of Linux alone, less that
-of the process before `init`.
+Memory is the peak of the resident set since the call began, less the resident set before
+`init`; only Linux tells it.
 """
 
 import argparse
