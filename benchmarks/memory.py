@@ -3,13 +3,13 @@
     python benchmarks/memory.py                       # eight members on one device
     python benchmarks/memory.py --devices 2 --at-once 4
 
-Each row is a call and the most memory that the process held during the call, on devices
-and host together (a CPU's devices are the host), in states of one member: its parameters
-and its momentum.  K states are the least for K members.  The result of `gather` and
+Each row is a call and the most memory that the process held during it, on devices and
+host together (a CPU is both), in states of one member: its parameters and its
+momentum.  K states are the least for K members.  The result of `gather` and
 `load` counts too, and so does the argument of `save` and `scatter`.  The last line is
 the time of an `update`, per member, beside the time with one member alone.
 
-Memory is the peak of the resident set since the call began, less the resident set before
+Memory is the peak of the resident set since the call began, less that before
 `init`; only Linux tells it.
 """
 
