@@ -523,7 +523,7 @@ def fit_temperature(probs: Any, labels: Any) -> float:
         return found
 
     value, _, missed = slope(0)
-    if not missed or value >= 0:
+    if not missed or value >= -1e-12 * labels.size:  # 0, but for rounding
         raise ValueError(
             f"cannot fit a temperature to {labels.size} examples: in {missed:.0f} of "
             "them another class is more probable than the label; expected some, and "

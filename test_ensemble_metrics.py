@@ -508,6 +508,7 @@ test_number_or_label_without_a_meaning_is_refused = refuses(
     (lambda: em.temper(ONE_HOT, np.inf), "is inf; expected 1e-30 <= temperature < inf"),
     (lambda: em.fit_temperature(SURE, [0, 0, 0]), IN(3, 0)),
     (lambda: em.fit_temperature(SURE, [0, 1, 1]), IN(3, 2)),
+    (lambda: em.fit_temperature(SURE[:2], [0, 1]), IN(2, 1)),
     (lambda: em.fit_temperature(MILLION, np.ones(10**6, int)), IN(10**6, 10**6)),
     (lambda: em.fit_temperature(TWO / 2, [0]), IN(1, 0)),
     (lambda: em.fit_temperature(SURE[:0], LABELS[:0]), IN(0, 0)),
