@@ -307,6 +307,12 @@ def test_init_has_zero_bias_and_the_variance_of_he():
     assert pe.conv_init(jax.random.key(0), 1, 2, (2, 3), bias=False).bias is None
 
 
+def test_dense_equals_numpy():
+    weight, bias, inputs = randn(0, 3, 4), randn(1, 4), randn(2, 2, 5, 3)
+    params = pe.Dense(jnp.asarray(weight), jnp.asarray(bias))
+    assert_close(pe.dense(params, inputs), inputs @ weight + bias)
+
+
 POOLS, WINDOWS = {pe.avg_pool: np.mean, pe.max_pool: np.max}, [(2, None), (3, 2)]
 WINDOWS += [((2, 3), (3, 1)), (3, 4)]
 
