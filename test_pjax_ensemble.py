@@ -701,8 +701,9 @@ def test_ten_thousand_steps_of_any_precision_are_those_of_float64(optimizer, dty
             grads = jnp.where(i < 5000, 1, 1 / 64).astype(params.dtype)
             return optimizer.update(grads, both[1], params)
 
-        first = optimizer.update(params, optimizer.init(params), params)
-        return jax.lax.fori_loop(1, 10_000, step, first)[0]
+        wide = jnp.promote_types(params.dtype, jnp.float32)
+        first = jnp.zeros((), wide), optimizer.init(params)
+        return jax.lax.fori_loop(0, 10_000, step, first)[0]
 
     with enable_x64(True):
         expected = last_update(jnp.ones((), "float64"))
