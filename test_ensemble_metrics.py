@@ -502,6 +502,10 @@ IN = "cannot fit a temperature to {} examples: in {} of them another class".form
 test_number_or_label_without_a_meaning_is_refused = refuses(
     (lambda: em.conformal_quantile(THREE, 90), "is 90; expected 0 <= coverage < 1$"),
     (lambda: em.conformal_quantile(THREE, None), "coverage is None; expected 0 <="),
+    (
+        lambda: em.conformal_quantile(THREE, [0.9]),
+        r"is \[0.9\]; expected 0 <= coverage",
+    ),
     (lambda: em.risk_threshold(*NONE_WRONG, risk=0), "risk is 0; expected 1e-09 <= ri"),
     (lambda: em.risk_threshold(*NONE_WRONG, confidence=1), "confidence is 1; expected"),
     (lambda: em.temper(ONE_HOT, 0), "temperature is 0; expected 1e-30 <= temperature"),
