@@ -1,25 +1,32 @@
 # Copyright (c) 2026 The pjax_ensemble authors.  SPDX-License-Identifier: MIT
-"""Say how good an ensemble is, and decide by it: one file that needs NumPy alone.
+"""Judge the probabilities of any library, with NumPy alone: this file stands alone.
+
+Copy it beside scikit-learn, PyTorch or JAX.  It reports how accurate and calibrated an
+ensemble is, and finds thresholds by which to decide.
 
     import numpy as np, ensemble_metrics as em
 
     draw = np.random.default_rng(0)
-    probs = draw.dirichlet(np.ones(4), size=(5, 1000))  # [K, N, C], of any library
-    labels = draw.integers(4, size=1000)
+    labels = draw.integers(4, size=2000)
+    logits = 5 * np.eye(4)[labels] + 2 * draw.normal(size=(2000, 4))
+    powers = np.exp(logits + draw.normal(size=(5, 2000, 4)))  # members differ
+    probs = powers / powers.sum(axis=-1, keepdims=True)  # [K, N, C], of any library
     report = em.ensemble_report(probs, labels)  # members, ensemble, every size
     unsure = em.predictive_entropy(probs)  # [N]
     wrong = probs.mean(axis=0).argmax(axis=-1) != labels
-    threshold = em.risk_threshold(unsure, wrong, risk=0.8)  # decide up to here
+    threshold = em.risk_threshold(unsure[:1000], wrong[:1000], risk=0.05)
+    decided = unsure[1000:] <= threshold  # 79%, of which 3% are wrong
 
-Letters: K members, N examples, C classes.  Labels are integers, entropies and losses in
-nats.  Everything is computed on the host, a block of examples at a time, in float64.
+Letters: K members, N examples, C classes.  Labels are integers; entropies and losses
+are in nats.  Arrays may be lists, NumPy's, JAX's or PyTorch's (`x.detach().cpu()`), of
+any real type.  Everything is computed on the host, a block of examples at a time, in
+float64.
 
 Contents: Probabilities, Uncertainty, Reports, Decisions.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import statistics
@@ -37,6 +44,10 @@ __all__ = [
 # fmt: on
 
 
+def __dir__() -> list[str]:  # completion offers these, and no other module's names
+    return [*__all__, "__doc__"]
+
+
 def _check_range(name: str, value: Any, limit: float, low: float = 0) -> None:
     """Raise ValueError unless low <= value < limit."""
     number = np.ndim(value) == 0 and not isinstance(value, str | None)
@@ -46,32 +57,37 @@ def _check_range(name: str, value: Any, limit: float, low: float = 0) -> None:
 
 
 # ---------------------------------------------------------------------------------
-# Probabilities, checked, a block of rows at a time
+# Probabilities: checks, and blocks of rows
 # ---------------------------------------------------------------------------------
 
 
 def _real(name: str, x: Any, dtype: Any = np.float64) -> np.ndarray:
     """Return real numbers as an array on the host, or raise ValueError."""
-    x = np.ma.asarray(x)
-    if np.ma.is_masked(x) or x.dtype.kind == "c":
-        raise ValueError(f"{name} are masked or complex; expected real numbers alone")
+    try:
+        x = np.ma.asarray(x)
+    except (RuntimeError, TypeError, ValueError) as error:  # a tensor, a ragged list
+        said = str(error).partition("\n")[0]
+        remedy = "for a PyTorch tensor pass x.detach().cpu(), for bfloat16 x.float()"
+        raise ValueError(f"{name} cannot become an array: {said}; {remedy}") from error
+    real = np.can_cast(x.dtype, np.float64, "same_kind")
+    if not real or np.ma.is_masked(x):
+        found = "masked" if real else x.dtype
+        raise ValueError(f"{name} are {found}; expected unmasked real numbers")
     return np.asarray(x, dtype)
 
 
-_BLOCK_SIZE = 2**16  # probabilities that are worked on at a time: 512 KiB
+_BLOCK_SIZE = 2**16  # probabilities per block: 512 KiB
 
 
 def _probabilities(probs: Any, of_members: bool = False) -> np.ndarray:
-    """Return probabilities [..., C], or of members [K, ..., C], as they are given.
+    """Return probabilities [..., C], or members' [K, ..., C], in their own type.
 
-    Raises ValueError for other axes; what they hold is checked in `_blocks`.
+    Raises ValueError for other axes; `_blocks` checks the numbers.
     """
-    probs, expected = _real("probabilities", probs, None), "[..., C]"
-    ends = probs.shape[-1:]
-    if of_members:
-        expected = "[K, N, C], each member's, as predict_members returns them"
-        ends += probs.shape[:1]
-    if probs.ndim < (3 if of_members else 1) or 0 in ends:
+    probs = _real("probabilities", probs, None)
+    expected = "[K, N, C]; pass one model's p as p[None]" if of_members else "[..., C]"
+    filled = probs.shape[-1:] + probs.shape[:of_members]
+    if probs.ndim < (3 if of_members else 1) or 0 in filled:
         raise ValueError(f"probabilities have shape {probs.shape}; expected {expected}")
     return probs
 
@@ -79,8 +95,8 @@ def _probabilities(probs: Any, of_members: bool = False) -> np.ndarray:
 def _blocks(probs: np.ndarray, members: int = 1) -> Iterator:
     """Yield a few rows of probabilities at a time: a slice, and [K, n, C] in float64.
 
-    Rows are of all axes of [..., C], or with K members of those between in [K, ..., C].
-    Raises ValueError for what are no probabilities.
+    Rows run over all leading axes; for K members, over those between K and C.
+    Raises ValueError for numbers that are not probabilities.
     """
     flat = probs.reshape(members, -1, probs.shape[-1])
     size = max(1, _BLOCK_SIZE // (members * probs.shape[-1]))
@@ -88,7 +104,7 @@ def _blocks(probs: np.ndarray, members: int = 1) -> Iterator:
         rows = slice(start, start + size)
         block = np.asarray(flat[:, rows], np.float64)
         sums = block.sum(axis=-1)
-        # Written so that nan fails too.
+        # Negated, so that nan is wrong too.
         wrong = ~((np.abs(sums - 1) < 1e-3) & (block.min(axis=-1) >= 0))
         if wrong.any():
             k, n = np.argwhere(wrong)[0]
@@ -100,7 +116,7 @@ def _blocks(probs: np.ndarray, members: int = 1) -> Iterator:
 
 
 def _class_indices(labels: Any, probs: np.ndarray) -> np.ndarray:
-    """Return labels [...] of probabilities [..., C], as [N], or raise ValueError."""
+    """Flatten labels [...] of probabilities [..., C] to [N], or raise ValueError."""
     labels, last = _real("labels", labels, None), probs.shape[-1] - 1
     shape = probs.shape[:-1]
     if labels.shape != shape or labels.dtype.kind not in "iu":
@@ -117,35 +133,30 @@ def _log(probs: np.ndarray) -> np.ndarray:
     return np.log(np.maximum(probs, np.finfo(np.float32).tiny))
 
 
-def _wide(dtype: np.dtype) -> np.dtype:
-    """Return the type of means of numbers: float32, or a wider one that they have."""
-    return dtype if dtype.kind in "fc" and dtype.itemsize > 2 else np.dtype(np.float32)
-
-
 # ---------------------------------------------------------------------------------
-# Uncertainty: of each example
+# Uncertainty: one number per example
 # ---------------------------------------------------------------------------------
 
 
 def _entropy(probs: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return -sum_c p_c log p_c in nats, with 0 log 0 = 0: [..., C] -> [...].
 
-    Logarithms are those of the type that probabilities had, and so as exact.
+    Logarithms are in float32, or in `dtype`, the probabilities' own, if it is wider.
     """
-    logs = _log(probs.astype(_wide(dtype)))
+    logs = _log(probs.astype(np.promote_types(dtype, np.float32)))
     return -np.einsum("...c,...c->...", probs, logs)
 
 
 def _entropies(probs: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return H(mean_k p_k), and what is disagreement of it: [K, n, C] -> [2, n]."""
+    """Return the total entropy and its disagreement part: [K, n, C] -> [2, n]."""
     total = _entropy(probs.mean(axis=0), dtype)
     own = _entropy(probs, dtype).mean(axis=0)
-    # Concave entropy makes it >= 0; rounding does not.
+    # Entropy is concave, so the difference is >= 0 up to rounding.
     return np.stack([total, np.maximum(total - own, 0)])
 
 
 def _uncertainty(member_probs: Any) -> np.ndarray:
-    """Do what `_entropies` does for all rows: [K, ..., C] -> [2, ...]."""
+    """Apply `_entropies` to all rows: [K, ..., C] -> [2, ...]."""
     probs = _probabilities(member_probs, of_members=True)
     blocks = _blocks(probs, len(probs))
     found = [_entropies(block, probs.dtype) for _, block in blocks]
@@ -155,9 +166,9 @@ def _uncertainty(member_probs: Any) -> np.ndarray:
 def predictive_entropy(member_probs: Any) -> np.ndarray:
     """Return H(mean_k p_k) in nats, the total uncertainty: [K, N, C] -> [N].
 
-    High where the members are unsure, each by itself or among themselves.  Further axes
-    between K and C stay.  Raises ValueError for what are no probabilities, as
-    `ensemble_report` does, and for [N, C]: one model's are p[None].
+    The entropy is high where members are uncertain individually or disagree.  Further
+    axes between K and C stay.  Raises ValueError for probabilities that
+    `ensemble_report` refuses, and for [N, C]: pass one model's p as p[None].
     """
     return _uncertainty(member_probs)[0]
 
@@ -165,8 +176,8 @@ def predictive_entropy(member_probs: Any) -> np.ndarray:
 def mutual_information(member_probs: Any) -> np.ndarray:
     """Return H(mean_k p_k) - mean_k H(p_k) in nats: [K, N, C] -> [N].
 
-    The part of the predictive entropy that is disagreement between members (Depeweg et
-    al. 2018, eq. 3), 0 where they are equal: a measure of what the model does not know.
+    This part of the predictive entropy is disagreement between members (Depeweg et al.
+    2018, eq. 3): it measures epistemic uncertainty, and is 0 where members are equal.
     Raises ValueError as `predictive_entropy` does.
     """
     return _uncertainty(member_probs)[1]
@@ -181,28 +192,29 @@ _NUM_BINS = 15  # as in Guo et al. 2017
 
 
 def reliability(probs: Any, labels: Any) -> np.ndarray:
-    """Return what a reliability diagram shows: counts, confidences, accuracies [3, 15].
+    """Return a reliability diagram's counts, confidences and accuracies [3, 15].
 
-    probs [..., C], labels [...].  A column holds the examples whose largest probability
-    lies in one of 15 bins of equal width, [l, u), the last closed: how many they are,
-    the mean of that probability, their confidence, and the fraction whose most probable
-    class is the label (Guo et al. 2017, section 2), both nan where there are none.
+    probs [..., C], labels [...].  A column describes the examples whose largest
+    probability lies in one of 15 bins of equal width, [l, u), the last closed: their
+    count, their confidence (the mean of that probability), and their accuracy, the
+    fraction whose most probable class is the label (Guo et al. 2017, section 2).  An
+    empty bin's confidence and accuracy are nan.
 
-    Raises ValueError for what are no probabilities or labels, as `ensemble_report`.
+    Raises ValueError for probabilities and labels that `ensemble_report` refuses.
     """
     probs = _probabilities(probs)
     labels = _class_indices(labels, probs)
-    of_blocks = (_sums(block, labels[rows]) for rows, block in _blocks(probs))
-    counts, *totals = functools.reduce(np.add, of_blocks)[0, :3]
+    of_blocks = [_sums(block, labels[rows]) for rows, block in _blocks(probs)]
+    counts, *totals = np.sum(of_blocks, axis=0)[0, :3]
     with np.errstate(invalid="ignore"):
         return np.stack([counts, *(total / counts for total in totals)])
 
 
 def _sums(probs: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Add up over examples what scores are made of: [S, n, C] and [n] -> [S, 5, 15].
+    """Add up the terms of scores, by bins: [S, n, C] and [n] -> [S, 5, 15].
 
-    Those are 1, the confidence, whether it is right, -log p_label and the Brier score,
-    each in the bin of the confidence that `reliability` names.
+    An example's terms are 1, its confidence, whether it is right, -log p_label and its
+    Brier score; `reliability` defines the bins, of the confidence.
     """
     confidence, right = probs.max(axis=-1), probs.argmax(axis=-1) == labels
     p_label = probs[:, np.arange(len(labels)), labels]
@@ -218,7 +230,7 @@ def _sums(probs: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 
 def _scores(sums: np.ndarray) -> dict:
-    """Make scores of `_sums`, [5, 15]; formulas in `ensemble_report`."""
+    """Turn `_sums` [5, 15] into scores; `ensemble_report` has the formulas."""
     count, _, *totals = sums.sum(axis=1)
     _, confidence, right, *_ = sums
     names = ["accuracy", "negative_log_likelihood", "brier_score"]
@@ -228,15 +240,15 @@ def _scores(sums: np.ndarray) -> dict:
 
 
 def ensemble_report(member_probs: Any, labels: Any) -> dict:
-    """Report how good an ensemble is and how far it knows it: a dict of numbers.
+    """Report an ensemble's accuracy, calibration and disagreement: a dict of numbers.
 
-    member_probs [K, N, C] are each member's probabilities, labels [N] class indices.
+    member_probs [K, N, C] are the members' probabilities, labels [N] class indices.
     The ensemble's probabilities are the members' mean (Lakshminarayanan et al. 2017,
-    section 2.4).  Computed on the host, a block of examples at a time, in float64 (of
-    entropies the logarithms in float32, where probabilities are no wider).  Keys, with
-    means over examples:
+    section 2.4).  The report is computed on the host, a block of examples at a time, in
+    float64; entropies take logarithms in float32 unless the probabilities are wider.
+    Keys, with means over examples:
 
-    `ensemble`, `member` [K], `by_size` [K] (of the first 1..K members), each with
+    `ensemble`, `member` [K], `by_size` [K] (the first 1..K members), each with
       accuracy                    fraction whose most probable class is the label
       negative_log_likelihood     -log p_label, nats; p = 0 counts as 1.2e-38, so that
                                   the result is finite
@@ -246,13 +258,13 @@ def ensemble_report(member_probs: Any, labels: Any) -> dict:
                                   (Guo et al. 2017, eq. 3)
     `disagreement`                fraction of examples on which two members predict
                                   different classes, mean over pairs; 0 for K = 1
-    `predictive_entropy`          of the function of that name, nats
-    `mutual_information`          the part of it that is disagreement, nats
+    `predictive_entropy`          from the function with that name, nats
+    `mutual_information`          its part that is disagreement, nats
 
-    All axes between K and C are of examples, as of tokens [K, N, T, C], labels [N, T].
-    Raises ValueError for other shapes, labels outside 0..C-1, no examples, what is
-    masked or complex, or probabilities that are not finite, negative, or sum to 1 only
-    beyond 1e-3.
+    All axes between K and C index examples, as in tokens [K, N, T, C], labels [N, T].
+    Raises ValueError for other shapes, labels outside 0..C-1, no examples, entries that
+    are masked or not real, and probabilities that are negative or not finite, or whose
+    sum is off 1 by 1e-3 or more.
     """
     probs = _probabilities(member_probs, of_members=True)
     labels, (members, *_, classes) = _class_indices(labels, probs[0]), probs.shape
@@ -265,7 +277,7 @@ def ensemble_report(member_probs: Any, labels: Any) -> dict:
         sums += _sums(np.stack([*block, *means]), labels[rows])
         entropies += _entropies(block, probs.dtype).sum(axis=1)
         votes = block.argmax(axis=-1) + classes * np.arange(block.shape[1])  # [K, n]
-        votes = np.bincount(votes.ravel())  # for a class of an example
+        votes = np.bincount(votes.ravel())  # per class of each example
         alike += (votes * (votes - 1)).sum()  # ordered pairs of members
     scores, pairs = [*map(_scores, sums)], labels.size * members * (members - 1)
     entropy, mutual = map(float, entropies / labels.size)
@@ -280,7 +292,7 @@ def ensemble_report(member_probs: Any, labels: Any) -> dict:
 
 
 def _gaussian_scores(mean, variance, targets) -> dict:
-    """Score Gaussians [N] against targets [N]; formulas in `regression_report`."""
+    """Score Gaussians [N] by targets [N]; `regression_report` has the formulas."""
     errors, deviation = targets - mean, np.sqrt(variance)
     far = np.abs(errors) / deviation
     bounds = {p: statistics.NormalDist().inv_cdf(0.5 + p / 200) for p in (50, 90, 95)}
@@ -293,24 +305,25 @@ def _gaussian_scores(mean, variance, targets) -> dict:
 
 
 def regression_report(means: Any, variances: Any, targets: Any) -> dict:
-    """Report how good an ensemble of Gaussians is and how far it knows it: numbers.
+    """Report the accuracy, calibration and disagreement of an ensemble of Gaussians.
 
-    means and variances [K, N] are each member's, targets [N].  The ensemble's are those
-    of the mixture: the mean of the means, and the mean of the variances plus the
-    variance of the means (Lakshminarayanan et al. 2017, section 2.4).  Computed on the
-    host in float64.  Keys, with means over examples, in units of the targets:
+    means and variances [K, N] are the members', targets [N].  The ensemble's mean and
+    variance are the mixture's: the mean of the means, and the mean of the variances
+    plus the variance of the means (Lakshminarayanan et al. 2017, section 2.4).  The
+    report, a dict of numbers, is computed on the host in float64.  Keys, with means
+    over examples, in units of the targets:
 
-    `ensemble`, `member` [K], `by_size` [K] (of the first 1..K members), each with
+    `ensemble`, `member` [K], `by_size` [K] (the first 1..K members), each with
       root_mean_squared_error     sqrt of the mean of (target - mean)^2
       negative_log_likelihood     -log N(target; mean, variance), nats
       coverage                    fraction of targets in the Gaussian's central 50%,
                                   90% and 95% intervals, by these names
-    `predictive_variance`         the ensemble's, in squared units; it is the sum of
-    `mean_of_variances`           what the members expect of noise, and
+    `predictive_variance`         the ensemble's, in squared units: the sum of
+    `mean_of_variances`           the noise that members expect, and
     `variance_of_means`           their disagreement; 0 for K = 1
 
-    Raises ValueError for other shapes, no examples, numbers that are not finite, masked
-    or complex, or a variance that is not above 0.
+    Raises ValueError for other shapes, no examples, entries that are masked, not real
+    or not finite, and a variance that is not above 0.
     """
     means, variances = _real("means", means, None), _real("variances", variances, None)
     targets = _real("targets", targets)
@@ -319,7 +332,7 @@ def regression_report(means: Any, variances: Any, targets: Any) -> dict:
         raise ValueError(
             f"means have shape {means.shape}, variances {variances.shape} and targets "
             f"{targets.shape}; expected [K, N], [K, N] and [N], none of them empty; "
-            "take [..., 0] of what ends in 1"
+            "drop a last axis of 1 by [..., 0]"
         )
     member, by_size = [], []
     mean = noise = squares = np.zeros(targets.shape)
@@ -332,8 +345,8 @@ def regression_report(means: Any, variances: Any, targets: Any) -> dict:
             expected = "finite numbers, a variance above 0"
             raise ValueError(f"member {k}, example {n}: {found}; expected {expected}")
         member.append(_gaussian_scores(own, variance, targets))
-        # Of the first k + 1 members, the mean and the squares of what is off it, from
-        # those of the first k (Welford 1962).
+        # The mean and the squared deviations from it, added up, of k members become
+        # those of k + 1 (Welford 1962).
         off, noise = own - mean, noise + variance
         mean = mean + off / (k + 1)
         squares = squares + off * (own - mean)
@@ -359,14 +372,15 @@ def _one_axis(name: str, scores: Any) -> np.ndarray:
 
 
 def auroc(scores_in: Any, scores_out: Any) -> float:
-    """Return the area under the ROC curve of a score that should be high for `out`.
+    """Return the area under the ROC curve of a score that detects outliers.
 
     scores_in [N] are an uncertainty, such as `predictive_entropy` or
-    `mutual_information`, of examples like the training data, scores_out [N'] of others.
-    P(out > in) + P(out = in) / 2 of a random pair, the Mann-Whitney statistic (Hanley
-    and McNeil 1982): 0.5 is chance, 1 a perfect detector.
+    `mutual_information`, of examples like the training data; scores_out [N'] are that
+    of outliers, and should be higher.  The area is P(out > in) + P(out = in) / 2 for a
+    random pair, the Mann-Whitney statistic (Hanley and McNeil 1982): 0.5 is chance, 1 a
+    perfect detector.
 
-    Raises ValueError for scores that are empty, not of one axis, masked, complex, or
+    Raises ValueError for scores that are empty, not of one axis, masked, not real, or
     nan.
     """
     inside = np.sort(_one_axis("scores_in", scores_in))
@@ -379,25 +393,26 @@ def auroc(scores_in: Any, scores_out: Any) -> float:
 
 
 # ---------------------------------------------------------------------------------
-# Decisions: thresholds, sets, intervals, temperatures that hold
+# Decisions: bounds, thresholds and temperatures from a calibration set
 # ---------------------------------------------------------------------------------
 
 
 def conformal_quantile(scores: Any, coverage: float = 0.9) -> float:
-    """Return what at least a fraction `coverage` of new scores will not exceed.
+    """Return a bound that at least a fraction `coverage` of new scores meets.
 
-    scores [n] say of labeled examples, which training did not see, how far a prediction
-    is off.  The ceil((n + 1) coverage)-th smallest of them, q, bounds the score of one
-    more such example with at least that probability, and at most 1 / (n + 1) more where
-    no scores are equal (split conformal prediction: Vovk et al. 2005; Lei et al. 2018,
-    theorem 2.2).  It is infinite where n is too small, below coverage / (1 - coverage).
+    scores [n] measure the error on a calibration set: labeled examples, held out of
+    training.  The bound q is the ceil((n + 1) coverage)-th smallest score.  It holds
+    for the score of one more such example with at least that probability, and at most
+    1 / (n + 1) more where no scores are equal (split conformal prediction: Vovk et al.
+    2005; Lei et al. 2018, theorem 2.2).  It is infinite where n is too small, below
+    coverage / (1 - coverage).
 
-    For score 1 - p of the label, the classes with 1 - p <= q are a set that holds the
-    label; for score |target - mean| / deviation, mean +- q deviation holds the target.
-    That is over draws of all the examples, and says nothing of each, nor of examples
-    unlike them.
+    For the score 1 - p_label, the classes with 1 - p <= q are a set that holds the
+    label; for the score |target - mean| / deviation, mean +- q deviation holds the
+    target.  The probability is over draws of all the examples: it says nothing about a
+    single example, nor about examples unlike these.
 
-    Raises ValueError for scores that are not [n], masked, complex, or nan, and for a
+    Raises ValueError for scores that are not [n], masked, not real, or nan, and for a
     coverage outside [0, 1).
     """
     scores = np.sort(_one_axis("scores", scores))
@@ -410,22 +425,23 @@ def conformal_quantile(scores: Any, coverage: float = 0.9) -> float:
 def risk_threshold(
     uncertainty: Any, wrong: Any, *, risk: float = 0.01, confidence: float = 0.95
 ) -> float:
-    """Return up to which uncertainty to decide, for few of the decisions to be wrong.
+    """Return the largest uncertainty to decide at, so that few decisions are wrong.
 
-    uncertainty [n] and wrong [n], booleans, are of labeled examples that training did
-    not see.  Of new ones like them whose uncertainty is at most the threshold, a
-    fraction of at most `risk` is wrong: with probability `confidence` over draws of the
-    n, if risk grows with uncertainty (Geifman and El-Yaniv 2017).  Minus infinity where
-    that can be said of none: with the defaults it takes 299 examples, none wrong.
+    uncertainty [n] and wrong [n], booleans, describe a calibration set: labeled
+    examples, held out of training.  Among new examples like these whose uncertainty is
+    at most the threshold, at most a fraction `risk` is wrong: with probability
+    `confidence` over draws of the n, if risk grows with uncertainty (Geifman and
+    El-Yaniv 2017).  The threshold is minus infinity where none has this property: with
+    the defaults it takes 299 examples, none wrong.
 
-    The surest are kept, and more, for as long as it would be improbable, at most 1 -
-    confidence, that so few of them are wrong, were the risk higher (Clopper and Pearson
-    1934).  That is tested of one number after another, from twice as many on as it
-    takes where none is wrong, or from half of them all: a sequence that n alone fixes,
-    so that the first failure ends it (Angelopoulos et al. 2021, "Learn then test").
+    The surest examples are kept, and more as long as so few errors among them would be
+    improbable, at most 1 - confidence, if their risk were higher (Clopper and Pearson
+    1934).  Counts of kept examples are tested in order, from twice the smallest count
+    that could pass, or from n / 2 if that is fewer: n alone fixes the sequence, so the
+    first failure ends it (Angelopoulos et al. 2021, "Learn then test").
 
-    Raises ValueError for uncertainty that is not [n], masked, complex, or nan, for
-    wrong that is not as many booleans, and for a risk or a confidence outside (0, 1).
+    Raises ValueError for uncertainty that is not [n], masked, not real, or nan, for
+    wrong that is not n booleans, and for a risk or a confidence outside (0, 1).
     """
     scores, wrong = _one_axis("uncertainty", uncertainty), _real("wrong", wrong, None)
     if wrong.dtype != bool or wrong.shape != scores.shape:
@@ -436,8 +452,9 @@ def risk_threshold(
     order = np.argsort(scores)
     scores, wrong, kept = scores[order], wrong[order], np.arange(1, len(order) + 1)
     errors, right = np.cumsum(wrong), np.cumsum(~wrong)
-    # P(so few errors), if each of those kept is one with probability `risk`.  Of one
-    # more, a right one lowers it and a wrong one raises it, in proportion to P(errors).
+    # P(at most this many errors), if each kept example is wrong with probability
+    # `risk`.  It falls with every right example that is added and rises with every
+    # wrong one, in proportion to P(exactly this many errors).
     logs = np.cumsum(np.log([1, *kept]))  # of factorials
     exactly = logs[kept] - logs[errors] - logs[right] + errors * math.log(risk)
     exactly = np.exp(exactly + right * math.log1p(-risk))
@@ -454,12 +471,13 @@ def risk_threshold(
 def temper(probs: Any, temperature: float) -> np.ndarray:
     """Return probabilities p^(1 / temperature), normalized: [..., C] -> [..., C].
 
-    Above 1 they are less sure, below 1 more; the order of the classes stays.  For
-    softmax(logits) it is softmax(logits / temperature) (Guo et al. 2017, section 4.2),
-    with p = 0 as in `ensemble_report`.  Computed on the host in float64.
+    A temperature above 1 makes them less sure, below 1 surer; the order of the classes
+    stays.  softmax(logits) becomes softmax(logits / temperature) (Guo et al. 2017,
+    section 4.2); p = 0 counts as in `ensemble_report`.  The result is float64, on the
+    host.
 
-    Raises ValueError for what are no probabilities, as `ensemble_report` does, and for
-    a temperature that is not above 0 or not finite.
+    Raises ValueError for probabilities that `ensemble_report` refuses, and for a
+    temperature that is not above 0 or not finite.
     """
     _check_range("temperature", temperature, math.inf, low=1e-30)
     probs = _probabilities(probs)
@@ -479,20 +497,21 @@ def _softmax(logits: np.ndarray) -> np.ndarray:
 def fit_temperature(probs: Any, labels: Any) -> float:
     """Return the temperature by which `temper` gives the smallest NLL on these labels.
 
-    probs [n, C] and labels [n], or of more axes, are of examples that training did not
-    see, and of an ensemble's mean, which is less sure than its members (Rahaman and
-    Thiery 2021).  From a few hundred examples on it is worth having, where it is far
-    from 1 (Guo et al. 2017 take 5,000).  The NLL is convex in 1 / temperature: the zero
-    of its slope is found by Newton's method, kept between bounds, to nine digits.
+    probs [n, C] and labels [n], or with more axes, describe a calibration set: labeled
+    examples, held out of training.  Give an ensemble's mean, which is less sure than
+    its members (Rahaman and Thiery 2021).  A temperature far from 1 is worth having
+    from a few hundred examples on (Guo et al. 2017 take 5,000).  The NLL is convex in
+    1 / temperature: Newton's method, kept between bounds, finds the zero of its slope
+    to nine digits.
 
-    Raises ValueError for what are no probabilities or labels, as `ensemble_report`, and
-    where none is best: where every label is a most probable class, so that lower is
-    always better, or labels are no more probable than others, so that higher is.
+    Raises ValueError for probabilities and labels that `ensemble_report` refuses, and
+    where no temperature is best: if every label is a most probable class, a lower one
+    is always better; if labels are no more probable than other classes, a higher one.
     """
     probs = _probabilities(probs)
     labels = _class_indices(labels, probs)
 
-    def slope(inverse):  # of the NLL's sum, over 1 / temperature, and its own slope
+    def slope(inverse):  # the NLL's two derivatives by it, and the labels missed
         found = 0
         for rows, (block,) in _blocks(probs):
             logs = _log(block)
@@ -504,14 +523,14 @@ def fit_temperature(probs: Any, labels: Any) -> float:
         return found
 
     value, _, missed = slope(0)
-    if not missed or value >= 0:
+    if not missed or value >= -1e-12 * labels.size:  # 0, but for rounding
         raise ValueError(
-            f"no temperature is best for {labels.size} examples, of which {missed:.0f} "
-            "have another class more probable than the label; expected some, and "
-            "labels more probable than chance: use more examples"
+            f"cannot fit a temperature to {labels.size} examples: in {missed:.0f} of "
+            "them another class is more probable than the label; expected some, and "
+            "labels more probable than chance; use more examples"
         )
     low, inverse, high = 0.0, 1.0, math.inf
-    for _ in range(100):  # Newton's steps, or halves and doubles where they lead astray
+    for _ in range(100):  # Newton's steps, or bisection where they leave bounds
         value, curvature, _ = slope(inverse)
         low, high = (inverse, high) if value < 0 else (low, inverse)
         last, inverse = inverse, inverse - value / max(curvature, 1e-300)
