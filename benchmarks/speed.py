@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -333,8 +334,21 @@ def describe_machine() -> str:
     return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
-def write_json(path: Path, **report) -> None:
-    path.write_text(json.dumps(report, indent=2) + "\n")
+def check_plot(parser: argparse.ArgumentParser, path: Path | None) -> None:
+    """Exit with a line if what takes long could not be drawn at its end."""
+    if path and not path.parent.is_dir():
+        parser.error(f"--plot {path}: there is no folder {path.parent}")
+    if path and not importlib.util.find_spec("matplotlib"):
+        parser.error("--plot needs matplotlib: python -m pip install '.[plot]'")
+
+
+@contextlib.contextmanager
+def one_line(*errors: type) -> Iterator[None]:
+    """Exit with what such an error says, in a line."""
+    try:
+        yield
+    except errors as error:
+        raise SystemExit(f"{Path(sys.argv[0]).name}: error: {error}") from None
 
 
 def main() -> None:
@@ -364,8 +378,7 @@ def main() -> None:
             raise SystemExit(f"--group {number}: there are groups 1 to {last}")
     if args.plot and last not in args.group:
         parser.error(f"--plot draws group {last}, which is not asked for")
-    if args.plot and not importlib.util.find_spec("matplotlib"):
-        parser.error("--plot needs matplotlib: python -m pip install '.[plot]'")
+    check_plot(parser, args.plot)
     groups = [list(GROUPS.items())[number - 1] for number in sorted(set(args.group))]
     check_data([each for _, systems in groups for each in systems.values()])
     if args.platform:
@@ -391,7 +404,8 @@ def main() -> None:
             print_group(found)
         results[title] = found
     if args.json:
-        write_json(args.json, machine=machine, groups=results)
+        report = {"machine": machine, "groups": results}
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":
