@@ -113,7 +113,7 @@ sys.modules |= {"fcntl": None, "resource": None}
 vars(os).pop("sched_getaffinity", None)
 os.cpu_count = lambda: 3
 sys.path.append("benchmarks")
-import train_mnist, devices, faults, interrupts, programs, recipe, speed, uci
+import train_mnist, devices, faults, interrupts, programs, recipe, speed
 import uncertainty
 train_mnist.pe.use_cpu_devices()
 print(jax.device_count())

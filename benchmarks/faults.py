@@ -106,11 +106,7 @@ def seal(content: bytes) -> bytes:
 
 
 def judge(
-    call: Callable,
-    path: Path,
-    refusal: type,
-    accept: Callable,
-    most: int = SPARE_BYTES,
+    call: Callable, path: Path, refusal: type, accept: Callable, most: int = SPARE_BYTES
 ) -> tuple[str, Any]:
     """Return what came of a call that reads or writes `path`, and the detail.
 
@@ -380,15 +376,12 @@ def save_each(saves: list[tuple]) -> None:
 
     A child process: it forks one for each, as it has not run JAX and has no threads.
     """
-    statuses = []
-    for args in saves:
-        fork = multiprocessing.get_context("fork").Process(
-            target=save_watched, args=args
-        )
-        fork.start()
-        fork.join()
-        statuses.append(fork.exitcode)
-    print(statuses)
+    fork = multiprocessing.get_context("fork")
+    forks = [fork.Process(target=save_watched, args=args) for args in saves]
+    for each in forks:
+        each.start()
+        each.join()
+    print([each.exitcode for each in forks])
 
 
 SAVED = ("the old tree", "the new tree")

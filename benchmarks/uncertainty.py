@@ -28,6 +28,7 @@ Each prints its tables and, with `--plot FILE`, draws them with matplotlib.
 
 import argparse
 import functools
+import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -201,42 +202,34 @@ def batches(draw: np.random.Generator, rows: list[int], steps: int) -> np.ndarra
     return np.concatenate(passes)[:count].reshape(steps, BATCH)
 
 
-def learn(
-    trainer: pe.Trainer,
-    data: tm.Dataset,
-    strategy: Callable,
-    *,
-    seeds: int,
-    rounds: int,
-    steps: int,
-) -> tuple[np.ndarray, np.ndarray]:
+def learn(trainer: pe.Trainer, data: tm.Dataset, strategy: Callable) -> tuple:
     """Train on a few labels, label what `strategy` says, train anew, and so on.
 
     The trainer's members are as many ensembles as there are seeds, each with labels of
-    its own.  Returns the errors on the test images [rounds, seeds], and the rows of the
-    training images in the order in which they were labeled [seeds, labels].
+    its own.  Returns the errors on the test images [ROUNDS, SEEDS], and the rows of the
+    training images in the order in which they were labeled [SEEDS, labels].
     """
     pool, labels = data.train_images, data.train_labels
     placed = trainer.place((pool, labels))
     images = np.concatenate([data.test_images, pool])  # to predict
-    members = trainer.layout.members // seeds  # of an ensemble
-    draws = [np.random.default_rng([0, seed]) for seed in range(seeds)]
+    members = trainer.layout.members // SEEDS  # of an ensemble
+    draws = [np.random.default_rng([0, seed]) for seed in range(SEEDS)]
     labeled = [first_rows(draw, labels) for draw in draws]
     errors, rest = [], ()
-    for number in range(rounds):
+    for number in range(ROUNDS):
         for rows, probs, draw in zip(labeled, rest, draws):  # not in the first round
             scores = strategy(probs, draw)
             scores[rows] = -np.inf  # they are labeled
             rows += np.argsort(-scores, kind="stable")[:A_ROUND].tolist()
         order = [
-            batches(np.random.default_rng([1, number, seed, i]), rows, steps)
+            batches(np.random.default_rng([1, number, seed, i]), rows, STEPS)
             for seed, rows in enumerate(labeled)
             for i in range(members)
         ]
         state = trainer.init(jax.random.key(number))
         state, _ = trainer.epoch(state, placed, np.stack(order))
         probs = trainer.predict_members(state, images)
-        probs = probs.reshape(seeds, members, *probs.shape[1:])
+        probs = probs.reshape(SEEDS, members, *probs.shape[1:])
         test, rest = np.split(probs, [len(data.test_images)], axis=2)
         errors.append((test.mean(1).argmax(-1) != data.test_labels).mean(-1))
     return np.stack(errors), np.array(labeled)
@@ -340,9 +333,8 @@ def judge(probs: np.ndarray, labels: np.ndarray, known: int) -> dict:
     for how, threshold in zip(("", " by the bound", " in hindsight"), bounds):
         kept = doubt[new] <= threshold
         found[f"kept{how}, %"] = 100 * kept.mean()
-        found[f"their error{how}, %"] = (
-            100 * wrong[new][kept].sum() / max(1, kept.sum())
-        )
+        errors = wrong[new][kept].sum()
+        found[f"their error{how}, %"] = 100 * errors / max(1, kept.sum())
     for coverage in COVERAGES:
         bound = em.conformal_quantile(far[old], coverage)
         classes = (1 - probs[new] <= bound).sum(axis=-1)
@@ -430,9 +422,9 @@ def label(args) -> Callable:
     data = data._replace(train_images=pool[0], train_labels=pool[1])
     trainer = tm.make_trainer(RECIPE, SEEDS * MEMBERS, None, STEPS, data.form())
     print(f"{data.name}, {len(data.test_images)} test images: errors, %", flush=True)
-    sizes, found = {"seeds": SEEDS, "rounds": ROUNDS, "steps": STEPS}, {}
+    found = {}
     for name, strategy in STRATEGIES.items():
-        found[name], labeled = learn(trainer, data, strategy, **sizes)
+        found[name], labeled = learn(trainer, data, strategy)
     labels = labeled.shape[1] - A_ROUND * np.arange(ROUNDS)[::-1]  # of each round
     print_errors(labels, found)
     return functools.partial(draw_errors, labels, found)
@@ -474,7 +466,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             each.add_argument("run", type=Path)
     commands.choices["shift"].add_argument("--long", type=Path, required=True)
     args, started = parser.parse_args(argv), time.perf_counter()
-    speed.check_plot(parser, args.plot)
+    if args.plot and not args.plot.parent.is_dir():
+        parser.error(f"--plot {args.plot}: there is no folder {args.plot.parent}")
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        parser.error("--plot needs matplotlib: python -m pip install '.[plot]'")
     pe.use_cpu_devices()
     draw = args.call(args)
     if args.plot:
