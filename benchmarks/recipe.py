@@ -37,10 +37,10 @@ def sweep(recipe, rates, num_orders, data, images, at_once=True, devices=None):
     the seconds.
     """
     rate, number = np.repeat(rates, num_orders), np.tile(range(num_orders), len(rates))
-    size, members = len(data.train_images), len(rate)
+    members, size, batch = len(rate), len(data.train_images), recipe.batch_size
 
     def make_trainer(rate):
-        num_steps = size // recipe.batch_size * recipe.epochs
+        num_steps = size // batch * recipe.epochs
         where = len(rate), devices, num_steps, data.form()
         return tm.make_trainer(recipe, *where, hyper={"learning_rate": rate})
 
@@ -53,9 +53,8 @@ def sweep(recipe, rates, num_orders, data, images, at_once=True, devices=None):
         state = trainer.scatter(jax.tree.map(lambda x, own=own: x[own], start))
         placed = trainer.place((data.train_images, data.train_labels))
         for epoch in range(recipe.epochs):
-            sizes, which = (size, recipe.batch_size), {"epoch": epoch}
-            orders = pe.epoch_order(*sizes, members=num_orders, **which)
-            state, _ = trainer.epoch(state, placed, orders[number[own]])
+            order = pe.epoch_order(size, batch, members=num_orders, epoch=epoch)
+            state, _ = trainer.epoch(state, placed, order[number[own]])
         found.append(trainer.predict_members(state, images))
     return np.concatenate(found), time.perf_counter() - started
 
