@@ -518,7 +518,7 @@ def test_tabular_loss_weighs_rows_by_deviation_and_has_a_decay_for_each_output()
 
 
 def test_tabular_choice_is_the_plainest_of_the_best_that_are_finite():
-    y, rows = randn(5, 100).astype(np.float64), np.arange(100)
+    y, rows = np.float64(randn(5, 100)) / 10, np.arange(100)
     errors = np.array([1.7, 1, 0.5, 0.4999, np.nan])[:, None, None]  # of a setting
     means = np.stack([y + errors] * 2) + np.zeros((2, 5, 2, 100))  # [splits, ..., N]
     means[1, :, :, 50:] = np.nan  # rows that the second does not score
