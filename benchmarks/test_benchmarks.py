@@ -219,16 +219,14 @@ def test_label_prints_and_draws_errors_by_strategy(
         cells = (f"{e.mean():.2f} ({e.min():.2f} to {e.max():.2f})" for e in row)
         assert f"| {' | '.join([str(labels), *cells])} |\n" in out
     assert len({tuple(errors[0]) for errors in seen}) == 1  # the same start
-    mean = uncertainty.needed(np.array([20, 40, 60]), errors.mean(axis=1))
-    assert f"at random: {mean} by the mean of seeds" in out
 
 
-def test_labels_needed_are_the_first_that_reach_the_target():
-    labels = np.array([20, 40, 60])
-    errors = np.array([[0.3, 0.2], [0.05, 0.07], [0.04, 0.02]])
-    needed = [uncertainty.needed(labels, e) for e in (*errors.T, errors.mean(axis=1))]
-    assert needed == ["40", "60", "60"]
-    assert uncertainty.needed(labels, errors.T[0] + 1) == "more than 60"
+def test_labels_needed_are_the_first_that_reach_the_target(capsys):
+    errors = np.array([[0.3, 0.2, 0.1], [0.05, 0.06, 0.02], [0.04, 0.02, 0.01]])
+    uncertainty.print_errors(np.array([20, 40, 60]), {"a": errors, "b": 1 + errors})
+    *_, a, b = capsys.readouterr().out.splitlines()
+    assert a == "a: 40 by the mean of seeds (40, 60, 40)"
+    assert b.startswith("b: more than 60 by the mean of seeds (more than 60, ")
 
 
 # Of the two that are equal one is wrong, and of the next two.
@@ -367,7 +365,7 @@ def test_shifts_are_counted_at_which_the_ensemble_is_ahead(capsys):
 
     names = "a member", "ensemble of 2", "ensemble of 4", uncertainty.LONG
     first = scores(0.5, 0.3), scores(0.3), scores(0.2), scores(0.1)
-    behind = scores(0.5, 0.2), scores(0.1), scores(0.6), scores(0.1)
+    behind = scores(0.9, 0.2), scores(0.6), scores(0.6), scores(0.1)
     ahead = scores(0.5, 0.3), scores(0.3), scores(0.2), scores(0.3)
     rows = [("turned", 0, ahead), ("turned", 15, first), ("moved", 0, ahead)]
     rows += [("moved", 2, behind), ("moved", 4, ahead)]
@@ -586,6 +584,7 @@ def test_readme_starts_alike_on_any_number_of_cores(tmp_path, monkeypatch):
     code, said = machines.read_readme()
     short = [block.replace("(500, 50)", "(5, 50)") for block in code[:2]]
     assert short != code[:2]
+    short.append("print(jax.device_count())")
     for variable in ENVIRONMENT.items():
         monkeypatch.setenv(*variable)
 
@@ -595,9 +594,10 @@ def test_readme_starts_alike_on_any_number_of_cores(tmp_path, monkeypatch):
         return machines.first_steps(cores, folder, short)
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        (_, one), *others = pool.map(start, [3, 16])
-    for printed, weights in others:
-        assert printed.count("accuracy") == 6
-        assert machines.difference(weights, one) < 1e-5
+        (few, one), (many, other) = pool.map(start, [3, 16])
+    for printed, cores in (few, 3), (many, 16):
+        assert printed.count("accuracy") == 6 and printed.split()[-1] == str(cores)
+    assert machines.difference(other, one) < 1e-5
+    assert machines.difference({"a": np.ones(2)}, {"a": np.array([3.0, 4])}) == 0.75
     for told, count in (said, 0), (said + 0.025, 13), (said + 0.2, 14), (said[1:], 1):
         assert len(machines.complaints(told, said)) == count
