@@ -11,9 +11,7 @@ network: steps of all members a second, images a second, and ours beside by hand
 import argparse
 import itertools
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import equinox as eqx
 import flax.linen as nn
@@ -22,8 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from speed import print_head, print_row
 
 import pjax_ensemble as pe

@@ -29,8 +29,6 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from interrupts import write_data
 from speed import print_head, print_row
 
@@ -141,9 +139,8 @@ def try_seeds(code: list[str], count: int) -> bool:
             script.write_text(lines + AREAS, "utf-8")
             found = numbers(run(os.cpu_count() or 1, Path(name), script))
         losses, (kept, wrong), areas = found[:12:2], found[12:14], found[14:]
-        print_row(
-            seed, *beside(losses, 2), *beside(areas, 4), f"{kept:.2f}, {wrong:.3f}"
-        )
+        cells = *beside(losses, 2), *beside(areas, 4), f"{kept:.2f}, {wrong:.3f}"
+        print_row(seed, *cells)
         lowest = [each[-1] < each[:-1].min() for each in (losses, areas)]
         better += [*lowest, wrong <= RISK]
     print(f"\nof {count} seeds, NLL and area below every member's in", end=" ")

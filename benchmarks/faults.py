@@ -11,13 +11,13 @@ new one, whole.  Prints a line for each trial; exits with 1 if any of them faile
 
 import argparse
 import collections
-import concurrent.futures
 import contextlib
 import errno
 import gzip
 import hashlib
 import io
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -106,11 +106,7 @@ def seal(content: bytes) -> bytes:
 
 
 def judge(
-    call: Callable,
-    path: Path,
-    refusal: type,
-    accept: Callable,
-    most: int = SPARE_BYTES,
+    call: Callable, path: Path, refusal: type, accept: Callable, most: int = SPARE_BYTES
 ) -> tuple[str, Any]:
     """Return what came of a call that reads or writes `path`, and the detail.
 
@@ -375,26 +371,20 @@ def save_watched(path: str, seed: int, stop: tuple | None = None) -> None:
     step("end", print, json.dumps(events))
 
 
+def save_each(saves: list[tuple]) -> None:
+    """Call `save_watched` with each, and print the statuses with which they end.
+
+    A child process: it forks one for each, as it has not run JAX and has no threads.
+    """
+    fork = multiprocessing.get_context("fork")
+    forks = [fork.Process(target=save_watched, args=args) for args in saves]
+    for each in forks:
+        each.start()
+        each.join()
+    print([each.exitcode for each in forks])
+
+
 SAVED = ("the old tree", "the new tree")
-
-
-def kill_save(folder: Path, events: list[str], point: tuple[int, str]) -> tuple:
-    """Kill a save at a point, over an older file; say what is then there."""
-    number, moment = point
-    label = f"{moment} {events[number]} (call {number} of {len(events)})"
-    path = folder / f"{number}.{moment}" / "state"
-    path.parent.mkdir()
-    saved(path, make_tree(0))
-    child = run_child(f"save_watched({str(path)!r}, 1, {point})")
-    if child.returncode != -signal.SIGKILL:
-        return label, FOREIGN, f"status {child.returncode} {child.stderr[-300:]}"
-    replaced = number > events.index("replace")
-    expected = make_tree(int(replaced))
-
-    def accept(tree: Any) -> str:
-        return SAVED[replaced] if values_of(tree) == values_of(expected) else OTHER
-
-    return label, *judge(partial(pe.load, path, expected), path, ValueError, accept)
 
 
 def save_points(folder: Path, writes: int | None = None) -> Iterator[tuple]:
@@ -412,8 +402,25 @@ def save_points(folder: Path, writes: int | None = None) -> Iterator[tuple]:
     if writes is not None:
         at = [at[i * (len(at) - 1) // (writes - 1)] for i in range(writes)]
     points += [(i, moment) for i in at for moment in ("before", "amid")]
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield from pool.map(partial(kill_save, folder, events), points)
+    paths = [folder / f"{number}.{moment}" / "state" for number, moment in points]
+    for path in paths:
+        path.parent.mkdir()
+        saved(path, make_tree(0))
+    child = run_child(f"save_each({[(str(p), 1, at) for p, at in zip(paths, points)]})")
+    for path, (number, moment), status in zip(paths, points, json.loads(child.stdout)):
+        label = f"{moment} {events[number]} (call {number} of {len(events)})"
+        if status != -signal.SIGKILL:
+            yield label, FOREIGN, f"status {status} {child.stderr[-300:]}"
+            continue
+        replaced = number > events.index("replace")
+        expected = make_tree(int(replaced))
+
+        def accept(tree: Any, replaced=replaced, expected=expected) -> str:
+            same = values_of(tree) == values_of(expected)
+            return SAVED[replaced] if same else OTHER
+
+        load = partial(pe.load, path, expected)
+        yield label, *judge(load, path, ValueError, accept)
 
 
 def failing(name: str, number: int, passing: int = 0) -> Callable:

@@ -4,7 +4,6 @@
     python benchmarks/interrupts.py stop --trials 20
     python benchmarks/interrupts.py cell --trials 200
     python benchmarks/interrupts.py processes --trials 50
-    MNIST_DIR=... python benchmarks/interrupts.py cost
 
 kill: runs of train_mnist.py that save every few steps are killed (SIGKILL) at random
 moments and resumed until they end.  After each kill every checkpoint has to load, and
@@ -22,11 +21,8 @@ One that comes while Python collects garbage or ends a generator, it may drop.
 processes: runs of two processes, one after another, have to end, and in the same bytes
 as one process with as many devices.
 
-cost: what a checkpoint of two CNNs with momentum takes, and what it costs to train an
-epoch in pieces of about a second.
-
 kill, stop and processes train on a small data set of generated digits, with several
-runs at once where asked (--jobs); cost measures, and wants the machine for itself.
+runs at once where asked (--jobs).
 """
 
 import argparse
@@ -38,7 +34,6 @@ import random
 import shutil
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -312,40 +307,9 @@ def processes(trials: int, epochs: int = 3, seconds: float = 300) -> dict:
     return counts
 
 
-def cost(rounds: int) -> dict:
-    """Time a save, and epochs in pieces against whole ones in one call, in turn."""
-    pe.use_cpu_devices(2)
-    args = tm.parse_arguments(["--members=2", "--epochs=2", "--train-size=16384"])
-    recipe, data, layout = tm.prepare(args)
-    seconds = {"save": [], "pieces": [], "whole": []}
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(rounds + 1):
-            run = tm.Run(args, recipe, data, layout)
-            with contextlib.closing(run.signals):
-                run.train()
-            # The second epoch: the first one compiles.
-            seconds["pieces"].append(run.seconds)
-            began = time.perf_counter()
-            order = pe.epoch_order(16384, recipe.batch_size, members=2, epoch=1)
-            state, losses = run.trainer.epoch(run.state, run.images, order)
-            np.asarray(losses)
-            seconds["whole"].append(time.perf_counter() - began)
-            began = time.perf_counter()
-            pe.save(Path(folder) / "checkpoint.safetensors", run.trainer.gather(state))
-            seconds["save"].append(time.perf_counter() - began)
-    save, pieces, whole = (statistics.median(s[1:]) for s in seconds.values())
-    epoch = whole * 60_000 / 16384
-    return {
-        "save, ms": round(1000 * save, 1),
-        "of an epoch of all images, %": round(100 * save / epoch, 2),
-        "training in pieces, % slower": round(100 * (pieces / whole - 1), 2),
-        "pieces of an epoch": -(-run.num_steps // run.segment_steps),
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    others = {"cell": cell, "processes": processes, "cost": cost}
+    others = {"cell": cell, "processes": processes}
     parser.add_argument("trial", choices=("kill", "stop", *others))
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")

@@ -15,7 +15,6 @@ import argparse
 import gc
 import math
 import os
-import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +25,6 @@ import jax.numpy as jnp
 import numpy as np
 import speed
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import pjax_ensemble as pe
 
 MEMBERS, DEVICES = 5, 4
@@ -59,15 +57,11 @@ def use_trainer(seed: int) -> tuple[weakref.ref, weakref.ref]:
     def loss_fn(params, x, y):
         return held.weight * jnp.mean((pe.dense(params, x)[:, 0] - y) ** 2)
 
-    trainer = pe.make_trainer(
-        lambda key: pe.dense_init(key, 3, 1),
-        loss_fn,
-        pe.sgd(0.1),
-        members=MEMBERS,
-        devices=DEVICES,
-        apply_fn=pe.dense,
-        output=None,
-    )
+    def init(key):
+        return pe.dense_init(key, 3, 1)
+
+    form = dict(members=MEMBERS, devices=DEVICES, apply_fn=pe.dense, output=None)
+    trainer = pe.make_trainer(init, loss_fn, pe.sgd(0.1), **form)
     state = trainer.init(jax.random.key(seed))
     state, _ = trainer.update(state, x, y)
     state, _ = trainer.epoch(state, (x, y), np.arange(64).reshape(4, 16))

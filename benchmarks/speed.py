@@ -8,17 +8,13 @@ Rounds of a fixed number of steps go around the systems of a group, in an order 
 anew for each, as a system may leave the machine slower for the next; a figure is the
 median over the rounds, in member-images trained per second, or member-rows where the
 data are rows.  In one group a round is a whole job, from the start of its process to
-its end, in seconds.  Two groups run when they are named: one for an accelerator, and
-what the CNN costs on CPUs in every layout of K members on D devices, to train and to
-predict; K = 1 is sync mode:
+its end, in seconds.  One group runs when it is named, for an accelerator:
 
     MNIST_DIR=... python benchmarks/speed.py --group 8 --platform cuda
-    MNIST_DIR=... python benchmarks/speed.py --group 9 --json cost.json --plot cost.png
 """
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import platform
@@ -28,11 +24,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
+# Where the scripts beside this one, which import it, find the modules.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import pjax_ensemble as pe
 
 PEERS = Path(__file__).resolve().parent / "peers"
 MATMUL = "rate of a float32 matrix product, GFLOP/s"
@@ -44,22 +41,6 @@ JOBS = {
         "--batch-size 128 --learning-rate 0.1 --schedule constant --max-shift 0"
     ),
     "Flax ensembling guide": "flax_guide.py --whole-job",
-}
-
-affinity = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
-CORES = len(affinity(0))
-LAYOUTS = [  # members K and devices D of which the replicas can share a batch
-    (k, d)
-    for k in (1, 2, 4, 8, 16)
-    for d in sorted({1, min(2, CORES), CORES})
-    if 128 % pe.layout(k, d).replicas == 0
-]
-COST = {
-    f"K = {k}, D = {d}{what}": (
-        f"ours.py --members {k} --devices {d} --steps {max(4, 96 // k)} {flag}"
-    )
-    for k, d in LAYOUTS
-    for what, flag in (("", ""), (", predicting", "--predict"))
 }
 
 # A group's first system is ours; the others are what it is compared with.
@@ -122,9 +103,7 @@ GROUPS = {
         for members in (8, 32)
         for n in (1, 2, 4, 8)
     },
-    "CNN over members K and devices D, batch 128": COST,
 }
-BY_NAME = 8, 9  # groups that run when they are named
 
 
 def launch(command: str, **pipes) -> subprocess.Popen:
@@ -132,9 +111,8 @@ def launch(command: str, **pipes) -> subprocess.Popen:
     script, *options = command.split()
     path = (PEERS / script).resolve()
     errors = tempfile.TemporaryFile()  # noqa: SIM115, it lives as the process does
-    process = subprocess.Popen(
-        [sys.executable, path, *options], stderr=errors, text=True, **pipes
-    )
+    command = [sys.executable, path, *options]
+    process = subprocess.Popen(command, stderr=errors, text=True, **pipes)
     process.stderr = errors
     return process
 
@@ -218,6 +196,7 @@ def spread(values: list[float]) -> str:
 
 
 def print_row(*cells) -> None:
+    """Print a row of a table in Markdown."""
     print("|", " | ".join(map(str, cells)), "|", flush=True)
 
 
@@ -260,60 +239,6 @@ def print_jobs(results: dict) -> None:
         print_row(name, spread(result["seconds"]), f"{memory:.2f}", cell)
 
 
-PLACES = "members", "devices", "members_per_device", "replicas"
-
-
-def measure_cost(rounds: int) -> list[dict]:
-    """Run rounds of every layout in turn; return a row each."""
-    found, rows = measure(COST, rounds), []
-    for k, d in LAYOUTS:
-        name, layout = f"K = {k}, D = {d}", pe.layout(k, d)
-        where = k, d, layout.members_per_device, layout.replicas
-        predicted = found[f"{name}, predicting"]["rates"]
-        rows.append({**dict(zip(PLACES, where)), **found[name], "predicted": predicted})
-    return rows
-
-
-def print_cost(rows: list[dict]) -> None:
-    names = "K", "D", "members a device", "replicas", "trained a second"
-    names += "lowest to highest", "peak memory, GB", "predicted a second", "is"
-    print_head(*names)
-    for row in rows:
-        where = (row[name] for name in PLACES)
-        predicted, trained = (statistics.median(row[x]) for x in ("predicted", "rates"))
-        cells = f"{row['peak_memory_gb']:.2f}", f"{predicted:,.0f}"
-        times = f"{predicted / trained:.2f}x"
-        print_row(*where, spread(row["rates"]), *cells, times)
-
-
-def draw_cost(rows: list[dict], path: Path) -> None:
-    """Draw throughput and peak memory over K, a line for each D."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    panels = figure.subplots(1, 2)
-    styles = zip(("#0072b2", "#d55e00", "#009e73"), "os^")
-    for d, (color, marker) in zip(sorted({row["devices"] for row in rows}), styles):
-        line = [row for row in rows if row["devices"] == d]
-        rates = [statistics.median(row["rates"]) for row in line]
-        members, name = [row["members"] for row in line], f"{d} device" + "s" * (d > 1)
-        for panel, y in zip(panels, (rates, [row["peak_memory_gb"] for row in line])):
-            panel.plot(members, y, color=color, marker=marker, label=name)
-    ticks = sorted({row["members"] for row in rows})
-    titles = "Member-images trained a second", "Peak resident memory, GB"
-    for panel, title in zip(panels, titles):
-        panel.set(title=title, xlabel="members K")
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(ticks, [str(k) for k in ticks])
-        panel.minorticks_off()
-        panel.set_ylim(0, 1.1 * max(max(line.get_ydata()) for line in panel.lines))
-        panel.grid(axis="y", color="0.9")
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[0].yaxis.set_major_formatter("{x:,.0f}")
-    panels[0].legend(frameon=False, loc="lower right")
-    figure.savefig(path, dpi=150)
-
-
 def check_data(commands: list[str]) -> None:
     """Exit with a line if what the commands read is missing or damaged.
 
@@ -329,69 +254,57 @@ def check_data(commands: list[str]) -> None:
         common.load_mnist()
 
 
-def describe_machine() -> str:
-    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-
-
-def write_json(path: Path, **report) -> None:
-    path.write_text(json.dumps(report, indent=2) + "\n")
+@contextlib.contextmanager
+def one_line(*errors: type) -> Iterator[None]:
+    """Exit with what such an error says, in a line."""
+    try:
+        yield
+    except errors as error:
+        raise SystemExit(f"{Path(sys.argv[0]).name}: error: {error}") from None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--job-rounds", type=int, default=2, help="of whole jobs")
-    parser.add_argument(
-        "--quick", action="store_true", help="two rounds, one of whole jobs, for a look"
-    )
+    parser.add_argument("--rounds", type=int, default=7, help="two of whole jobs")
     last = len(GROUPS)
     parser.add_argument(
         "--group",
         type=int,
         nargs="+",
-        default=[n for n in range(1, last + 1) if n not in BY_NAME],
-        help=f"some of the groups 1 to {last}, of which 7 are whole jobs, 8 is for an "
-        "accelerator and 9 has the cost (default: 1 to 7)",
+        default=range(1, last),
+        help=f"some of the groups 1 to {last}, of which 7 are whole jobs and {last} is "
+        "for an accelerator (default: all but that)",
     )
     parser.add_argument(
         "--platform", help="of JAX: cpu, cuda, ... (default: what it finds)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the cost")
     args = parser.parse_args()
     for number in args.group:
         if not 1 <= number <= last:
             raise SystemExit(f"--group {number}: there are groups 1 to {last}")
-    if args.plot and last not in args.group:
-        parser.error(f"--plot draws group {last}, which is not asked for")
-    if args.plot and not importlib.util.find_spec("matplotlib"):
-        parser.error("--plot needs matplotlib: python -m pip install '.[plot]'")
     groups = [list(GROUPS.items())[number - 1] for number in sorted(set(args.group))]
     check_data([each for _, systems in groups for each in systems.values()])
     if args.platform:
         os.environ["JAX_PLATFORMS"] = args.platform
     # The systems of a group share an accelerator, each with the memory that it needs.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    machine = describe_machine()
+    processor = platform.processor() or platform.machine()
+    machine = f"{processor}, {os.cpu_count()} cores"
     print(f"{machine}, Python {platform.python_version()}")
     results = {}
-    rounds = 2 if args.quick else args.rounds
     for title, systems in groups:
         print(f"\n{title}\n", flush=True)
         if systems is JOBS:
-            found = measure_jobs(1 if args.quick else args.job_rounds)
+            found = measure_jobs(min(2, args.rounds))
             print_jobs(found)
-        elif systems is COST:
-            found = measure_cost(rounds)
-            print_cost(found)
-            if args.plot:
-                draw_cost(found, args.plot)
         else:
-            found = measure(systems, rounds)
+            found = measure(systems, args.rounds)
             print_group(found)
         results[title] = found
     if args.json:
-        write_json(args.json, machine=machine, groups=results)
+        report = {"machine": machine, "groups": results}
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

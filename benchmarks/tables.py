@@ -3,24 +3,30 @@
     python -m pip install '.[bench]'
     UCI_DIR=... python benchmarks/tables.py
 
-Three of scikit-learn's sets, in five folds twice, and those of UCI_DIR (see uci.py), on
-their first splits.  Scikit-learn's estimators have their defaults, and MAPIE's
-cross-conformal intervals (CV+, Barber et al. 2021) with its five folds.  Seconds are to
-fit and to predict a split; ours compile at the first of a set.
+Three of scikit-learn's sets, in five folds twice, and those of UCI_DIR, on their first
+splits.  A set is a folder there with data.txt, a row an example, the last column the
+target, and test_rows.txt, a line a split: its test rows, from 0; the others train.
+Scikit-learn's estimators have their defaults, and MAPIE's cross-conformal intervals
+(CV+, Barber et al. 2021) with its five folds.  Seconds are to fit and to predict a
+split; ours compile at the first of a set.
 """
 
 import argparse
 import os
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import speed
-import uci
 from sklearn import datasets
 from sklearn.ensemble import HistGradientBoostingRegressor, RandomForestRegressor
 from sklearn.model_selection import RepeatedKFold
-from tabular import EnsembleRegressor
+
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "examples"))
+from tabular import Data, EnsembleRegressor, Split
+
+import pjax_ensemble as pe
 
 DRAWN = {
     "diabetes": lambda: datasets.load_diabetes(return_X_y=True),
@@ -49,14 +55,18 @@ SYSTEMS = {
 }
 
 
-def read(name: str, folder: Path) -> uci.Data:
-    if name not in DRAWN:
-        return uci.read_set(folder / name)
-    x, y = DRAWN[name]()
-    return uci.Data(x, y, list(RepeatedKFold(n_repeats=2, random_state=0).split(x)))
+def read(name: str, folder: Path) -> Data:
+    if name in DRAWN:
+        x, y = DRAWN[name]()
+        return Data(x, y, list(RepeatedKFold(n_repeats=2, random_state=0).split(x)))
+    table = np.loadtxt(folder / name / "data.txt", np.float32)
+    lines = (folder / name / "test_rows.txt").read_text().splitlines()
+    tests, rows = [np.array(line.split(), int) for line in lines], np.arange(len(table))
+    splits = [Split(np.delete(rows, test), test) for test in tests]
+    return Data(table[:, :-1], table[:, -1], splits)
 
 
-def measure(predict, model, data: uci.Data) -> np.ndarray:
+def measure(predict, model, data: Data) -> np.ndarray:
     """Return RMSE, coverage, width and seconds of each split, [splits, 4]."""
     scores = []
     for train, test in data.splits:
@@ -75,7 +85,7 @@ def main(argv=None) -> None:
     parser.add_argument("--splits", type=int, default=10, help="so many, the first")
     args, folder = parser.parse_args(argv), Path(os.environ.get("UCI_DIR", "."))
     there = sorted(path.parent.name for path in folder.glob("*/test_rows.txt"))
-    uci.pe.use_cpu_devices()
+    pe.use_cpu_devices()
     columns = "set", "system", "RMSE", "in 90% intervals", "width", "s, first split"
     speed.print_head(*columns, "s, last split")
     for name in args.sets or [*DRAWN, *there]:

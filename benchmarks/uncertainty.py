@@ -8,43 +8,27 @@
     python train_mnist.py --members 8 --train-size 50000 --workdir runs/decide
     python benchmarks/uncertainty.py decide runs/decide --plot decide.png
 
-shift RUN: score the members that a run left, and ensembles of the first 2, 4, 8 ... and
-all of them, on test images that are turned, and moved around the edge (Ovadia et al.
-2019, "Can you trust your model's uncertainty?").
-
-  --long RUN              a run of one network, trained for as long as the members
-                          together (default: none)
+shift RUN --long RUN: score the members that a run left, ensembles of the first 2, 4, 8
+... and all of them, and a run of one network that trained for as long as they together,
+on test images that are turned, and moved around the edge (Ovadia et al. 2019, "Can you
+trust your model's uncertainty?").
 
 label: label 20 more images of a pool a round, those of which an ensemble is least sure,
 and train it anew (Gal, Islam and Ghahramani 2017, "Deep Bayesian active learning with
 image data").  The pool is the first 10,000 training images; the ensembles of all seeds
 are one trainer.
 
-  --seeds S               ensembles, each with labels of its own (default: 3)
-  --members K             of an ensemble (default: 5)
-  --rounds N              the first has two labels a class (default: 20)
-  --steps N               of training, in a round (default: 240)
-  --learning-rate RATE    the schedule's peak (default: 0.2)
-  --max-shift PIXELS      by which training images move at random (default: 2)
-  --validate              score on the last 10,000 training images, in place of the test
-                          images: to choose these three by
-  --quick                 a look, on generated digits: 2 ensembles of 2, 3 rounds of 20
-                          steps
-
 decide RUN: on the training images that a run left out, find down to which probability
 to keep images for an error of at most 0.1%, a temperature, and sets of classes that
 hold 99 and 99.9% of the labels; score these, of members and of ensembles, on the test
 images as they are, and turned.
 
-all:
-  --json FILE             write the scores
-  --plot FILE             draw them, with matplotlib
+Each prints its tables and, with `--plot FILE`, draws them with matplotlib.
 """
 
 import argparse
 import functools
 import importlib.util
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -54,7 +38,6 @@ import numpy as np
 import scipy.ndimage
 import speed
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import ensemble_metrics as em
 import pjax_ensemble as pe
 import train_mnist as tm
@@ -106,17 +89,15 @@ def score(probs: np.ndarray, labels: np.ndarray, of: Callable = report) -> dict:
     return found
 
 
-def score_shifts(run: tm.Trained, long: tm.Trained | None, data: tm.Dataset) -> list:
+def score_shifts(run: tm.Trained, long: tm.Trained, data: tm.Dataset) -> list:
     """Score on every shift of the test images: (unit, amount, scores by name) each."""
     rows = []
     for change, (unit, amounts) in SHIFTS.items():
         for amount in amounts:
             images = change(data.test_images, amount)
             found = score(run.predict_members(images), data.test_labels)
-            if long:
-                probs = long.predict_members(images)
-                found[LONG] = score(probs, data.test_labels)["a member"]
-            rows.append((unit, amount, found))
+            alone = score(long.predict_members(images), data.test_labels)
+            rows.append((unit, amount, {**found, LONG: alone["a member"]}))
     return rows
 
 
@@ -135,17 +116,15 @@ def print_shifts(rows: list) -> None:
         for unit, amount, found in rows:
             each = ([factor * x[key] for x in own] for own in found.values())
             speed.print_row(f"{unit} {amount}", *(spread(own, form) for own in each))
-    *_, whole = others = [name for name in names if name != LONG]
-    others[-1:] = [LONG] * (LONG in names)
-    for key in (NLL, BRIER) if others else ():
-        ahead = []
-        for name in others:
+    *others, whole, long = names
+    for key in NLL, BRIER:
+        print()
+        for name in (*others, long):
             best = [[min(x[key] for x in f[n]) for n in (whole, name)] for f in shifted]
             count = sum(mine < theirs for mine, theirs in best)
             whom = name.replace("a member", "its best member")
-            ahead.append(f"{whom} at {count} of {len(best)} shifts")
-        print(f"\n{SCORES[key][0]}: {whole} is ahead of {'; '.join(ahead)}", end="")
-    print()
+            ahead = f"ahead of {whom} at {count} of {len(best)} shifts"
+            print(f"{SCORES[key][0]}: {whole} is {ahead}")
 
 
 def draw_range(axes, x, y: np.ndarray, name: str | None, style: dict) -> None:
@@ -169,10 +148,8 @@ def draw_shifts(rows: list):
     """Draw all scores but Brier's, which looks like the likelihood, over the shifts."""
     from matplotlib.figure import Figure
 
-    first, *others = rows[0][-1]
-    sizes = [name for name in others if name != LONG]
-    styles = styles_of([first, *sizes])
-    styles[LONG] = {**tm.DASHED, "marker": "x", "markersize": 4}
+    *names, long = rows[0][-1]
+    styles = {**styles_of(names), long: {**tm.DASHED, "marker": "x", "markersize": 4}}
     figure = Figure(figsize=(9, 6.5), layout="constrained")
     for axes, key in zip(figure.subplots(2, 2).flat, [k for k in SCORES if k != BRIER]):
         title, factor, _ = SCORES[key]
@@ -180,10 +157,10 @@ def draw_shifts(rows: list):
         for unit, amounts in SHIFTS.values():
             x = start + np.arange(len(amounts))
             mine = [found for its_unit, _, found in rows if its_unit == unit]
-            for name in (first, *others):
+            for name, style in styles.items():
                 y = factor * np.array([[own[key] for own in f[name]] for f in mine])
                 label = name if start == 0 else None
-                draw_range(axes, x, y, label, styles[name])
+                draw_range(axes, x, y, label, style)
             ticks += zip(x[::2], amounts[::2])
             units.append(unit)
             start = x[-1] + 2
@@ -199,14 +176,15 @@ def draw_shifts(rows: list):
 # ---------------------------------------------------------------------------------
 
 A_CLASS, A_ROUND = 2, 20  # labels to begin with, and labels to add
-POOL, VALIDATION, BATCH = 10_000, 10_000, 32
+POOL, SEEDS, MEMBERS = 10_000, 3, 5  # images, ensembles, and members of each
+ROUNDS, STEPS, BATCH = 20, 240, 32
+RECIPE = tm.RECIPES["cnn"]._replace(learning_rate=0.2, batch_size=BATCH, max_shift=2)
 STRATEGIES = {  # what is highest for those to label: members' [K, N, C] -> [N]
     "mutual information": lambda probs, draw: em.mutual_information(probs),
     "predictive entropy": lambda probs, draw: em.predictive_entropy(probs),
     "at random": lambda probs, draw: draw.random(probs.shape[1]),
 }
-TARGET = 0.05  # the error that is to be reached, with the labels below in the paper
-PAPER = {"mutual information": 335, "at random": 835}
+TARGET = 0.05  # the error that is to be reached
 LINES = [tm.ENSEMBLE, {**tm.MEMBER, "linewidth": 2}, {**tm.DASHED, "marker": "x"}]
 
 
@@ -224,46 +202,34 @@ def batches(draw: np.random.Generator, rows: list[int], steps: int) -> np.ndarra
     return np.concatenate(passes)[:count].reshape(steps, BATCH)
 
 
-def learn(
-    trainer: pe.Trainer,
-    data: tm.Dataset,
-    strategy: Callable,
-    *,
-    seeds: int,
-    rounds: int,
-    steps: int,
-) -> tuple[np.ndarray, np.ndarray]:
+def learn(trainer: pe.Trainer, data: tm.Dataset, strategy: Callable) -> tuple:
     """Train on a few labels, label what `strategy` says, train anew, and so on.
 
     The trainer's members are as many ensembles as there are seeds, each with labels of
-    its own.  Returns the errors on the test images [rounds, seeds], and the rows of the
-    training images in the order in which they were labeled [seeds, labels].  Raises
-    Failure.
+    its own.  Returns the errors on the test images [ROUNDS, SEEDS], and the rows of the
+    training images in the order in which they were labeled [SEEDS, labels].
     """
     pool, labels = data.train_images, data.train_labels
     placed = trainer.place((pool, labels))
     images = np.concatenate([data.test_images, pool])  # to predict
-    members = trainer.layout.members // seeds  # of an ensemble
-    draws = [np.random.default_rng([0, seed]) for seed in range(seeds)]
+    members = trainer.layout.members // SEEDS  # of an ensemble
+    draws = [np.random.default_rng([0, seed]) for seed in range(SEEDS)]
     labeled = [first_rows(draw, labels) for draw in draws]
     errors, rest = [], ()
-    for number in range(rounds):
+    for number in range(ROUNDS):
         for rows, probs, draw in zip(labeled, rest, draws):  # not in the first round
             scores = strategy(probs, draw)
             scores[rows] = -np.inf  # they are labeled
             rows += np.argsort(-scores, kind="stable")[:A_ROUND].tolist()
         order = [
-            batches(np.random.default_rng([1, number, seed, i]), rows, steps)
+            batches(np.random.default_rng([1, number, seed, i]), rows, STEPS)
             for seed, rows in enumerate(labeled)
             for i in range(members)
         ]
         state = trainer.init(jax.random.key(number))
         state, _ = trainer.epoch(state, placed, np.stack(order))
         probs = trainer.predict_members(state, images)
-        if not np.isfinite(probs).all():
-            wrong = f"a member is not finite after round {number + 1}"
-            raise tm.Failure(f"{wrong}; lower --learning-rate")
-        probs = probs.reshape(seeds, members, *probs.shape[1:])
+        probs = probs.reshape(SEEDS, members, *probs.shape[1:])
         test, rest = np.split(probs, [len(data.test_images)], axis=2)
         errors.append((test.mean(1).argmax(-1) != data.test_labels).mean(-1))
     return np.stack(errors), np.array(labeled)
@@ -282,10 +248,8 @@ def print_errors(labels: np.ndarray, found: dict) -> None:
         speed.print_row(count, *(spread(100 * errors, ".2f") for errors in own))
     print(f"\nlabels for an error of {TARGET:.0%}:")
     for name, errors in found.items():
-        each = ", ".join(needed(labels, own) for own in errors.T)
-        mean, theirs = needed(labels, errors.mean(axis=1)), PAPER.get(name)
-        paper = f"; Gal et al. 2017: {theirs}" * bool(theirs)
-        print(f"{name}: {mean} by the mean of seeds ({each}){paper}")
+        mean, *each = (needed(labels, own) for own in (errors.mean(1), *errors.T))
+        print(f"{name}: {mean} by the mean of seeds ({', '.join(each)})")
 
 
 def draw_errors(labels: np.ndarray, found: dict):
@@ -369,9 +333,8 @@ def judge(probs: np.ndarray, labels: np.ndarray, known: int) -> dict:
     for how, threshold in zip(("", " by the bound", " in hindsight"), bounds):
         kept = doubt[new] <= threshold
         found[f"kept{how}, %"] = 100 * kept.mean()
-        found[f"their error{how}, %"] = (
-            100 * wrong[new][kept].sum() / max(1, kept.sum())
-        )
+        errors = wrong[new][kept].sum()
+        found[f"their error{how}, %"] = 100 * errors / max(1, kept.sum())
     for coverage in COVERAGES:
         bound = em.conformal_quantile(far[old], coverage)
         classes = (1 - probs[new] <= bound).sum(axis=-1)
@@ -427,100 +390,47 @@ def draw_decisions(rows: list):
     return figure
 
 
-# ---------------------------------------------------------------------------------
 # Command line
 # ---------------------------------------------------------------------------------
-
-
-def check_data(run: tm.Trained, data: tm.Dataset, where: str) -> None:
-    """Raise Failure for a run that was trained on other data."""
-    size = run.config["train_size"]
-    first = data.train_images[:size], data.train_labels[:size]
-    data = data._replace(train_images=first[0], train_labels=first[1])
-    described = tm.describe(argparse.Namespace(**run.config), data)
-    for name, ours in {"dataset": data.name, **data.form(), **described}.items():
-        if (theirs := run.config[name]) != ours:
-            raise tm.Failure(f"{where}: {name} is {theirs}; of these images, {ours}")
 
 
 def load(folder: Path) -> tuple[tm.Trained, tm.Dataset]:
     """Load a run and its data.  Raises Failure, ValueError."""
     run = tm.load_run(folder)
-    data = tm.load_data(run.config["data"], Path(run.config["data_dir"]))
-    check_data(run, data, folder)
-    return run, data
+    return run, tm.load_data(run.config["data"], Path(run.config["data_dir"]))
 
 
-def shift(args) -> tuple[dict, Callable]:
-    """Print how runs do on shifted images; return scores, and what draws them.
+def shift(args) -> Callable:
+    """Print how runs do on shifted images; return the function that draws it.
 
     Raises Failure, ValueError.
     """
-    run, data = load(args.run)
-    long = tm.load_run(args.long) if args.long else None
-    if long:
-        if (count := long.trainer.layout.members) > 1:
-            raise tm.Failure(f"--long {args.long}: holds {count} models; expected one")
-        check_data(long, data, f"--long {args.long}")
+    (run, data), long = load(args.run), tm.load_run(args.long)
     print(f"{data.name}, {len(data.test_images)} test images")
     rows = score_shifts(run, long, data)
     print_shifts(rows)
-    return {"shifts": rows}, functools.partial(draw_shifts, rows)
+    return functools.partial(draw_shifts, rows)
 
 
-SIZES = {  # flags of label: their types, their defaults, and those of --quick
-    "seeds": (tm.at_least(1), 3, 2),
-    "members": (tm.at_least(2), 5, 2),  # one cannot disagree
-    "rounds": (tm.at_least(1), 20, 3),
-    "steps": (tm.at_least(1), 240, 20),
-    "learning_rate": (tm.positive, 0.2, 0.2),
-    "max_shift": (tm.between(0, 28), 2, 2),
-}
-
-
-def label(args) -> tuple[dict, Callable]:
+def label(args) -> Callable:
     """Print what labels are worth, by who chooses them; return as `shift` does.
 
     Raises Failure.
     """
-    for name, (_, *defaults) in SIZES.items():
-        if getattr(args, name) is None:
-            setattr(args, name, defaults[args.quick])
-    if args.quick:
-        data = tm.generate_digits(0, 500, 200)
-    else:
-        data = tm.load_mnist(tm.default_folder())
-    images, labels = data.train_images, data.train_labels
-    if args.validate:
-        if len(images) < POOL + VALIDATION:
-            takes = f"pool and validation take {POOL + VALIDATION}"
-            raise tm.Failure(f"--validate: {len(images)} training images; {takes}")
-        last = images[-VALIDATION:], labels[-VALIDATION:]
-        data = data._replace(test_images=last[0], test_labels=last[1])
-    data = data._replace(train_images=images[:POOL], train_labels=labels[:POOL])
-    first = len(first_rows(np.random.default_rng(0), data.train_labels))
-    count = first + A_ROUND * np.arange(args.rounds)  # labels of each round
-    if count[-1] > (most := len(data.train_labels)):
-        takes = f"take {count[-1]} labels; the pool has {most}"
-        raise tm.Failure(f"--rounds {args.rounds}: {takes}")
-    changes = {name: getattr(args, name) for name in ("learning_rate", "max_shift")}
-    recipe = tm.RECIPES["cnn"]._replace(batch_size=BATCH, **changes)
-    members = args.seeds * args.members
-    trainer = tm.make_trainer(recipe, members, None, args.steps, data.form())
-    what = "validation" if args.validate else "test"
-    print(f"{data.name}, {len(data.test_images)} {what} images: errors, %", flush=True)
-    sizes, found = {n: getattr(args, n) for n in ("seeds", "rounds", "steps")}, {}
+    data = tm.load_mnist(tm.default_folder())
+    pool = data.train_images[:POOL], data.train_labels[:POOL]
+    data = data._replace(train_images=pool[0], train_labels=pool[1])
+    trainer = tm.make_trainer(RECIPE, SEEDS * MEMBERS, None, STEPS, data.form())
+    print(f"{data.name}, {len(data.test_images)} test images: errors, %", flush=True)
+    found = {}
     for name, strategy in STRATEGIES.items():
-        started = time.perf_counter()
-        found[name], _ = learn(trainer, data, strategy, **sizes)
-        seconds = time.perf_counter() - started
-        print(f"{name}: {seconds:.0f} s", file=sys.stderr, flush=True)
-    print_errors(count, found)
-    scores = {"labels": count.tolist()} | {n: e.tolist() for n, e in found.items()}
-    return scores, functools.partial(draw_errors, count, found)
+        found[name], labeled = learn(trainer, data, strategy)
+    labels = labeled.shape[1] - A_ROUND * np.arange(ROUNDS)[::-1]  # of each round
+    print_errors(labels, found)
+    return functools.partial(draw_errors, labels, found)
 
 
-def decide(args) -> tuple[dict, Callable]:
+def decide(args) -> Callable:
     """Print how good what a run decides is; return as `shift` does.
 
     Raises Failure, ValueError.
@@ -541,59 +451,32 @@ def decide(args) -> tuple[dict, Callable]:
         probs = np.concatenate([known, new], axis=1)
         rows.append((degrees, score(probs, labels, judged)))
     print_decisions(rows)
-    return {"turned": rows}, functools.partial(draw_decisions, rows)
+    return functools.partial(draw_decisions, rows)
 
 
-class Parser(tm.Parser):
-    def format_help(self):
-        return __doc__
-
-
-def parse_arguments(argv: Sequence[str] | None):
-    parser = Parser("uncertainty.py")
-    commands = parser.add_subparsers(dest="command", required=True)
-    parsers = {
-        call: commands.add_parser(call.__name__) for call in (shift, label, decide)
-    }
-    for call, each in parsers.items():
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line.  Raises Failure, OSError, ValueError."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(required=True)
+    for call in (shift, label, decide):
+        each = commands.add_parser(call.__name__)
         each.set_defaults(call=call)
-        for name in ("--json", "--plot"):
-            each.add_argument(name, type=Path)
-    for call in (shift, decide):
-        parsers[call].add_argument("run", type=Path)
-    parsers[shift].add_argument("--long", type=Path)
-    for name, (kind, *_) in SIZES.items():
-        parsers[label].add_argument(tm.flag(name), type=kind)
-    for name in ("--validate", "--quick"):
-        parsers[label].add_argument(name, action="store_true")
-    args = parser.parse_args(argv)
-    for name in ("json", "plot"):
-        path = getattr(args, name)
-        if path and not path.parent.is_dir():
-            raise tm.Failure(f"--{name} {path}: there is no folder {path.parent}")
+        each.add_argument("--plot", type=Path, metavar="FILE")
+        if call is not label:
+            each.add_argument("run", type=Path)
+    commands.choices["shift"].add_argument("--long", type=Path, required=True)
+    args, started = parser.parse_args(argv), time.perf_counter()
+    if args.plot and not args.plot.parent.is_dir():
+        parser.error(f"--plot {args.plot}: there is no folder {args.plot.parent}")
     if args.plot and not importlib.util.find_spec("matplotlib"):
-        raise tm.Failure("--plot needs matplotlib: python -m pip install matplotlib")
-    return args
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status, after one line of what is wrong."""
-    try:
-        args = parse_arguments(argv)
-        pe.use_cpu_devices()
-        started = time.perf_counter()
-        scores, draw = args.call(args)
-        if args.plot:
-            with pe.replace_file(args.plot) as file:
-                draw().savefig(file, format="png", dpi=110)
-        print(f"\n{time.perf_counter() - started:.0f} s")
-        if args.json:
-            speed.write_json(args.json, **scores)
-        return 0
-    except (tm.Failure, OSError, ValueError) as error:
-        print(f"uncertainty.py: error: {error}", file=sys.stderr)
-        return 2
+        parser.error("--plot needs matplotlib: python -m pip install '.[plot]'")
+    pe.use_cpu_devices()
+    draw = args.call(args)
+    if args.plot:
+        draw().savefig(args.plot, format="png", dpi=110)
+    print(f"\n{time.perf_counter() - started:.0f} s")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with speed.one_line(tm.Failure, OSError, ValueError):
+        main()

@@ -96,9 +96,8 @@ def run_whole_job(state, key, train_ds, test_ds, batch):
         key, epoch_key = jax.random.split(key)
         order = epoch_order(epoch_key, len(train_ds["image"]), batch)
         state, loss, accuracy = train(state, train_ds, order)
-        _, test_loss, test_accuracy = jax_utils.unreplicate(
-            apply_model(state, test_ds["image"], test_ds["label"])
-        )
+        tested = apply_model(state, test_ds["image"], test_ds["label"])
+        _, test_loss, test_accuracy = jax_utils.unreplicate(tested)
         print(f"epoch {epoch}: loss {loss:.4f}, accuracy {accuracy:.2%}; ", end="")
         print(f"test loss {test_loss:.4f}, accuracy {test_accuracy:.2%}", flush=True)
 

@@ -5,9 +5,9 @@ is split over it with ``jax.device_put``, and a jitted step calls
 ``model.stateless_call`` and ``optimizer.stateless_apply``. The guide's own small
 convolutional network with batch normalization and dropout, Adam at 0.001 and batches of
 64. Three things differ: batches are slices of the float32 NumPy images in place of
-tf.data; the call passes ``training=True``, without which (``--no-training``, as the
-guide has it) batch normalization and dropout are as they are for inference; and every
-eighth step is waited for.
+tf.data; the call passes ``training=True``, without which, as the guide has it, batch
+normalization and dropout are as they are for inference; and every eighth step is waited
+for.
 """
 
 import os
@@ -40,12 +40,12 @@ def get_model():
     return keras.Model(inputs, layers.Dense(10)(x))
 
 
-def make_step(model, optimizer, call_args):
+def make_step(model, optimizer):
     loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
     def compute_loss(trainable, non_trainable, x, y):
         logits, non_trainable = model.stateless_call(
-            trainable, non_trainable, x, **call_args
+            trainable, non_trainable, x, training=True
         )
         return loss_fn(y, logits), non_trainable
 
@@ -67,25 +67,19 @@ def endless_batches(images, labels, batch):
 
 
 def main():
-    flags = ["no-training"]  # the guide's own call, without dropout
-    args = common.arguments(__doc__, flags, batch=64, devices=2)
+    args = common.arguments(__doc__, batch=64, devices=2)
     keras.utils.set_random_seed(0)
     mnist = common.load_mnist()
     images, labels = mnist.train_images.astype(np.float32), mnist.train_labels
     model = get_model()
     optimizer = keras.optimizers.Adam(1e-3)
     optimizer.build(model.trainable_variables)
-    call_args = {} if args.no_training else {"training": True}
-    train_step = make_step(model, optimizer, call_args)
+    train_step = make_step(model, optimizer)
 
     mesh = Mesh(mesh_utils.create_device_mesh((args.devices,)), ("batch",))
     data_sharding = NamedSharding(mesh, PartitionSpec("batch"))
-    kinds = (
-        model.trainable_variables,
-        model.non_trainable_variables,
-        optimizer.variables,
-    )
-    state = tuple([v.value for v in kind] for kind in kinds)
+    kinds = model.trainable_variables, model.non_trainable_variables
+    state = tuple([v.value for v in kind] for kind in (*kinds, optimizer.variables))
     state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
 
     def step(state, x, y):

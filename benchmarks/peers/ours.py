@@ -29,9 +29,8 @@ def main():
     if args.sync:
         args.members = 1
     mnist = common.load_mnist()
-    trainer = train_mnist.make_trainer(
-        recipe, args.members, args.devices, 1, mnist.form()
-    )
+    layout = args.members, args.devices
+    trainer = train_mnist.make_trainer(recipe, *layout, 1, mnist.form())
     host = mnist.train_images, mnist.train_labels
     data, state = trainer.place(host), trainer.init(jax.random.key(0))
 

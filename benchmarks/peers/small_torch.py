@@ -33,8 +33,8 @@ def loss_of(outputs, y):
 
 
 def main():
-    args = small.arguments(__doc__, ["loop"], threads=1)
-    torch.set_num_threads(args.threads)
+    args = small.arguments(__doc__, ["loop"])
+    torch.set_num_threads(1)
     x, y = map(torch.tensor, small.load_concrete())
     order = torch.tensor(small.make_orders(len(x), args.members, args.steps)).long()
     make_step = torch_members.loop_step if args.loop else torch_members.mapped_step

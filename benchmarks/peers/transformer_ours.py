@@ -3,7 +3,7 @@
 import common
 import jax
 import transformer
-from transformer_flax import init, loss_fn
+from transformer_jax import init, loss_fn
 
 import pjax_ensemble as pe
 
