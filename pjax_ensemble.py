@@ -1734,7 +1734,9 @@ def _check_made(made: PyTree, stateful: bool) -> None:
         _numbers("leaves that init_fn returns", leaf)
 
 
-_BLOCK_CHUNKS = 16  # that a device predicts in one call of a program, at most
+# A device predicts at most so many chunks per call of a program, and so many that their
+# inputs and outputs take about so many bytes.
+_BLOCK_CHUNKS, _BLOCK_BYTES = 128, 2**22
 
 
 class _Member(NamedTuple):
@@ -1815,6 +1817,12 @@ class _Member(NamedTuple):
         expected = f"{chunk}, one of each example, in all of them"
         _check_axes("outputs", outputs, chunk, expected=expected)
         return carry, outputs
+
+    def chunk_of_all(self, model, hyper, frozen, inputs):
+        """Return a chunk of inputs and the outputs of the members on one device."""
+        model, hyper = jax.tree.map(lambda x: x[0], (model, hyper))
+        _, outputs = self.predict_chunk(model, (*hyper, *frozen), (), inputs)
+        return inputs, [outputs] * self.layout.members_per_device
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -2188,8 +2196,8 @@ class Trainer:
 
         inputs are what `apply_fn` takes, leaves [N, ...].  Leaf by leaf, in float32 at
         least, on the host; nan where a member's is.  Besides the result, it holds two
-        blocks of all members' outputs, each of 16 chunks per replica: lower `chunk`
-        where the outputs per example are large.
+        blocks of all members' outputs, of some thousand examples or a few MiB each, and
+        at least a chunk per replica: lower `chunk` where outputs are larger.
 
         Raises ValueError for inputs without an example, and for outputs that are not
         one of each example or no logits for the softmax.
@@ -2227,7 +2235,7 @@ class Trainer:
         # A few rows fill one chunk of a power of two; others share a program.
         chunk, chunks = 2 ** math.ceil(math.log2(-(-num_rows // replicas))), 1
         if chunk >= self.chunk:
-            chunk, chunks = self.chunk, _BLOCK_CHUNKS
+            chunk, chunks = self.chunk, self._block_chunks(model, inputs)
         turn, size = replicas * chunk, replicas * chunk * chunks
 
         def deal(x):  # [n, ...] -> [D * M, chunks, chunk, ...], or of all, no D * M
@@ -2256,6 +2264,23 @@ class Trainer:
             computing.append(dispatch(start))  # the devices are a block ahead
             yield jax.tree.map(*computing.pop(0))
         yield jax.tree.map(*computing.pop())
+
+    def _block_chunks(self, model, inputs) -> int:
+        """Return how many chunks a block has for each replica, for bounded memory.
+
+        It is the same for any number of rows: one program serves them all.
+        """
+        if "forms" not in self._programs:  # JAX keeps its traces by this function
+            self._programs["forms"] = jax.jit(self._member.chunk_of_all).eval_shape
+
+        def form(x):
+            row = _numbers("inputs", x[:1])
+            return jax.ShapeDtypeStruct((self.chunk, *row.shape[1:]), row.dtype)
+
+        chunk = jax.tree.map(form, inputs)
+        both = self._programs["forms"](model, self._hyper, self._frozen, chunk)
+        num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(both))
+        return max(1, min(_BLOCK_CHUNKS, _BLOCK_BYTES // max(1, num_bytes)))
 
 
 del Trainer.output  # a default; as an attribute help() would explain JAX's softmax
