@@ -377,18 +377,14 @@ def stop_at(monkeypatch, step, how=signal.SIGTERM, looks=1):
     monkeypatch.setattr(tm, "SEGMENT_IMAGES", 1)
 
 
-@cases(
-    "steps, how, looks, devices",
-    ((3, 7, 9), signal.SIGTERM, 1, 2),
-    ((8,), signal.SIGINT, 1, 2),
-    ((8,), signal.SIGTERM, 3, 2),  # in the evaluation
-    ((6, 12), signal.SIGTERM, 1, 1),
-)
+STOPPING = signal.SIGTERM, signal.SIGINT
+
+
 def test_resumed_run_ends_in_the_bits_of_one_that_was_never_stopped(
-    tmp_path, script, whole_run, monkeypatch, steps, how, looks, devices
+    tmp_path, script, whole_run, monkeypatch
 ):
-    flags = f"{RUN} --save-every .375"  # every 3 steps
-    for step in steps:
+    flags, stops = f"{RUN} --save-every .375", [(3, 1), (7, 1), (8, 3), (11, 1)]
+    for (step, looks), how in zip(stops, itertools.cycle(STOPPING)):
         stop_at(monkeypatch, step, how, looks)
         status, out, err = script(flags, "--workdir", tmp_path)
         monkeypatch.undo()
@@ -397,13 +393,12 @@ def test_resumed_run_ends_in_the_bits_of_one_that_was_never_stopped(
         assert checkpoints(tmp_path)[-1] == names_of(step)[0]
         assert ("epoch:" in out) == (step > 8)
         flags = "--resume --devices 2"  # all others are those of the run
-    flags = f"--resume --devices {devices} --workdir"
-    status, out, _ = script(flags, tmp_path)
+    status, out, _ = script("--resume --devices 1 --workdir", tmp_path)
     assert status == 0 and f"resumed from {tmp_path / names_of(step)[0]}" in out
     *numbers, report = results(tmp_path)
     *expected, whole = results(whole_run)
     assert numbers == expected
-    whole["config"] |= pe.layout(2, devices)._asdict()
+    whole["config"] |= pe.layout(2, 1)._asdict()
     assert report == whole
 
 
@@ -961,29 +956,27 @@ def start_run(small_folder, tmp_path):
         run.kill()
 
 
-STUCK = f"""{TINY}
-def save(run, whenever=False):
-    print("stopping" if run.signals.received else "training", flush=True)
-    tm.time.sleep(600 if run.signals.received else run.done == 0)
+def test_signal_before_training_or_a_second_one_ends_at_once(
+    tmp_path, run_in, monkeypatch
+):
+    seen, save = [], tm.Run.save
 
-tm.Run.save = save
-sys.exit(tm.main(sys.argv[1:]))"""
+    def handlers():
+        return list(map(signal.getsignal, STOPPING))
 
+    def watched(run, whenever=False):
+        seen.append((run.signals.received, handlers()))
+        return save(run, whenever)
 
-@pytest.mark.once
-@posix
-@cases(
-    "signals",
-    {"training": signal.SIGTERM},  # while JAX compiles: nothing is to be saved
-    {"epoch:  1": signal.SIGTERM, "stopping": signal.SIGINT},
-)
-def test_signal_before_training_or_a_second_one_ends_at_once(start_run, signals):
-    run = start_run("--epochs 20000", code=STUCK)
-    for text, number in signals.items():
-        next(line for line in run.stdout if line.startswith(text))
-        run.send_signal(number)
-    run.communicate(timeout=5)
-    assert run.returncode == -number
+    before = handlers()
+    assert before[0] == signal.SIG_DFL  # which ends the process
+    monkeypatch.setattr(tm.Run, "save", watched)
+    stop_at(monkeypatch, 1)
+    assert run_in(tmp_path)[0] == 128 + signal.SIGTERM
+    (_, at_first), (number, [_, second]) = seen
+    assert at_first == before  # while JAX compiles: nothing is to be saved
+    assert number == signal.SIGTERM and second == signal.SIG_DFL
+    assert handlers() == before
 
 
 @posix
@@ -1014,23 +1007,37 @@ def test_processes_of_a_run_end_as_one(tmp_path, start_run, whole_run):
     assert results(tmp_path)[0] == results(whole_run)[0]
 
 
+# The second process is told to stop, which it dies of when both have saved.
+DYING = f"""{TINY}
+look, save = tm.Run.look, tm.Run.save
+
+def looking(run):
+    if jax.process_index() == 1 and run.done == 8:
+        tm.signal.raise_signal(tm.signal.SIGTERM)
+    look(run)
+
+def saving(run, whenever=False):
+    save(run, whenever)
+    if run.signals.received:
+        tm.signal.raise_signal(tm.signal.SIGKILL)
+
+tm.Run.look, tm.Run.save = looking, saving
+sys.exit(tm.main(sys.argv[1:]))"""
+
+
 @pytest.mark.once
 @linux
 def test_processes_stop_together_and_notice_one_that_dies(tmp_path, start_run):
-    for how, resume, expected in [
-        (signal.SIGTERM, "", [143, 143]),
-        (signal.SIGKILL, "--resume", [1, -9]),
-    ]:
-        flags, port = f"--epochs 20000 {resume}", free_port()
-        runs = [start_run(flags, process_flags(port, i)) for i in range(2)]
-        next(line for line in runs[0].stdout if line.startswith("epoch:"))
-        runs[1].send_signal(how)
-        outs = [run.communicate(timeout=60) for run in runs]
-        assert [run.returncode for run in runs] == expected, outs
+    port = free_port()
+    flags = [f"--save-every 9 {process_flags(port, i)}" for i in range(2)]
+    runs = [start_run(each, code=DYING) for each in flags]
+    outs = [run.communicate(timeout=60) for run in runs]
+    assert [run.returncode for run in runs] == [1, -signal.SIGKILL], outs
     assert "lost contact with another process" in outs[0][1]
     with tm.locked(tmp_path):  # which the dead hold no longer
         pass
-    assert pe.load(tmp_path / checkpoints(tmp_path)[-1])
+    assert checkpoints(tmp_path) == names_of(0, 8)
+    assert pe.load(tmp_path / names_of(8)[0])
 
 
 def test_no_process_leaves_before_the_first_has_saved():
@@ -1043,19 +1050,19 @@ def test_no_process_leaves_before_the_first_has_saved():
 
 @pytest.mark.once
 @linux
-def test_processes_that_do_not_fit_together_end_with_an_error(start_run):
+def test_processes_that_do_not_fit_together_end_with_an_error(start_run, monkeypatch):
     port, alone = free_port(), free_port()
+    ports = (alone, 0, 2, 1), (port, 1, 3), (port, 0)
+    runs = [start_run(process_flags(*flags)) for flags in ports]
+    monkeypatch.setattr(jax.config, "update", lambda *option: None)
     with socket.create_server(("", 0)) as taken:
-        _, busy = taken.getsockname()
-        ports = (alone, 0, 2, 4), (busy, 0), (port, 1, 3), (port, 0)
-        runs = [start_run(process_flags(*flags)) for flags in ports]
-        outs = [run.communicate(timeout=60)[1] for run in runs[:3]]
-    assert all(run.returncode for run in runs[:3])
-    runs[3].kill()  # which would notice, too, after half a minute
-    runs[3].communicate()
-    assert "the processes did not meet within 4 seconds" in outs[0]
-    assert "Address already in use" in outs[1]
-    assert "--num-processes 3: the process at" in outs[2]
+        args = words(process_flags(taken.getsockname()[1], 0))
+        said = said_by(tm.Failure, tm.connect, tm.parse_arguments(args))
+    assert "Address already in use" in said
+    outs = [run.communicate(timeout=60)[1] for run in runs[:2]]
+    assert all(run.returncode for run in runs[:2])
+    assert "the processes did not meet within 1 seconds" in outs[0]
+    assert "--num-processes 3: the process at" in outs[1]
 
 
 def test_process_with_other_settings_than_the_first_names_them(monkeypatch):
@@ -1071,43 +1078,35 @@ def test_process_with_other_settings_than_the_first_names_them(monkeypatch):
 # ---------------------------------------------------------------------------------
 
 
-BOUNDS = {  # what a flag expects: which flags, values that they take and that they refuse
-    "a whole number from 0 to 2147483647": (
-        "epochs max_shift process_id",
-        (0, 2**31 - 1),
-        (-1, 2**31),
-    ),
-    "a whole number from 1 to 2147483647": (
-        "members at_once batch_size train_size keep",
-        (1, 2**31 - 1),
-        (0, 1.5, 2**31),
-    ),
-    "a whole number from 1 to 65536": ("num_processes", (1, 2**16), (0, 2**16 + 1)),
-    "a whole number from 1 to 86400": ("connect_timeout", (1, 86400), (0, 86401)),
-    "a whole number from 1 to 1024": ("devices", (1, 1024), (0, "two", 1025)),
-    "a whole number from 0 to 4294967295": ("seed", (0, 2**32 - 1), (-1, 2**32)),
-    "a finite number, 0 or more": ("learning_rate", (0, 1e39), (-0.1, "nan", "inf")),
-    "a number above 0, at most 1e38": ("save_every", (1e-9, 1e38), (0, 1.1e38, "nan")),
-    "a number, 0 or more, below 1": ("momentum", (0, 0.999), (1, -0.1)),
-    "HOST:PORT, with a port from 1 to 65535": (
-        "coordinator",
-        ("a:1", "a:65535"),
-        ("a", "a:0", "a:65536"),
-    ),
+WHOLE = {  # the least and the largest of the flags that take whole numbers
+    "epochs max_shift process_id": (0, 2**31 - 1),
+    "members at_once batch_size train_size keep": (1, 2**31 - 1),
+    "num_processes": (1, 2**16),
+    "connect_timeout": (1, 24 * 60 * 60),
+    "devices": (1, 1024),
+    "seed": (0, 2**32 - 1),
 }
+BOUNDS = [
+    (names, (a, b), (a - 1, 1.5, "two", b + 1), f"a whole number from {a} to {b}")
+    for names, (a, b) in WHOLE.items()
+]
+BOUNDS += [
+    ("learning_rate", (0, 1e39), (-0.1, "nan", "inf"), "a finite number, 0 or more"),
+    ("save_every", (1e-9, 1e38), (0, 1.1e38, "nan"), "a number above 0, at most 1e38"),
+    ("momentum", (0, 0.999), (1, -0.1), "a number, 0 or more, below 1"),
+]
+PORT = "HOST:PORT, with a port from 1 to 65535"
+BOUNDS += [("coordinator", ("a:1", "a:65535"), ("a", "a:0", "a:65536"), PORT)]
 
 
-@pytest.mark.parametrize("expected", BOUNDS)
-def test_flag_takes_what_lies_within_its_bounds(expected):
-    names, taken, refused = BOUNDS[expected]
-    for name in names.split():
+@cases("names, taken, refused, expected", *BOUNDS)
+def test_flag_takes_what_lies_within_its_bounds(names, taken, refused, expected):
+    for flag in map(tm.flag, names.split()):
         for value in taken:
-            assert tm.given_flags([f"{tm.flag(name)}={value}"]) == {name: value}
+            assert [*tm.given_flags([f"{flag}={value}"]).values()] == [value]
         for value in refused:
-            said = said_by(tm.Failure, tm.given_flags, [f"{tm.flag(name)}={value}"])
-            assert (
-                said == f"argument {tm.flag(name)}: expected {expected}, not '{value}'"
-            )
+            said = said_by(tm.Failure, tm.given_flags, [f"{flag}={value}"])
+            assert said == f"argument {flag}: expected {expected}, not '{value}'"
 
 
 CHOICES = "mode", "network", "optimizer", "schedule", "data"
