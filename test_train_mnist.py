@@ -1209,7 +1209,7 @@ def test_out_of_memory_is_one_line(wrong, error):
 
 
 ANNOUNCED = {  # what is said of the models, a step's images, and devices in use
-    "--members 5 --devices 2": ("of 5 on 2 of 8 CPU devices (3 a device);", 384, 2),
+    "--members 4 --devices 2": ("of 4 on 2 of 8 CPU devices (2 a device);", 256, 2),
     "--members 2": ("2 on 8 of 8 CPU devices (4 replicas a model);", 128, 8),
     "--mode sync --batch-size 60": (
         "one model on 6 of 8 CPU devices (6 replicas a model) (a batch of 60 does not "
