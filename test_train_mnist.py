@@ -208,67 +208,98 @@ def write_set(folder, images, labels):
     return write_files(folder, dict(zip(tm.MNIST_FILES, map(idx, arrays))))
 
 
-@cases("members, network, epochs", (3, "tiny", 3), (1, "cnn", 1))
-def test_any_set_of_images_is_learned_and_reported(
-    tmp_path, capsys, drawn, members, network, epochs
-):
-    mode = "sync" if members == 1 else "ensemble"
-    data = tm.generate_digits(3, 768, 200)
-    images = [x[:, ::2, ::3, 0] for x in (data.train_images, data.test_images)]
-    labels = [28 * x + 3 for x in (data.train_labels, data.test_labels)]
-    folder, runs = write_set(tmp_path / "data", images, labels), tmp_path / "a" / "b"
-    flags = f"--mode {mode} --members {members} --network {network} --devices 2 --plot"
-    flags += f" --epochs {epochs} --batch-size 16 --learning-rate 0.03"
-    assert tm.main(words(flags, "--data-dir", folder, "--workdir", runs)) == 0
-    out = capsys.readouterr().out
+def check_printed(out, members, metrics, report):
+    """Check the lines of the epochs, and the tables at the end."""
     lines = [line for line in out.splitlines() if line.startswith("epoch:")]
-    report, metrics = report_of(runs), metrics_of(runs)
-    assert [m["epoch"] for m in metrics] == [*range(1, epochs + 1)]
     for line, m in zip(lines, metrics, strict=True):
         said = f"epoch: {m['epoch']:2d}"
         for part in "train", "test":
             loss, accuracy = m[f"{part}_loss"], 100 * m[f"{part}_accuracy"]
             said += f", {part}_loss: {loss:.4f}, {part}_accuracy: {accuracy:.2f}"
         assert line == said
+    _, table, *by_size = (table.splitlines() for table in out.split("\n\n"))
+    names = [*[f"member {i}" for i in range(members)], "ensemble"]
+    assert [row[:10].strip() for row in table[2:]] == (names if by_size else ["model"])
+    assert f"{100 * report['ensemble']['accuracy']:.2f}%" in table[-1]
+    if members > 1:
+        sizes = [f"{100 * each['accuracy']:.2f}%" for each in report["by_size"]]
+        shown = [row.split()[:3] for row in by_size[0][2:]]
+        assert shown == [["first", f"{i}", size] for i, size in enumerate(sizes, 1)]
+
+
+def check_curves(axes, metrics, report):
+    """Check the panels of the picture above its images."""
+    (*_, diagram), (*_, histogram) = panels = np.reshape(axes, (2, 3))
+    numbers = [m["epoch"] for m in metrics]
+    for (epochs, sizes, _), key, factor, name, whole in [
+        (panels[0], "negative_log_likelihood", 1, "loss", "ensemble_test_loss"),
+        (panels[1], "accuracy", 100, "accuracy", "test_accuracy"),
+    ]:
+        names = f"train_{name}", whole, f"member_test_{name}"
+        scores = [[m[name] for m in metrics] for name in names]
+        train, test, members = (factor * np.array(each) for each in scores)
+        assert_allclose(lines_of(epochs)["ensemble"], np.transpose([numbers, test]))
+        curve = lines_of(epochs)["on training images"]
+        assert_allclose(curve, np.transpose([numbers, train]))
+        assert_allclose([x.get_ydata() for x in epochs.lines[:-2]], members.T)
+        assert test[-1] == factor * report["ensemble"][key]
+        assert_array_equal(members[-1], [factor * m[key] for m in report["member"]])
+        shown = [[k, factor * m[key]] for k, m in enumerate(report["by_size"], 1)]
+        assert_allclose(sizes.lines[1].get_xydata(), shown)
+    low, high = axes[0].get_xlim()
+    assert {x for x in axes[0].get_xticks() if low <= x <= high} == {*numbers}
+    assert {x.get_marker() for x in axes[0].lines} == {*"xso"}  # a point shows
+    assert set(lines_of(diagram)) == {"members", "ensemble", "calibrated"}
+    assert all(len(each.get_xlabel()) > 4 and each.get_ylabel() for each in axes)
+    assert histogram.get_yscale() == "log"
+
+
+def check_images(axes, images, labels, probs, classes):
+    """Check the images of the picture, and their labels and the members' votes."""
+    unsure = np.argsort(-em.predictive_entropy(probs))[:12]
+    assert [each.get_title() for each in axes] == [f"label {labels[i]}" for i in unsure]
+    assert_array_equal(axes[0].get_images()[0].get_array(), images[unsure[0]])
+    votes = (vote.split(": ") for vote in axes[0].get_xlabel().split("  "))
+    votes = [int(label) for label, count in votes for _ in range(int(count))]
+    assert sorted(votes) == sorted(classes[probs[:, unsure[0]].argmax(axis=-1)])
+
+
+@cases("members, network, epochs", (3, "tiny", 3), (1, "cnn", 1))
+def test_any_set_of_images_is_learned_and_reported(
+    tmp_path, capsys, drawn, members, network, epochs
+):
+    data = tm.generate_digits(3, 768, 200)
+    images = [x[:, ::2, ::3, 0] for x in (data.train_images, data.test_images)]
+    labels = [28 * x + 3 for x in (data.train_labels, data.test_labels)]
+    folder, runs = write_set(tmp_path / "data", images, labels), tmp_path / "a" / "b"
+    flags = f"--members {members} --network {network} --epochs {epochs} --devices 2"
+    flags += " --batch-size 16 --learning-rate 0.03 --plot" + " --mode sync" * (
+        members == 1
+    )
+    assert tm.main(words(flags, "--data-dir", folder, "--workdir", runs)) == 0
+    out, report, metrics = capsys.readouterr().out, report_of(runs), metrics_of(runs)
+    assert "768 training and 200 test images of 14 x 10, 10 classes" in out
+    assert [m["epoch"] for m in metrics] == [*range(1, epochs + 1)]
+    for m in metrics:
         assert m["train_seconds"] > 0 < m["test_seconds"]
         rate = members * 768 / m["train_seconds"]
         assert_allclose(m["member_images_per_second"], rate)
     assert metrics[-1]["test_accuracy"] > 0.5 > 0.2 + metrics[0]["test_loss"] / 10
-    assert "768 training and 200 test images of 14 x 10, 10 classes" in out
     assert report["dataset"].startswith("data in MNIST's form")
     assert report["test_examples"] == 200 and report["members"] == members
     assert report["config"]["batch_size"] == 16 and report["config"]["devices"] == 2
     assert report["versions"]["jax"] == jax.__version__
-    _, *tables = (table.splitlines() for table in out.split("\n\n"))
-    names = [*[f"member {i}" for i in range(members)], "ensemble"]
-    names = ["model"] if mode == "sync" else names
-    assert [row[:10].strip() for row in tables[0][2:]] == names
-    assert f"{100 * report['ensemble']['accuracy']:.2f}%" in tables[0][-1]
-    if mode == "ensemble":
-        sizes = [f"{100 * each['accuracy']:.2f}%" for each in report["by_size"]]
-        shown = [row.split()[:3] for row in tables[1][2:]]
-        assert shown == [["first", f"{i}", size] for i, size in enumerate(sizes, 1)]
-
     run = tm.load_run(runs, 2)
     form = {"classes": [*range(3, 256, 28)], "image_shape": [14, 10, 1]}
     assert run.config.items() >= form.items() <= report["config"].items()
     probs = run.predict_members(images[1])
     found = run.classes[probs.mean(axis=0).argmax(axis=-1)]
     assert np.mean(found == labels[1]) == report["ensemble"]["accuracy"]
+    check_printed(out, members, metrics, report)
     assert (runs / "report.png").read_bytes().startswith(b"\x89PNG")
-    (over_epochs, *_), shown = (part.axes for part in drawn().subfigs)
-    low, high = over_epochs.get_xlim()
-    ticks = [x for x in over_epochs.get_xticks() if low <= x <= high]
-    assert epochs > 1 or ticks == [1]
-    assert {x.get_marker() for x in over_epochs.lines} == {*"xso"}  # a point shows
-    unsure = np.argsort(-em.predictive_entropy(probs))[:12]
-    titles = [f"label {labels[1][i]}" for i in unsure]
-    assert [axes.get_title() for axes in shown] == titles
-    image = shown[0].get_images()[0].get_array()
-    assert_array_equal(image, images[1][unsure[0]])
-    votes = (vote.split(": ") for vote in shown[0].get_xlabel().split("  "))
-    votes = [int(label) for label, count in votes for _ in range(int(count))]
-    assert sorted(votes) == sorted(run.classes[probs[:, unsure[0]].argmax(axis=-1)])
+    curves, shown = (part.axes for part in drawn().subfigs)
+    check_curves(curves, metrics, report)
+    check_images(shown, images[1], labels[1], probs, run.classes)
 
 
 def test_member_that_fails_is_named_and_left_out(
@@ -464,34 +495,6 @@ def test_progress_is_drawn_nowhere_else(monkeypatch):
     assert printed(monkeypatch, bar, Terminal, io.StringIO) == ("", "")
     monkeypatch.setattr(tm.importlib.util, "find_spec", lambda name: None)
     assert printed(monkeypatch, bar) == ("", "")
-
-
-def test_picture_shows_what_is_in_the_report(tmp_path, whole_run, small_folder, drawn):
-    report, metrics = report_of(whole_run), metrics_of(whole_run)
-    data = tm.load_mnist(small_folder)
-    probs = tm.load_run(whole_run, 2).predict_members(data.test_images)
-    tm.draw_report(tmp_path / "report.png", metrics, report, probs, data)
-    curves = drawn().subfigs[0].axes
-    (*_, diagram), (*_, histogram) = panels = np.reshape(curves, (2, 3))
-    for (epochs, sizes, _), key, factor, *names in [
-        (panels[0], "negative_log_likelihood", 1, "loss", "ensemble_test_loss"),
-        (panels[1], "accuracy", 100, "accuracy", "test_accuracy"),
-    ]:
-        names = f"train_{names[0]}", names[1], f"member_test_{names[0]}"
-        numbers = [[m[name] for m in metrics] for name in names]
-        train, test, members = (factor * np.array(each) for each in numbers)
-        lines = lines_of(epochs)
-        assert len(lines) == 4  # two members, the ensemble, training
-        assert_allclose(lines["ensemble"], np.transpose([[1, 2], test]))
-        assert_allclose(lines["on training images"], np.transpose([[1, 2], train]))
-        assert_allclose([x.get_ydata() for x in epochs.lines[:2]], members.T)
-        assert test[1] == factor * report["ensemble"][key]
-        assert_array_equal(members[1], [factor * m[key] for m in report["member"]])
-        shown = [[k, factor * m[key]] for k, m in enumerate(report["by_size"], 1)]
-        assert_allclose(sizes.lines[1].get_xydata(), shown)
-    assert set(lines_of(diagram)) == {"members", "ensemble", "calibrated"}
-    assert all(len(axes.get_xlabel()) > 4 and axes.get_ylabel() for axes in curves)
-    assert histogram.get_yscale() == "log"
 
 
 # ---------------------------------------------------------------------------------
