@@ -856,7 +856,7 @@ def test_disk_that_refuses_a_file_ends_a_run(tmp_path, run_in, monkeypatch):
         return replace_file(path)
 
     monkeypatch.setattr(pe, "replace_file", full)
-    (tmp_path / "config.json").write_text("")  # of a run that did not begin
+    write_files(tmp_path, {"config.json": b"{}", "metrics.jsonl": b""})  # of no run yet
     status, _, err = run_in(tmp_path)
     assert status == 2 and err.count("\n") == 1
     assert f"error: {tmp_path / names_of(8)[0]}: No space left on device" in err
