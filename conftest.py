@@ -1,7 +1,6 @@
-"""What all tests share: virtual devices, programs that are kept, helpers, runs."""
+"""What all tests share: JAX as it is set up, helpers, processes, runs of the script."""
 
 import functools
-import gzip
 import inspect
 import itertools
 import os
@@ -21,6 +20,10 @@ from numpy.testing import assert_allclose
 
 import pjax_ensemble as pe
 import train_mnist as tm
+
+# ---------------------------------------------------------------------------------
+# JAX
+# ---------------------------------------------------------------------------------
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -44,18 +47,80 @@ if FAST and jax.__version_info__[:2] == (0, 10):
     flags = os.environ.get("XLA_FLAGS", ""), "--xla_cpu_use_fusion_emitters=false"
     os.environ["XLA_FLAGS"] = " ".join(flags)
 
-D = 8
 jax.devices()  # now, before a test could ask for another number
-SGD = pe.sgd(0.1, momentum=0.9)
-MNIST_DIR = os.environ.get("MNIST_DIR")
-# For other processes too, that are to compute as this one does.
-NAMES = "PATH", "XLA_FLAGS", "NPROC", "SYSTEMROOT", "USERPROFILE"
-ENVIRONMENT = {name: os.environ[name] for name in NAMES if name in os.environ}
-ENVIRONMENT |= {name.upper(): str(value) for name, value in COMPILING.items()}
+
+NUMBERS = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def few_programs():
+    """Let JAX forget its programs now and then.
+
+    It keeps those of models that are gone, too, each with maps of memory, of which
+    Linux gives a process 65,530: one more, and it ends in a segmentation fault.
+    """
+    yield
+    if next(NUMBERS) % 100 == 0:
+        jax.clear_caches()
+
+
+# ---------------------------------------------------------------------------------
+# Markers and tables of cases
+# ---------------------------------------------------------------------------------
+
 # What other systems lack: Windows links, locks and signals, and it says other things of
 # paths; Windows, and macOS where its name is not that of a host, Gloo.
 posix = pytest.mark.skipif(os.name != "posix", reason="not on Windows")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="on Linux alone")
+
+
+def refuses(*rows):
+    """Make a test of calls that raise ValueError: rows of (call, what it says)."""
+
+    @pytest.mark.parametrize("call, message", rows)
+    def test(call, message):
+        said = said_by(ValueError, call)
+        assert re.search(message, said) and "\n" not in said
+
+    return test
+
+
+def said_by(kind, call, *args):
+    """Return the words of the error that a call raises."""
+    with pytest.raises(kind) as error:
+        call(*args)
+    return str(error.value)
+
+
+def cases(names, *rows):
+    """Run a test once for each row of what it takes besides fixtures."""
+    return pytest.mark.parametrize(names, rows)
+
+
+# ---------------------------------------------------------------------------------
+# What tests compute with, and compare
+# ---------------------------------------------------------------------------------
+
+D = 8
+SGD = pe.sgd(0.1, momentum=0.9)
+METHODS = "init update epoch place predict predict_members gather scatter like layout"
+METHODS = METHODS.split()
+
+
+def member(tree, i):
+    return jax.tree.map(lambda x: x[i], jax.device_get(tree))
+
+
+def randn(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def random_probs(seed, *shape):
+    return np.random.default_rng(seed).dirichlet(0.3 * np.ones(shape[-1]), shape[:-1])
+
+
+def begin(trainer, seed=0):
+    return trainer, trainer.init(jax.random.key(seed))
 
 
 def as_bytes(leaf):
@@ -86,50 +151,14 @@ def assert_close(actual, expected, tolerance=1e-5):
     jax.tree.map(check, actual, expected)
 
 
-def refuses(*rows):
-    """Make a test of calls that raise ValueError: rows of (call, what it says)."""
+# ---------------------------------------------------------------------------------
+# Other processes
+# ---------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("call, message", rows)
-    def test(call, message):
-        said = said_by(ValueError, call)
-        assert re.search(message, said) and "\n" not in said
-
-    return test
-
-
-def said_by(kind, call, *args):
-    """Return the words of the error that a call raises."""
-    with pytest.raises(kind) as error:
-        call(*args)
-    return str(error.value)
-
-
-def cases(names, *rows):
-    """Run a test once for each row of what it takes besides fixtures."""
-    return pytest.mark.parametrize(names, rows)
-
-
-def member(tree, i):
-    return jax.tree.map(lambda x: x[i], jax.device_get(tree))
-
-
-def randn(seed, *shape):
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
-NUMBERS = itertools.count(1)
-
-
-@pytest.fixture(autouse=True)
-def few_programs():
-    """Let JAX forget its programs now and then.
-
-    It keeps those of models that are gone, too, each with maps of memory, of which
-    Linux gives a process 65,530: one more, and it ends in a segmentation fault.
-    """
-    yield
-    if next(NUMBERS) % 100 == 0:
-        jax.clear_caches()
+# They are to compute as this one does, with the programs that are kept.
+NAMES = "PATH", "XLA_FLAGS", "NPROC", "SYSTEMROOT", "USERPROFILE"
+ENVIRONMENT = {name: os.environ[name] for name in NAMES if name in os.environ}
+ENVIRONMENT |= {name.upper(): str(value) for name, value in COMPILING.items()}
 
 
 def start_python(code, *args, cwd=HERE, **env):
@@ -151,22 +180,45 @@ def run_python(*args, **options):
     return printed
 
 
-METHODS = "init update epoch place predict predict_members gather scatter like layout"
-METHODS = METHODS.split()
-
-
-def random_probs(seed, *shape):
-    return np.random.default_rng(seed).dirichlet(0.3 * np.ones(shape[-1]), shape[:-1])
-
-
-def begin(trainer, seed=0):
-    return trainer, trainer.init(jax.random.key(seed))
-
-
 def free_port():
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]
+
+
+# ---------------------------------------------------------------------------------
+# The script: data, a network and runs
+# ---------------------------------------------------------------------------------
+
+IMAGES = next(iter(tm.MNIST_FILES))
+
+
+def idx(array, dims=None):
+    """Make the bytes of an IDX file, with a header that may lie."""
+    array = np.asarray(array, np.uint8)
+    dims = dims or array.shape
+    return struct.pack(f">I{len(dims)}I", 0x0800 + len(dims), *dims) + array.tobytes()
+
+
+@functools.cache
+def small_files(num_train=40, num_test=20):
+    """Make the contents of four sound files, by name."""
+    data = tm.generate_digits(3, num_train, num_test)
+    arrays = [leaf[..., 0] if leaf.ndim == 4 else leaf for leaf in data[1:]]
+    return {name: idx(array) for name, array in zip(tm.MNIST_FILES, arrays)}
+
+
+def write_files(folder, contents):
+    folder.mkdir(exist_ok=True)
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small_folder(tmp_path_factory):
+    """Make a data set of 768 training and 200 test images in MNIST's form."""
+    return write_files(tmp_path_factory.mktemp("data"), small_files(768, 200))
 
 
 # A network with statistics and random numbers that compiles in no time, for runs in
@@ -194,15 +246,22 @@ tm.RECIPES["tiny"] = tm.RECIPES["batchnorm"]._replace(network="tiny")
 exec(TINY, {})
 
 
-@pytest.fixture(scope="module")
-def small_folder(tmp_path_factory):
-    """Make a data set of 768 training and 200 test images in MNIST's form."""
-    return write_files(tmp_path_factory.mktemp("data"), small_files(768, 200))
-
-
 def words(*flags):
     """Split what is a string, and take anything else as a word."""
     return [w for f in flags for w in (f.split() if isinstance(f, str) else [str(f)])]
+
+
+# Two epochs of 8 steps.
+RUN = "--members 2 --devices 2 --network tiny --epochs 2 --batch-size 32 "
+RUN += "--train-size 256"
+
+
+@pytest.fixture(scope="session")
+def whole_run(tmp_path_factory, small_folder):
+    """Return the folder of a run that nobody interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert tm.main(words(RUN, "--data-dir", small_folder, "--workdir", folder)) == 0
+    return folder
 
 
 @pytest.fixture
@@ -224,42 +283,6 @@ def wrong(capsys):
     return run
 
 
-def idx(array, dims=None):
-    """Make the bytes of an IDX file, with a header that may lie."""
-    array = np.asarray(array, np.uint8)
-    dims = dims or array.shape
-    return struct.pack(f">I{len(dims)}I", 0x0800 + len(dims), *dims) + array.tobytes()
-
-
-@functools.cache
-def small_files(num_train=40, num_test=20):
-    """Make the contents of four sound files, by name."""
-    data = tm.generate_digits(3, num_train, num_test)
-    arrays = [leaf[..., 0] if leaf.ndim == 4 else leaf for leaf in data[1:]]
-    return {name: idx(array) for name, array in zip(tm.MNIST_FILES, arrays)}
-
-
-def write_files(folder, contents, *, packed=False):
-    folder.mkdir(exist_ok=True)
-    for name, content in contents.items():
-        content = gzip.compress(content, 1) if packed else content
-        (folder / (f"{name}.gz" if packed else name)).write_bytes(content)
-    return folder
-
-
-# Two epochs of 8 steps.
-RUN = "--members 2 --devices 2 --network tiny --epochs 2 --batch-size 32"
-RUN += " --train-size 256"
-
-
-@pytest.fixture(scope="module")
-def whole_run(tmp_path_factory, small_folder):
-    """Return the folder of a run that nobody interrupted."""
-    folder = tmp_path_factory.mktemp("whole")
-    assert tm.main(words(RUN, "--data-dir", small_folder, "--workdir", folder)) == 0
-    return folder
-
-
 @pytest.fixture
 def drawn():
     """Return a function that returns the figure that was saved last."""
@@ -271,6 +294,3 @@ def drawn():
 
 def lines_of(axes):
     return {line.get_label(): np.transpose(line.get_data()) for line in axes.lines}
-
-
-IMAGES, LABELS, TEST_IMAGES, TEST_LABELS = tm.MNIST_FILES
