@@ -219,13 +219,13 @@ def write_functions():
 
     page, *_ = FUNCTIONS.read_text("utf-8").partition("\n## ")
     starts = r"^# -+\n# ([A-Z][\w ]+)|^(?:class |def )?(\w+)(?:\(|:| = )"
-    for module in pe, em:
+    for module, where in (pe, ""), (em, " (`ensemble_metrics`)"):
         source = inspect.getsource(module)
         for section, name in re.findall(starts, source, re.MULTILINE):
             if section:
-                page += f"\n## {section}\n\n| name | what it does |\n|---|---|\n"
+                head = f"\n## {section}{where}\n\n| name | what it does |\n|---|---|\n"
             elif name in module.__all__:
-                page += row(name, getattr(module, name))
+                page, head = page + head + row(name, getattr(module, name)), ""
             if name == "Trainer":
                 for method in filter(METHODS.__contains__, vars(pe.Trainer)):
                     page += row(f"trainer.{method}", getattr(pe.Trainer, method))

@@ -8,8 +8,8 @@
     own_batches  batches of each member's own, from a generator
 
 `python any_model.py` runs them, in seconds; `--plot FILE` draws the first, with
-matplotlib.  It takes pjax_ensemble.py from beside it, from the folder above, or
-installed.
+matplotlib.  It takes pjax_ensemble.py and ensemble_metrics.py from beside it, from the
+folder above, or installed.
 """
 
 import argparse
