@@ -414,6 +414,16 @@ def test_conformal_quantile_is_a_score_by_its_rank(scores, coverage, expected):
     assert_allclose(em.conformal_quantile(scores, coverage), expected)
 
 
+@pytest.mark.parametrize("n", [20, 500])
+def test_conformal_quantile_holds_for_new_scores_as_often_as_the_theory_says(n):
+    draw = np.random.default_rng(n)
+    # The quantile of uniform scores is the share of new ones that it holds for.
+    held = [em.conformal_quantile(draw.uniform(size=n)) for _ in range(2000)]
+    error = np.std(held) / math.sqrt(len(held))
+    expected = math.ceil((n + 1) * 9 / 10) / (n + 1)
+    assert abs(np.mean(held) - expected) < 3 * error < 0.006
+
+
 def threshold_by_scipy(uncertainty, wrong, risk, confidence):
     """Test one number after another of those kept, by SciPy's binomial."""
     binom = pytest.importorskip("scipy.stats").binom
