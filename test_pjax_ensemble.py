@@ -32,7 +32,7 @@ import numpy as np
 import optax
 import pytest
 import safetensors.numpy
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import export
 from numpy.testing import assert_allclose, assert_array_equal
