@@ -47,16 +47,9 @@ def make(members: int, args: argparse.Namespace) -> pe.Trainer:
     def loss_fn(params, x):
         return (apply(params, x) ** 2).mean()
 
-    return pe.make_trainer(
-        init,
-        loss_fn,
-        pe.sgd(1e-4),
-        members=members,
-        devices=args.devices,
-        apply_fn=apply,
-        output=None,
-        at_once=args.at_once,
-    )
+    options = dict(members=members, devices=args.devices, at_once=args.at_once)
+    options |= dict(apply_fn=apply, output=None)
+    return pe.make_trainer(init, loss_fn, pe.sgd(1e-4), **options)
 
 
 def status(name: str) -> int:

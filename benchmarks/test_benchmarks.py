@@ -44,7 +44,7 @@ from conftest import (
 
 @linux
 def test_memory_has_a_row_for_each_call_and_a_time_for_each_member(tmp_path, capsys):
-    sizes = dict(members=3, devices=1, at_once=2, width=8, folder=tmp_path)
+    sizes = dict(members=2, devices=1, at_once=1, width=8, folder=tmp_path)
     memory.peaks(argparse.Namespace(**sizes))
     memory.seconds(argparse.Namespace(**sizes))
     *rows, last = capsys.readouterr().out.splitlines()
