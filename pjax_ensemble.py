@@ -1553,8 +1553,8 @@ def _in_place(f: Callable, states: PyTree, of_slot: PyTree, together: int) -> tu
     """Do `lax.map` of f(state, of_slot) -> (state, metrics), its states in place.
 
     Leaves of both arguments are [M, ...].  Each state is cut out, `together` of them at
-    a time, and what f makes of it is written back, so that the memory is that of M
-    states and the work of one f; `lax.map` writes new states beside the old ones.
+    a time, and its successor is written back in its place: M states and the work of one
+    f take all the memory, where `lax.map` writes M new states beside the old ones.
     """
 
     def advance(states, start, count=together):
@@ -1742,9 +1742,9 @@ _BLOCK_CHUNKS, _BLOCK_BYTES = 128, 2**22
 class _Member(NamedTuple):
     """A member's work on one device, which a trainer maps over all of its members.
 
-    Fields are the trainer's.  Each function takes the member's state, its hyper and
-    what is frozen, both as tuples that are empty where there is none, and other
-    arguments by name.
+    The fields are the trainer's.  Each function takes the member's state, its hyper and
+    the frozen tree, each of these two in a tuple, which is empty where there is none,
+    and its other arguments by name.
     """
 
     layout: Layout
@@ -2007,8 +2007,8 @@ class Trainer:
         """
 
         def gather(path, x):
-            # Of an array on several devices, JAX keeps what NumPy once read: of another
-            # array of the same buffers, it goes with that.
+            # An array on several devices keeps its copy on the host, once NumPy has
+            # read it; a second array of the same buffers takes that copy along.
             shards = [shard.data for shard in x.addressable_shards]
             x = jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
             copies = _gather_devices(x)  # [D * M, ...]
