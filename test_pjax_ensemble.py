@@ -1556,6 +1556,19 @@ def cnn_loss(params, images, labels):
     return cross_entropy(logits, labels).mean()
 
 
+def test_members_of_the_cnn_are_the_same_on_every_layout():
+    init, ends = functools.partial(pe.cnn_init, image_shape=(8, 8, 1)), {}
+    for members, devices in ((1, 1), (3, 2)):
+        options = dict(members=members, devices=devices, microbatch=8)
+        made = pe.make_trainer(init, cnn_loss, pe.adam(0.001), **options)
+        trainer, state = begin(made)
+        state, _ = trainer.epoch(state, image_data(), orders(3)[:members])
+        params = trainer.gather(state).params
+        for i in range(members):
+            one = member(params, i)
+            assert leaves_equal(one, ends.setdefault(i, one))
+
+
 def test_both_forms_of_conv_train_the_cnn_alike_also_together():
     init = functools.partial(pe.cnn_init, image_shape=(8, 8, 1), num_classes=4)
     options, ends = dict(members=2, devices=1, at_once=2), []
