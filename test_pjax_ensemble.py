@@ -109,6 +109,7 @@ import devices, faults, interrupts, memory, programs, recipe, speed, uncertainty
     assert run_python(code) == ""
 
 
+@pytest.mark.once
 def test_usage_in_the_docstring_runs_with_the_module_alone(tmp_path):
     shutil.copy(HERE / "pjax_ensemble.py", tmp_path)
     code = r"""
@@ -2400,6 +2401,7 @@ def test_form_of_what_is_gathered_is_known_before():
                 assert isinstance(one, jax.ShapeDtypeStruct)
 
 
+@pytest.mark.once
 def test_an_ensemble_is_exported_for_batches_of_any_size():
     init = functools.partial(pe.cnn_init, image_shape=(8, 8, 1), num_classes=4)
     options = dict(members=2, devices=1, apply_fn=pe.cnn)

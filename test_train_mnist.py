@@ -265,6 +265,7 @@ def check_images(axes, images, labels, probs, classes):
         assert sorted(votes) == sorted(classes[probs[:, i].argmax(axis=-1)])
 
 
+@pytest.mark.once
 @cases("members, network, epochs", (3, "tiny", 3), (1, "cnn", 1))
 def test_any_set_of_images_is_learned_and_reported(
     tmp_path, capsys, drawn, members, network, epochs
@@ -303,6 +304,7 @@ def test_any_set_of_images_is_learned_and_reported(
     check_images(shown, images[1], labels[1], probs, run.classes)
 
 
+@pytest.mark.once
 def test_member_that_fails_is_named_and_left_out(
     tmp_path, script, small_folder, drawn, monkeypatch
 ):
@@ -433,6 +435,7 @@ def test_resumed_run_ends_in_the_bits_of_one_that_was_never_stopped(
     assert_allclose(probs.sum(axis=1), 1, atol=1e-6)
 
 
+@pytest.mark.once
 def test_one_model_that_is_not_finite_stops(tmp_path, run_in, monkeypatch):
     def shift(key, images, max_shift):
         bad = jax.random.bernoulli(key, 0.2)  # a fifth of the training batches
@@ -667,6 +670,7 @@ def test_generated_digits_have_mnists_form_and_depend_on_the_seed():
 # ---------------------------------------------------------------------------------
 
 
+@pytest.mark.once
 def test_finished_run_predicts_what_it_reported_and_recorded(whole_run, small_folder):
     def files():
         paths = whole_run.glob("*")
