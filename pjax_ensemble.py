@@ -2167,7 +2167,7 @@ class Trainer:
 
     def _place(self, what, tree):
         mesh = _layout_sharding(self.layout).mesh
-        everywhere = _sharding(mesh.devices, *mesh.axis_names)
+        everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         return jax.device_put(_private(what, tree), everywhere)
 
     def _warn_if_equal(self, state, order=()):

@@ -69,9 +69,8 @@ def peaks(args: argparse.Namespace) -> None:
     """Print a row per call."""
     x = np.ones((64, args.width), np.float32)
     order = np.tile(np.arange(8), (4, 1))
-    file = Path(tempfile.mkdtemp(dir=args.folder)) / "state.safetensors"
     trainer = make(args.members, args)
-    jax.block_until_ready(jax.numpy.ones(8) + 1)
+    jax.block_until_ready(jax.numpy.ones(8) + 1)  # JAX has started
     one = sum(np.prod(x.shape[1:]) * 4 for x in jax.tree.leaves(trainer.like().params))
     before = status("VmRSS")
 
@@ -90,13 +89,14 @@ def peaks(args: argparse.Namespace) -> None:
     gathered = row("gather", trainer.gather, state)
     del state
     object.__setattr__(trainer, "latest", None)  # the states on the devices are gone
-    row("save, of what is gathered", pe.save, file, gathered)
-    del gathered
-    loaded = row("load", pe.load, file, trainer.like())
-    state = row("scatter, of what is loaded", trainer.scatter, loaded)
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        file = Path(folder) / "state.safetensors"
+        row("save, of a gathered state", pe.save, file, gathered)
+        del gathered
+        loaded = row("load", pe.load, file, trainer.like())
+    state = row("scatter, of a loaded state", trainer.scatter, loaded)
     del loaded
-    row("update, of what is scattered", trainer.update, state, x[:8])
-    file.unlink()
+    row("update, of a scattered state", trainer.update, state, x[:8])
 
 
 def seconds(args: argparse.Namespace) -> None:
