@@ -976,8 +976,8 @@ def _num_parts(batch: PyTree, model_state: PyTree, microbatch: int | str | None)
 # XLA:CPU has a fast routine for convolutions of NHWC images and HWIO kernels.  It
 # brings others into that form, but not in a loop, where gradients took some sixty times
 # as long (jax issue 12868).  So that is done here, before XLA sees them.  The routine
-# reads memory that nobody wrote where an axis is padded by (-p, +p), as gradients of
-# causal convolutions are: images with a negative padding are cut and padded before.
+# reads memory that nobody wrote (JAX 0.5, 0.10) where an axis is padded by (-p, +p), as
+# gradients of causal convolutions are: a negative padding is cut before.
 
 
 def _channels_last(ndim: int) -> lax.ConvDimensionNumbers:
