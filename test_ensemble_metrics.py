@@ -202,6 +202,18 @@ test_probabilities_that_do_not_fit_are_named = refuses(
     (lambda: em.ensemble_report(SURE, [0]), r"\(3, 2\); expected \[K, N, C\]; pass"),
     (lambda: em.ensemble_report(HALVES[:0], [0]), r"\(0, 2, 2\); expected \[K, N, C\]"),
     (lambda: em.ensemble_report(HALVES[:, :0], LABELS[:0]), "none may be empty"),
+    (
+        lambda: em.reliability(SURE[None], [[0, 1, 2]]),
+        r"0\.\.2; the classes are 0\.\.1$",
+    ),
+    (
+        lambda: em.temper(SURE * 1.0011, 2),
+        r"s\[0\] begin with 0.75\d* and add up to 1.0011",
+    ),
+    (
+        lambda: em.temper(SURE * 0.9989, 2),
+        r"s\[0\] begin with 0.74\d* and add up to 0.9989",
+    ),
     (lambda: em.temper(FAR, 2), r"s\[1, 39999\] begin with 1.0 and add up to 2.0"),
     (lambda: em.mutual_information(FAR), r"s\[1, 39999\] begin with 1.0 and add up"),
 )
@@ -361,6 +373,8 @@ def test_regression_report_equals_loops_for_members_and_sizes(members, offset):
     assert_allclose(parts, [variances.mean(), means.var(axis=0).mean()])
     assert_allclose(report["predictive_variance"], sum(parts))
     json.dumps(report, allow_nan=False)
+    edge = [statistics.NormalDist().inv_cdf(0.75)]  # intervals are closed
+    assert regression([[0]], [[1]], edge)["ensemble"]["coverage"]["50%"] == 1
 
 
 ZEROS, NONE = np.zeros((2, 2)), np.ones((1, 0))
@@ -478,6 +492,8 @@ def test_temper_takes_powers_of_probabilities():
     tempered = em.temper([[0, 1], [0.5, 0.5]], 2)  # 0 counts as float32's smallest
     assert_allclose(tempered, [[1.08e-19, 1], [0.5, 0.5]], rtol=0.01)
     assert em.temper([[0.3, 0.7]], 1e-30).tolist() == [[0, 1]]
+    for off in (0.9991, 1.0009):  # a sum may be off 1 by less than 1e-3
+        assert_allclose(em.temper(off * probs, 1), probs, rtol=1e-12)
 
 
 @pytest.mark.usefixtures("block_sizes")
@@ -489,7 +505,7 @@ def test_temperature_is_that_of_others_and_of_the_smallest_likelihood_loss():
     # For alike rows, that by which the probability is the frequency: log odds divided
     found = em.fit_temperature([[0.8, 0.2]] * 4, [0, 1, 0, 0])
     assert_allclose(found, np.log(4) / np.log(3), rtol=1e-8)
-    optimize = pytest.importorskip("scipy.optimize")
+    optimize, special = map(pytest.importorskip, ("scipy.optimize", "scipy.special"))
     probs, rows = (random_probs(1, 300, 5) + 1e-3) / 1.005, np.arange(300)
     labels = np.where(rows % 2, probs.argmax(axis=1), rows % 5)
 
@@ -500,9 +516,16 @@ def test_temperature_is_that_of_others_and_of_the_smallest_likelihood_loss():
 
     best = optimize.minimize_scalar(loss, (0, 3), tol=1e-10).x
     assert_allclose(em.fit_temperature(probs, labels), np.exp(best), rtol=1e-6)
-    for temperature in (0.1, 10):
-        found = em.fit_temperature(em.temper(probs, temperature), labels) * temperature
-        assert_allclose(found, np.exp(best), rtol=1e-6)
+
+    def slope(inverse, logs):  # of the loss, by 1 / temperature
+        powers = special.softmax(inverse * logs, axis=1)
+        return np.sum(powers * logs, axis=1).mean() - logs[rows, labels].mean()
+
+    for temperature in (0.0036, 0.1, 10, 64):  # the last is less, as p = 0 counts
+        tempered = em.temper(probs, np.exp(best) / temperature)
+        logs = np.log(np.maximum(tempered, np.finfo(np.float32).tiny))
+        root = optimize.brentq(slope, 0, 1e3, logs, xtol=1e-15, rtol=1e-14)
+        assert_allclose(em.fit_temperature(tempered, labels) * root, 1, rtol=1e-8)
 
 
 NONE_WRONG, MILLION = (THREE, THREE > 1), np.tile(SURE[:1], (10**6, 1))

@@ -463,8 +463,45 @@ def test_tabular_classifier_learns_labels_of_any_type():
     model = tabular.EnsembleClassifier(members=1, epochs=20, random_state=0).fit(x, y)
     assert model.score(x, y) > 0.9
     probs = model.predict_proba(x)
-    assert_close(probs.sum(axis=1), np.ones(60))
+    assert_close(probs.sum(axis=1), np.ones(60), 1e-15)
     assert ((probs[:, 1] > 0.5) == (model.predict(x) == "yes")).all()
+
+
+X, Y = np.float64(randn(6, 24, 2)), np.float64(randn(7, 24))
+SHORT = dict(members=1, epochs=1, random_state=0)
+LABELS = [True] * 24, ["1"] * 24, np.array([False, 2.5] * 12, object)
+
+
+@mock.patch.object(tabular, "FOLDS", 3)
+@mock.patch.object(pe.Trainer, "epoch", solve)
+def test_tabular_estimators_take_numbers_of_any_scale():
+    model = tabular.EnsembleRegressor(**SHORT)
+    ends = model.fit(X, Y).predict_interval(X, 0.5)
+    tiny, huge, least = 2.0**-565, 2.0**531, 2.0**-1074  # squares are 0, inf
+    for x_scale, y_scale in ((tiny, huge), (huge, tiny)):
+        model.fit(X * [x_scale, 1], Y * y_scale)
+        found = model.predict_interval(X * [x_scale, 1], 0.5) / y_scale
+        assert_array_equal(found, ends)
+    far = np.where(np.arange(48).reshape(24, 2) == 7, 1e300, X)
+    said = said_by(ValueError, model.fit(X, Y).predict, far)
+    assert said.startswith("X[3, 1] is 1e+300; expected 1e18 deviations from the mean")
+    with np.errstate(divide="ignore", invalid="ignore"):  # its deviation rounds to 0
+        said = said_by(ValueError, model.fit, X, least * (np.arange(24) == 5))
+    assert said.startswith("y[0] is 0.0; expected 1e18 deviations")
+
+
+@cases(
+    "options, y, message",
+    *(
+        ({name: bad}, Y, f"{name} is {bad!r}; expected an integer, 1 or more")
+        for name in ("members", "epochs")
+        for bad in (0, -1, 2.0, True, None)
+    ),
+    *(({}, y, f"y has {y[0]!r}; use numbers, or Ens") for y in LABELS),
+)
+def test_tabular_estimators_name_what_they_cannot_take(options, y, message):
+    model = tabular.EnsembleRegressor(**SHORT | options)
+    assert said_by(ValueError, model.fit, X, y).startswith(message)
 
 
 def test_tabular_cross_entropy_has_a_decay_of_all_weights():

@@ -32,6 +32,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable
+from numbers import Integral
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,8 +115,19 @@ def softmax_apply(params, x, h):  # probabilities [B, C]
 
 
 def mean_and_scale(z):  # in float64; a column that does not vary has scale 1
-    scale = np.where(np.ptp(z, axis=0) == 0, 1, z.std(axis=0, dtype=float))
-    return z.mean(axis=0, dtype=float), scale
+    power = np.frexp(np.abs(z).max(axis=0))[1]
+    unit = np.ldexp(np.float64(z), -power)  # squares of 1e160 would overflow
+    scale = np.where(np.ptp(unit, axis=0) == 0, 1, np.ldexp(unit.std(axis=0), power))
+    return np.ldexp(unit.mean(axis=0), power), scale
+
+
+def standardize(name, z, mean, scale):  # in float64, to float32
+    standard = (z - mean) / scale
+    if not (near := np.abs(standard) < 1e18).all():  # nan is not near
+        where = np.unravel_index(near.argmin(), z.shape)
+        found = f"{name}{[*map(int, where)]} is {z[where]}"
+        raise ValueError(f"{found}; expected 1e18 deviations from the mean, at most")
+    return np.float32(standard)
 
 
 BOTH = tuple(itertools.product(DECAYS, VARIANCE_DECAYS))
@@ -191,16 +203,12 @@ def train(model: Model, data: Data, recipes, members: int, epochs: int, seed: in
     [splits, recipes, members, N, ...].
     """
     x, y, splits = data
-    each = [
-        (split.train, recipe)
-        for split, own in zip(splits, recipes)
-        for recipe in own
-        for _ in range(members)
-    ]
-    hyper = [member_hyper(x, y, rows, *recipe) for rows, recipe in each]
-    trains = [rows for rows, _ in each]
+    pairs = [(rows, each) for (rows, _), own in zip(splits, recipes) for each in own]
+    pairs = [pair for pair in pairs for _ in range(members)]
+    hyper = [member_hyper(x, y, rows, *recipe) for rows, recipe in pairs]
+    trains = [rows for rows, _ in pairs]
     num_steps = epochs * member_orders(trains, 0, seed).shape[1]
-    trainer = make_trainer(model, x.shape[1], num_steps, len(each))
+    trainer = make_trainer(model, x.shape[1], num_steps, len(pairs))
     state, placed = start(trainer, hyper, seed), trainer.place((padded(x), padded(y)))
     for epoch in range(epochs):
         state, _ = trainer.epoch(state, placed, member_orders(trains, epoch, seed))
@@ -252,11 +260,15 @@ class Ensemble(BaseEstimator):
 
     def _fit(self, model, x, y):
         """Train; return the folds, and what their networks say, [folds, members, N]."""
+        for name, value in dict(members=self.members, epochs=self.epochs).items():
+            if not isinstance(value, Integral) or value is True or value < 1:
+                raise ValueError(f"{name} is {value!r}; expected an integer, 1 or more")
         self.x_mean_, self.x_scale_ = mean_and_scale(x)
+        x = standardize("X", x, self.x_mean_, self.x_scale_)
         seed = check_random_state(self.random_state).randint(2**31)
         whole = Split(np.arange(len(x)), np.arange(0))
         (folds,) = fold([whole], FOLDS, seed)
-        data = Data(self._standardize(x), y, [*folds, whole])
+        data = Data(x, y, [*folds, whole])
         recipes = [model.recipes] * len(data.splits)
         networks, found = train(model, data, recipes, self.members, self.epochs, seed)
         held = [leaf[:-1] for leaf in found]
@@ -268,12 +280,10 @@ class Ensemble(BaseEstimator):
         self._form = model, x.shape[1], 1, self.members
         return folds, [leaf[:, best] for leaf in held]
 
-    def _standardize(self, x):  # in float64
-        return np.float32((x - self.x_mean_) / self.x_scale_)
-
     def _outputs(self, X):  # of each network, leaves [members, N, ...]
         check_is_fitted(self)
-        x = self._standardize(validate_data(self, X, reset=False, dtype=float))
+        x = validate_data(self, X, reset=False, dtype=float)
+        x = standardize("X", x, self.x_mean_, self.x_scale_)
         trainer = make_trainer(*self._form)
         return predict(trainer, trainer.scatter(self._networks), x)
 
@@ -288,9 +298,12 @@ class EnsembleRegressor(RegressorMixin, Ensemble):
 
     def fit(self, X, y):
         """Fit to X [N, F] and y [N], of 2 rows or more."""
+        values = np.asarray(y).ravel().tolist()
+        if labels := [v for v in values if isinstance(v, bool | str)]:
+            raise ValueError(f"y has {labels[0]!r}; use numbers, or EnsembleClassifier")
         X, y = validate_data(self, X, y, y_numeric=True, **INPUTS)
         self.y_mean_, self.y_scale_ = mean_and_scale(y)
-        y = np.float32((y - self.y_mean_) / self.y_scale_)
+        y = standardize("y", y, self.y_mean_, self.y_scale_)
         folds, found = self._fit(GAUSSIAN, X, y)
         self.scores_ = np.empty(len(y))
         for (_, test), *own in zip(folds, *found):
@@ -331,8 +344,8 @@ class EnsembleClassifier(ClassifierMixin, Ensemble):
 
     def predict_proba(self, X):
         """Return the probability of each of `classes_`, [N, C], for X [N, F]."""
-        (probs,) = self._outputs(X)
-        return probs.mean(axis=0, dtype=float)
+        probs = self._outputs(X)[0].mean(axis=0, dtype=float)
+        return probs / probs.sum(axis=1, keepdims=True)  # 1 in float32 alone
 
     def predict(self, X):
         """Return the most probable class of each row of X [N, F]: [N]."""
