@@ -123,7 +123,7 @@ def _he_normal(key: Array, shape: Sequence[int]) -> Array:
     """Draw from N(0, 2 / fan_in), for layers before a relu (He et al. 2015, eq. 10)."""
     shape = [_count(f"an axis of weights {[*shape]}", n) for n in shape]
     # Drawn flat, the numbers are the same, and XLA compiles them in half the time.
-    numbers = jax.random.normal(key, (math.prod(shape),), jnp.float32).reshape(shape)
+    numbers = jax.random.normal(key, (math.prod(shape),)).reshape(shape)
     return numbers * math.sqrt(2 / math.prod(shape[:-1]))
 
 
@@ -560,7 +560,22 @@ def accuracy(logits: Array, labels: Array) -> Array:
 
 
 class Optimizer(NamedTuple):
-    """What `sgd` and `adam` make, and what you may: two functions."""
+    """A pair of functions, as `sgd` and `adam` make it, or as you write it.
+
+    `init(params)` returns the optimizer's state, a tree of arrays.  `update(grads,
+    opt_state, params)` returns what is to be added to the parameters, a tree like
+    these, and the new state, whose leaves keep their shapes and types.  An `update`
+    that takes `value` is given the loss by that name.  Signed descent, for example:
+
+        def update(grads, opt_state, params=None):
+            steps = jax.tree.map(lambda g: -0.01 * jnp.sign(g), grads)
+            return steps, {"count": opt_state["count"] + 1}
+
+        optimizer = Optimizer(lambda params: {"count": jnp.zeros((), int)}, update)
+
+    Updates are added to the parameters and do not replace them: an `update` that
+    returns new parameters makes them grow at every step, without an error.
+    """
 
     init: Callable  # params -> opt_state
     update: Callable  # (grads, opt_state, params=None) -> (updates, opt_state)
@@ -897,6 +912,18 @@ def _form(tree: PyTree) -> PyTree:
     return jax.tree.map(name, tree)
 
 
+def _check_form(what: str, made: PyTree, given: PyTree) -> None:
+    """Raise ValueError unless two trees have the same structure, shapes and types."""
+    made, given = _form(made), _form(given)
+    if (found := jax.tree.structure(made)) != (like := jax.tree.structure(given)):
+        raise ValueError(f"{what} has the structure {found}; expected {like}")
+    leaves = zip(jax.tree_util.tree_leaves_with_path(made), jax.tree.leaves(given))
+    for (path, leaf), old in leaves:
+        if leaf != old:
+            name = jax.tree_util.keystr(path)
+            raise ValueError(f"{what} has the leaf '{name}' {leaf}; expected {old}")
+
+
 def train_state(
     params: PyTree,
     optimizer: OptimizerLike,
@@ -1129,12 +1156,7 @@ def _make_step(average, part, loss_fn, optimizer, more, *options) -> Callable:
         grads = jax.tree.map(lambda g: g / num_parts, total)
         grads, loss, aux = average((grads, loss, aux))
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-        old_form, new_form = map(_form, (model_state, new_model_state))
-        if jax.tree.flatten(old_form) != jax.tree.flatten(new_form):
-            raise ValueError(
-                f"loss_fn makes a model state of {new_form} of one of {old_form}; "
-                "return it in the form in which it is given"
-            )
+        _check_form("the model state of loss_fn", new_model_state, model_state)
         new_model_state = jax.tree.map(
             # Counts and keys have no mean; replicas advance them alike.
             lambda x: average(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x,
@@ -1144,8 +1166,9 @@ def _make_step(average, part, loss_fn, optimizer, more, *options) -> Callable:
 
         def optimize(_, both):
             params, opt_state = both
-            updates, opt_state = optimizer.update(grads, opt_state, params, **more)
-            return apply_updates(params, updates), opt_state
+            updates, new = optimizer.update(grads, opt_state, params, **more)
+            _check_form("the optimizer's new state", new, opt_state)
+            return apply_updates(params, updates), new
 
         # On a CPU, XLA cannot see that this loop runs once, so it compiles the body by
         # itself: otherwise bits would depend on fusion, and so on K.  An accelerator
@@ -1186,23 +1209,36 @@ def _check_axes(what, tree, *lengths, expected=_ANY):
         )
 
 
-def _numbers(what: str, x: Any) -> Any:
-    """Return a leaf as JAX's own, or as NumPy's of a type that JAX has.
+def _array(what: str, x: Any) -> Any:
+    """Return a leaf as JAX's array or as NumPy's; raise ValueError where it is none."""
+    if isinstance(x, (Array, jax.ShapeDtypeStruct)):
+        return x
+    try:
+        array = np.asarray(x)
+    except (TypeError, ValueError, RuntimeError) as error:  # a gradient is the last
+        expected = "expected numbers that NumPy can read: convert or detach them"
+        raise ValueError(f"{what}: {error}; {expected}") from error
+    masked, kind = isinstance(x, np.ma.MaskedArray), array.dtype
+    if masked or kind.kind in "OSUMm" or kind.type is np.void:
+        found = f"{type(x).__name__} of {kind}"
+        raise ValueError(f"{what}: found {found}; expected numbers, none masked")
+    return array
 
-    Raises ValueError for what is no array of numbers, and for those that change so.
+
+def _numbers(what: str, x: Any) -> Any:
+    """Return a leaf as JAX's array, or as NumPy's of a type that JAX has.
+
+    Raises ValueError for an array of other types, and where JAX's type changes it.
     """
+    x = _array(what, x)
     if isinstance(x, Array):
         return x
-    given = _call(what, "expected arrays of numbers", np.asarray, x)
-    if given.dtype.kind in "OSUMm" or isinstance(x, np.ma.MaskedArray):
-        kind = f"{type(x).__name__} of {given.dtype}"
-        raise ValueError(f"the {what} hold a {kind}; expected numbers, none masked")
-    if given.dtype.itemsize < 8:  # JAX has it
-        return given
-    held = given.astype(jnp.result_type(given), copy=False)
-    if held.dtype.kind in "iu" and (held != given).any():
+    given = x.astype(x.dtype.newbyteorder("="), copy=False)
+    remedy, kind = "convert it, as by x.astype(numpy.float32)", np.empty(0, given.dtype)
+    held = given.astype(_call(what, remedy, jnp.result_type, kind), copy=False)
+    if held is not given and held.dtype.kind in "iu" and (held != given).any():
         raise ValueError(
-            f"the {what} hold {given[held != given][0]}, beyond {held.dtype}, JAX's "
+            f"{what}: found {given[held != given][0]}, beyond {held.dtype}, JAX's "
             f"type for {given.dtype}; use smaller numbers, or set jax_enable_x64"
         )
     return held
@@ -1232,6 +1268,15 @@ def _check_keys(key_data: Any, members: Sequence[int] | np.ndarray) -> None:
             )
 
 
+def _no_mesh() -> Any:
+    """Hide the mesh that a caller has set by `jax.set_mesh`: programs here have theirs.
+
+    JAX before 0.7 cannot set one.
+    """
+    none = jax.sharding.Mesh(np.empty((), object), ())
+    return jax.set_mesh(none) if hasattr(jax, "set_mesh") else contextlib.nullcontext()
+
+
 def _run(program: Callable, meet: bool, *args) -> Any:
     """Call a mapped program; `meet` says whether its devices wait for each other.
 
@@ -1242,7 +1287,7 @@ def _run(program: Callable, meet: bool, *args) -> Any:
     alone = meet and jax.default_backend() == "cpu"
     wait = jax.block_until_ready if alone else lambda x: x
     # Its arguments lie on the devices already, or on purpose on the host.
-    with jax.transfer_guard_host_to_device("allow"):
+    with _no_mesh(), jax.transfer_guard_host_to_device("allow"):
         return wait(program(*wait(args)))
 
 
@@ -1274,11 +1319,14 @@ def _is_consumed(state: PyTree) -> bool:
     return any(isinstance(x, Array) and x.is_deleted() for x in leaves)
 
 
-def _check_form(state: Any) -> None:
-    """Raise ValueError for what is no state."""
-    if getattr(state, "_fields", ()) != TrainState._fields:  # a reloaded module's too
+def _check_state(state: Any) -> None:
+    """Raise ValueError unless it is a state, outside of `jax.jit`."""
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state))
+    # By its fields, since a reloaded module has another class.
+    if traced or getattr(state, "_fields", ()) != TrainState._fields:
+        found = "traced, so inside of jax.jit" if traced else type(state).__name__
         expected = "a TrainState, as init returns it, or load with like"
-        raise ValueError(f"the state is {type(state).__name__}; expected {expected}")
+        raise ValueError(f"the state is {found}; expected {expected}")
 
 
 def _check_apart(state: PyTree) -> None:
@@ -1303,7 +1351,7 @@ def _admit(owner: Any, state: Any, place: Callable, consume: bool = True) -> Tra
     which raises for one that is not the owner's, and where it will be consumed, no two
     of its leaves may be one buffer.
     """
-    _check_form(state)
+    _check_state(state)
     if _is_consumed(state):
         raise ValueError(
             "the state was consumed by an earlier update or epoch; go on with the one "
@@ -1666,7 +1714,8 @@ def _take(tree: PyTree, layout: Layout) -> PyTree:
             return np.array(x[:: layout.replicas][: layout.members])
         copies = [shard.data for shard in x.addressable_shards[:: layout.replicas]]
         copies = jax.device_put(copies, jax.local_devices()[0])
-        return _join(copies, layout.members)
+        with _no_mesh():
+            return _join(copies, layout.members)
 
     return jax.tree.map(take, tree)
 
@@ -1806,10 +1855,11 @@ class _Member(NamedTuple):
         if self.output is jax.nn.softmax:
             logits = isinstance(outputs, Array) and outputs.ndim > 1
             if not (logits and outputs.shape[-1] > 1):
+                made = jax.tree.map(np.shape, outputs)
                 raise ValueError(
-                    f"apply_fn returns shapes {jax.tree.map(np.shape, outputs)}; the "
-                    "softmax takes logits [B, ..., C]: make the trainer with "
-                    "output=None, or with a function of what apply_fn returns"
+                    f"apply_fn returns shapes {made} {given}; the softmax takes logits "
+                    "[B, ..., C]: make the trainer with output=None, or with a "
+                    "function of the outputs"
                 )
             outputs = outputs.astype(_wide(outputs.dtype))
         outputs = outputs if self.output is None else self.output(outputs)
@@ -1863,7 +1913,11 @@ class Trainer:
 
     `latest` is the state that the last `update` or `epoch` returned, or None: what they
     consumed is lost, but not what they made of it, if Ctrl-C comes before it has a
-    name.  Arrays that are given are copied: to change them afterwards changes nothing.
+    name.  The trainer copies the arrays that it is given, so that to change them later
+    changes nothing.  JAX's own arrays, which cannot change, it shares where they lie on
+    its devices already: give `frozen` and `place` a copy (`jnp.copy`) of an array that
+    its owner will donate or delete.  Else the next call raises JAX's RuntimeError, and
+    the state stays.
 
     Where JAX runs in several processes (`jax.distributed`), every process calls the
     same methods with the same arguments, of which its devices take their part, and has
@@ -2053,7 +2107,7 @@ class Trainer:
         They may come from a trainer of as many members on other devices.  Raises
         ValueError for another number of them, or equal keys.
         """
-        _check_form(gathered)
+        _check_state(gathered)
         expected = f"the trainer's {self.members} members"
         _check_axes("members' state", gathered, self.members, expected=expected)
         if gathered.key is not None:
@@ -2074,7 +2128,8 @@ class Trainer:
         R replicas take parts of B / P examples, P = gcd(B, R).  Where P < R, some take
         the same part, which changes no result and takes longer.  Warns of that, and at
         the first step of members that stay equal: of equal weights, on the same
-        batches, without a key.
+        batches, without a key.  There is no warning of a nan in the batch, or of a
+        label outside of 0..C-1: the member's loss is nan from there on.
 
         Raises ValueError for a batch that is empty or does not divide into
         micro-batches.
@@ -2101,7 +2156,7 @@ class Trainer:
         (member, replica), replicas = _slots(self.layout), self.layout.replicas
         size = jax.tree.leaves(batch)[0].shape[axis]
         parts = math.gcd(size, replicas)
-        if parts < replicas and size:
+        if parts < replicas:
             whole = size - size % replicas or replicas
             warnings.warn(
                 f"a batch of {size} is divided into {parts} parts, not {replicas}, "
@@ -2155,7 +2210,8 @@ class Trainer:
         def cut(x):  # by indices, they would be moved to the device
             return lax.slice_in_dim(x, 0, num_steps, axis=1)
 
-        return state, jax.tree.map(cut, _take(metrics, self.layout))
+        with _no_mesh():
+            return state, jax.tree.map(cut, _take(metrics, self.layout))
 
     def place(self, data: PyTree) -> PyTree:
         """Copy data, a tree of arrays [N, ...], to every device in use, all of it.
@@ -2226,7 +2282,8 @@ class Trainer:
         if self.apply_fn is None:
             raise ValueError("predicting takes an apply_fn; give make_trainer one")
         _check_axes("inputs", inputs)
-        num_rows = np.shape(jax.tree.leaves(inputs)[0])[0]
+        inputs = jax.tree.map(functools.partial(_array, "inputs"), inputs)
+        num_rows = len(jax.tree.leaves(inputs)[0])
         if num_rows == 0:
             raise ValueError("the inputs hold no example")
         state = _admit(self, state, self._place_state, consume=False)
@@ -2295,9 +2352,8 @@ def choose_members(better: ArrayLike, new: TrainState, old: TrainState) -> Train
     along.  Raises ValueError for a `better` that is not K booleans, and for states of
     different forms.
     """
-    better, (new_form, old_form) = np.asarray(better), map(_form, (new, old))
-    if jax.tree.flatten(new_form) != jax.tree.flatten(old_form):
-        raise ValueError(f"new is {new_form}, old is {old_form}; expected one form")
+    better = np.asarray(better)
+    _check_form("new", new, old)
     _check_axes("states and better", (new, better))
     if better.dtype != bool or better.ndim > 1:
         found = f"{better.dtype}{[*better.shape]}"
@@ -2447,20 +2503,14 @@ def _by_path(tree: PyTree) -> dict[str, Any]:
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in paths}
     if len({"__metadata__", "sha256", *leaves}) < len(paths) + 2:
         raise ValueError("two leaves of the tree, or one and the header, share a path")
-    own = Array, jax.ShapeDtypeStruct  # the rest, numbers and tensors, NumPy can read
-    return {n: x if isinstance(x, own) else np.asanyarray(x) for n, x in leaves.items()}
+    return {name: _array(f"leaf '{name}'", leaf) for name, leaf in leaves.items()}
 
 
-def _kind(name: str, leaf: Any) -> str:
+def _kind(leaf: Any) -> str:
     """Name the type of a leaf, or of what `jax.eval_shape` says of it."""
     if _is_key(leaf):
         return f"key<{jax.random.key_impl(jnp.empty((), leaf.dtype))}>"
-    dtype, masked = leaf.dtype, isinstance(leaf, np.ma.MaskedArray)
-    if masked or dtype.kind not in "biufcV" or dtype.type is np.void:
-        found = "a masked array" if masked else dtype
-        expected = "numbers, booleans or random keys"
-        raise ValueError(f"leaf '{name}' is {found}; expected {expected}")
-    return dtype.name
+    return leaf.dtype.name
 
 
 def _storable(leaf: Any) -> np.ndarray:
@@ -2508,7 +2558,7 @@ def save(path: str | os.PathLike, tree: PyTree) -> None:
     masked, and for a path that is no regular file; OSError as `replace_file` does.
     """
     leaves = _by_path(tree)
-    kinds = {name: _kind(name, leaf) for name, leaf in leaves.items()}
+    kinds = {name: _kind(leaf) for name, leaf in leaves.items()}
     arrays = {name: _storable(leaf) for name, leaf in leaves.items()}
     parts = [x.reshape(-1).view(np.uint8).data for x in arrays.values()]
     digest = hashlib.sha256(_head(arrays, kinds, "0" * 64)[_DIGEST.stop :])
@@ -2549,7 +2599,7 @@ def _unpack(file: Any) -> dict[str, Any]:
 
 def _forms(leaves: dict[str, Any]) -> dict[str, str]:
     """Say of what type and shape leaves are."""
-    return {n: f"{_kind(n, x)} {[*x.shape]}" for n, x in leaves.items()}
+    return {name: f"{_kind(x)} {[*x.shape]}" for name, x in leaves.items()}
 
 
 def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
@@ -2563,6 +2613,10 @@ def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
     Raises ValueError, with the file and what is wrong, for content that is damaged, cut
     short or foreign, for leaves that are not those of `like`, and for what is not a
     regular file, links included; OSError if it cannot be read.
+
+    A trainer's state is saved as `gather` returns it, and loaded with like=
+    trainer.like().  A state that was saved without `gather` is not lost: load it with
+    like=trainer.init(key), by a trainer on as many devices, and gather it.
     """
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise ValueError(f"{path}: not a regular file")
@@ -2574,10 +2628,13 @@ def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
     if like is None:
         return leaves
     ours, theirs = _forms(_by_path(like)), _forms(leaves)
+    state = isinstance(like, TrainState)
+    remedy = "; gather a state before it is saved: see help(load)" if state else ""
     for name in [*ours, *theirs]:
         form, other = (x.get(name, "not there") for x in (theirs, ours))
         if form != other:
-            raise ValueError(f"{path}: leaf '{name}' is {form}; expected {other}")
+            found = f"leaf '{name}' is {form}; expected {other}"
+            raise ValueError(f"{path}: {found}{remedy}")
     return jax.tree.unflatten(jax.tree.structure(like), [leaves[n] for n in ours])
 
 

@@ -17,6 +17,7 @@ import signal
 import stat
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import tracemalloc
@@ -307,6 +308,11 @@ def test_init_has_zero_bias_and_the_variance_of_he():
         assert_allclose(params.weight.std(), he, rtol=0.02)  # of 25,600 draws or more
         assert not params.bias.any() and params.bias.shape == shape[-1:]
     assert pe.conv_init(jax.random.key(0), 1, 2, (2, 3), bias=False).bias is None
+    with enable_x64(True):
+        params = pe.cnn_init(KEY), pe.batch_norm_init(3), pe.dense_init(KEY, 2, 3)
+        assert {x.dtype for x in jax.tree.leaves(params)} == {np.dtype(float)}
+        weight = np.asarray(params[-1].weight)
+        assert (weight != weight.astype(np.float32)).any()  # drawn so
 
 
 def test_dense_equals_numpy():
@@ -2069,9 +2075,9 @@ def test_predictions_are_any_tree_of_any_tree(members, devices):
 
 SOFTMAX, ALONE = jax.nn.softmax, r"outputs have .*\[\(\)\]; expected 32, one"
 REFUSED_OUTPUTS = [
-    (lambda p, x: (x * p, x), SOFTMAX, r"\(\(32, 4\), \(32, 4\)\); .* output=None"),
-    (lambda p, x: x[:, 0] * p, SOFTMAX, r"shapes \(32,\); the softmax takes logits"),
-    (lambda p, x: x[:, :1] * p, SOFTMAX, r"shapes \(32, 1\); the softmax"),
+    (lambda p, x: (x * p, x), SOFTMAX, r"\(\(32, 4\), \(32, 4\)\) of .* output=None"),
+    (lambda p, x: x[:, 0] * p, SOFTMAX, r"\(32,\) of .* x\[None\]; the softmax takes"),
+    (lambda p, x: x[:, :1] * p, SOFTMAX, r"shapes \(32, 1\) of .*; the softmax"),
     (lambda p, x: (x * p).mean(), None, ALONE),
     (lambda p, x: x * p, jnp.mean, ALONE),
 ]
@@ -2362,6 +2368,25 @@ def test_what_is_frozen_is_copied_and_in_no_program():
     assert not any(re.search(r"dense<[^>]{1000}", text) for text in texts)
 
 
+def test_a_frozen_array_is_shared_until_its_owner_deletes_it_and_a_copy_stays():
+    def init(key, w):
+        return jax.random.normal(key, (2,))
+
+    def loss_fn(p, x, w):
+        return (x @ w @ p).mean()
+
+    w, x = jax.device_put(np.ones((3, 2)), jax.devices()[0]), np.ones((4, 3))
+    for frozen in w, jnp.copy(w):
+        options = dict(members=2, devices=1, frozen=frozen)
+        trainer, state = begin(pe.make_trainer(init, loss_fn, SGD, **options))
+        if frozen is w:
+            w.delete()
+            with pytest.raises(RuntimeError, match="deleted"):
+                trainer.update(state, x)
+            assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    trainer.update(state, x)
+
+
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
 def test_chosen_members_are_those_of_either_state_with_their_keys(make):
     trainer = noisy_trainer(4, 2)
@@ -2384,7 +2409,10 @@ def test_chosen_members_are_those_of_either_state_with_their_keys(make):
         (([[True]] * 4, new, old), r"better is bool\[4, 1\]"),
         (([True], new, old), r"states and better have lengths \[\(1,\), \(4,\)\]"),
         ((True, new, old), r"lengths \[\(\), \(4,\)\]"),
-        ((better, other, old), "^new is TrainState.* expected one form$"),
+        (
+            (better, other, old),
+            r"new .*'.params.*float32\[2, .*; expected float32\[4, ",
+        ),
     ):
         assert re.search(message, said_by(ValueError, pe.choose_members, *args))
 
@@ -2506,10 +2534,31 @@ def test_a_state_that_lies_elsewhere_is_placed():
     sync(net_loss, SGD)(jax.tree.map(np.asarray, one_net()), *pe.split(batch))
 
 
-def test_torch_tensors_are_taken_as_data():
-    torch = pytest.importorskip("torch")
+class Labelled(np.lib.mixins.NDArrayOperatorsMixin):
+    """An array whose slices are by labels, as those of pandas below 3 with floats."""
+
+    def __init__(self, x):
+        self.x, self.shape = x, x.shape
+
+    def __array__(self, dtype=None, copy=None):
+        return self.x
+
+    def __getitem__(self, rows):
+        return Labelled(self.x[:0])
+
+
+def foreign(images, labels):  # of another order of bytes, too
+    return Labelled(images), labels.astype(labels.dtype.newbyteorder())
+
+
+def tensors(*data):
+    return map(pytest.importorskip("torch").tensor, data)
+
+
+@pytest.mark.parametrize("make", [foreign, tensors])
+def test_arrays_of_others_are_taken_as_data(make):
     ends = []
-    for data in image_data(), [torch.tensor(x) for x in image_data()]:
+    for data in image_data(), [*make(*image_data())]:
         trainer, state = begin(net_trainer(2, 2))
         probs = trainer.predict(state, data[0])
         state, losses = trainer.epoch(state, data, orders(1)[0])
@@ -2674,6 +2723,28 @@ def test_a_trainer_moves_what_it_is_given_where_jax_moves_nothing(members, devic
         plain.update(plain.init(KEY), images, labels)  # which compares members
 
 
+@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="a JAX that sets no mesh")
+@pytest.mark.parametrize("explicit", [True, False])
+def test_a_mesh_that_is_set_for_the_whole_program_changes_nothing(explicit):
+    def run():
+        trainer = noisy_trainer(3, 2, apply_fn=lambda p, _, x: net(p, x))
+        state, batch = trainer.init(KEY), net_batches(1)[0]
+        images, labels = map(jnp.asarray, batch)
+        state, losses = trainer.update(state, images, labels)
+        data = trainer.place((images, labels))
+        state, more = trainer.epoch(state, data, np.arange(16)[None])
+        probs = trainer.predict_members(state, images)
+        ended = trainer.gather(trainer.scatter(trainer.gather(state)))
+        by_hand = sync(net_loss, SGD)(one_net(), *pe.split(batch))
+        return ended, losses, more, probs, by_hand
+
+    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    mesh, expected = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2), run()
+    with jax.set_mesh(mesh):
+        found = run()
+    assert leaves_equal(found, expected)
+
+
 @cases("members, devices", *LAYOUTS[1:])
 def test_a_stateful_loss_takes_no_promotion(members, devices):
     with enable_x64(True), jax.numpy_dtype_promotion("strict"):
@@ -2804,9 +2875,42 @@ def test_a_model_state_may_be_any_tree_and_keeps_its_form():
     state, _ = trainer.update(state, *net_batches(1)[0])
     assert trainer.gather(state).model_state.steps.tolist() == [1, 1]
     made, state = begin_stateful({"count": jnp.int32(0)}, lambda *_: {"count": 0.5})
-    message = r"model state of .*float32\[\].* of one of .*int32\[\].*; return it in"
+    message = r"model state of .* leaf '\['count'\]' float32\[\]; expected int32\[\]$"
     for call, *args in uses(made)[:2]:
         assert re.search(message, said_by(ValueError, call, state, *args))
+
+
+@cases(
+    "new, message",
+    ({"n": 0.5, "m": 1}, r"has the leaf '\['n'\]' float32\[\]; expected int32\[\]; "),
+    ({"n": np.zeros(2, int), "m": 1}, r"'\['n'\]' int32\[2\]; expected int32\[\]"),
+    ({"n": 1}, r"structure PyTreeDef\({'n': \*}\); expected .*'m': \*, 'n'"),
+)
+def test_an_optimizer_keeps_the_form_of_its_state(new, message):
+    def optimizer(step):
+        state = {"n": jnp.int32(0), "m": jnp.int32(0)}
+        return pe.Optimizer(lambda _: state, lambda g, s, _: (g, step(s)))
+
+    grow = optimizer(lambda s: jax.tree.map(lambda x: x + 1, s))  # weakly typed too
+    trainer, state = begin(net_trainer(2, 2, optimizer=grow))
+    batch = net_batches(1)[0]
+    state, _ = trainer.update(state, *batch)
+    assert state.opt_state["n"].tolist() == [1, 1]
+    made = jax.tree.map(jnp.asarray, new)
+    other = net_trainer.__wrapped__(2, 2, optimizer=optimizer(lambda _: made))
+    assert re.search(message, said_by(ValueError, other.update, state, *batch))
+    trainer.update(state, *batch)  # nothing was lost
+
+
+def test_the_optimizer_of_the_docstring_runs():
+    code = re.search(r"\n\n((?: {8}.*\n|\n)+)", pe.Optimizer.__doc__)[1]
+    names = dict(jax=jax, jnp=jnp, Optimizer=pe.Optimizer)
+    exec(textwrap.dedent(code), names)
+    update, state = sync(product, names["optimizer"]), jnp.ones((1, 2))
+    state = pe.replicate(pe.train_state(state, names["optimizer"]))
+    state, _ = update(state, np.ones((D, 1, 1)) * np.float32([3, -2]))
+    assert_allclose(state.params, [[[0.99, 1.01]]] * D)
+    assert state.opt_state["count"].tolist() == [1] * D
 
 
 def test_microbatches_are_chosen_by_platform_and_batch(monkeypatch):
@@ -2853,9 +2957,9 @@ test_trainer_is_not_made_of = refuses(
     (making(optimizer=lambda h: SGD), "optimizer is function; expected one with init"),
     (making(hyper=np.ones(2)), "optimizer: .*; with hyper, expected a function"),
     (making(hyper=np.ones(3)), r"\[\(3,\)\]; expected arrays \[K, ...\].* 2 members"),
-    (making(hyper=np.array(["a", "b"])), "hyper hold a ndarray of <U1; expected num"),
+    (making(hyper=np.array(["a", "b"])), "hyper: found ndarray of <U1; expected numb"),
     (making(hyper=[0.1, 0.2]), r"\[\(\)\]; expected arrays .*; a list holds numbers:"),
-    (making(hyper=np.array([1, 2**40 + 5])), "hyper hold 1099511627781, beyond int32"),
+    (making(hyper=np.array([1, 2**40 + 5])), "hyper: found 1099511627781, beyond int3"),
     (making(hyper=np.array([0.1, -1]), optimizer=pe.sgd), "learning_rate is .*-1.0"),
 )
 
@@ -2874,8 +2978,23 @@ test_init_refuses_keys_and_what_is_no_array_or_model_with_its_state = refuses(
     (initializing(lambda _: {"act": len}), r"returns builtin\w* at .*act.*array"),
     (initializing(lambda _: {"act": "relu"}), r"returns str at .*act.*array"),
     (initializing(net_init, stateful=True), "init_fn returns Net; with stateful=True"),
-    (initializing(lambda _: np.int64(2**40)), "init_fn returns hold 1099511627776, be"),
+    (
+        initializing(lambda _: np.int64(2**40)),
+        "init_fn returns: found 1099511627776, b",
+    ),
 )
+
+
+class Attached:  # as a tensor of torch of which a gradient is taken
+    shape = (NUM_IMAGES,)
+
+    def __array__(self, dtype=None, copy=None):
+        raise RuntimeError("requires grad")
+
+
+def long_double(call):  # where it is wider
+    wide = np.dtype(np.longdouble).itemsize > 8
+    return [(r"batch: .*; convert it", *call(np.longdouble))] if wide else []
 
 
 def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
@@ -2895,15 +3014,19 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         (r"\(2, 0\).* not empty", trainer.epoch, data, np.zeros((2, 0), int)),
         (r"\(4,\); expected .* \[steps, B\], or", trainer.epoch, data, rows[0]),
         (r"\(3, 1, 4\).*with K = 2", trainer.epoch, data, np.stack([rows] * 3)),
-        ("^order: .*inhomog.*; expected arrays", trainer.epoch, data, [[0, 1], [2]]),
+        ("^order: .*inhomog.*; expected number", trainer.epoch, data, [[0, 1], [2]]),
         ("data is ndarray; expected a tuple of", trainer.epoch, data[0], rows),
         ("loss_fn: .*'labels'; it is given 1 of the", trainer.epoch, data[:1], rows),
         ("loss_fn: .*'labels'; it is given 1 of the", trainer.update, data[0]),
-        ("data hold 1099511627776, beyond", trainer.epoch, (data[0], large), rows),
+        ("data: found 1099511627776, beyo", trainer.epoch, (data[0], large), rows),
         ("update: .*'value_fn'; it is .*=loss", lambda _: odd.update(odds, *data)),
         (r"data .*\[\(10,\), \(240,\)\]", trainer.epoch, (data[0], ten[1]), rows),
-        ("batch hold 1099511627776, beyond int32", trainer.update, *data[:1], large),
-        ("inputs hold a MaskedArray of", trainer.predict, np.ma.array(data[0])),
+        ("batch: found 1099511627776, beyond int", trainer.update, *data[:1], large),
+        ("inputs: found MaskedArray of ", trainer.predict, np.ma.array(data[0])),
+        ("inputs: found ndarray of .*f4", trainer.predict, np.zeros(8, "f4,f4")),
+        ("batch: requires grad.*; expected", trainer.update, *data[:1], Attached()),
+        ("state is traced", lambda s: jax.jit(trainer.predict)(s, data[0])),
+        *long_double(lambda x: (trainer.update, *data[:1], data[1].astype(x))),
         (r"apply_fn: .*\(2, 8, 1\), where one", trainer.predict, data[0][0]),
         ("axes of the batch have lengths", trainer.update, data[0][:8], data[1][:4]),
         (r"\[\(8,\)\]; expected this trainer's 4: use", other.update, *data),
@@ -3217,6 +3340,19 @@ def test_load_names_the_leaf_that_is_another(tmp_path, like, message):
     assert said.startswith(f"{path}: ") and message in said and "\n" not in said
 
 
+def test_a_state_that_was_saved_without_gather_is_not_lost(tmp_path):
+    trainer, state = begin(noisy_trainer(2, 4))
+    path = tmp_path / "x"
+    pe.save(path, state)
+    message = r"key<threefry2x32> \[4\]; .* \[2\]; gather a state before it is saved"
+    like = trainer.like()._replace(params=(), opt_state=(), model_state=())
+    pe.save(tmp_path / "key", state._replace(params=(), opt_state=(), model_state=()))
+    assert re.search(message, said_by(ValueError, pe.load, tmp_path / "key", like))
+    assert "gather a state" in said_by(ValueError, pe.load, path, trainer.like())
+    found = trainer.gather(pe.load(path, state))
+    assert leaves_equal(found, trainer.gather(state))
+
+
 @pytest.mark.parametrize("like", [None, {"a": A}])
 def test_load_says_what_is_wrong_with_a_file(tmp_path, like):
     path = tmp_path / "x"
@@ -3240,11 +3376,12 @@ jax.tree_util.register_pytree_with_keys(
 
 @cases(
     "tree, message",
-    ("text", "leaf '' is <U4; expected numbers, booleans or random keys"),
-    ({"a": object()}, r"leaf '\['a'\]' is object; expected numbers"),
-    ({"a": np.zeros(2, "M8[s]")}, r"is datetime64\[s\]"),
-    ({"a": np.zeros(2, "f4,f4")}, "is .*; expected numbers"),
-    ({"a": np.ma.masked_array([1, 2], [0, 1])}, r"'\['a'\]' is a masked array; expect"),
+    ("text", "leaf '': found str of <U4; expected numbers"),
+    ({"a": object()}, r"leaf '\['a'\]': found object of object; expected numbers"),
+    ({"a": np.zeros(2, "M8[s]")}, r"found ndarray of datetime64\[s\]"),
+    ({"a": np.zeros(2, "f4,f4")}, "found ndarray of .*; expected numbers"),
+    ({"a": Attached()}, r"leaf '\['a'\]': requires grad; expected numbers"),
+    ({"a": np.ma.masked_array([1, 2], [0, 1])}, r"'\['a'\]': found MaskedArray of int"),
     *((Paths(p), "share a path") for p in ("aa", ["__metadata__"], ["sha256"])),
 )
 def test_save_refuses_what_it_could_not_bring_back(tmp_path, tree, message):
