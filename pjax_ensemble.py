@@ -1189,19 +1189,20 @@ def _make_step(average, part, loss_fn, optimizer, more, *options) -> Callable:
     return step
 
 
-_ANY = "one or more arrays, all of one length"
+_ANY = "one or more arrays, all of one length, 1 or more"
 
 
 def _check_axes(what, tree, *lengths, expected=_ANY):
     """Raise ValueError unless the first axes of all leaves are the same.
 
-    They are as many as `lengths`, by default one, and as long, where that is not None.
+    They are as many as `lengths`, by default one, and as long, where that is not None,
+    and none is of length 0.
     """
     leaves, lengths = jax.tree.leaves(tree), lengths or (None,)
     axes = {tuple(np.shape(x)[: len(lengths)]) for x in leaves}
     first = min(axes, default=())
     fits = all(n in (None, m) for n, m in zip(lengths, first))
-    if len(axes) != 1 or len(first) != len(lengths) or not fits:
+    if len(axes) != 1 or len(first) != len(lengths) or not fits or 0 in first:
         numbers = "; a list holds numbers: numpy.array(...) of it is one leaf"
         raise ValueError(
             f"the first axes of the {what} have lengths {sorted(axes)}; expected "
@@ -1216,8 +1217,7 @@ def _array(what: str, x: Any) -> Any:
     try:
         array = np.asarray(x)
     except (TypeError, ValueError, RuntimeError) as error:  # a gradient is the last
-        expected = "expected numbers that NumPy can read: convert or detach them"
-        raise ValueError(f"{what}: {error}; {expected}") from error
+        raise ValueError(f"{what}: {error}; expected numbers of NumPy's") from error
     masked, kind = isinstance(x, np.ma.MaskedArray), array.dtype
     if masked or kind.kind in "OSUMm" or kind.type is np.void:
         found = f"{type(x).__name__} of {kind}"
@@ -1848,17 +1848,15 @@ class _Member(NamedTuple):
         return _scan_first(predict, (), chunks, count)[1]
 
     def predict_chunk(self, model, more, carry, inputs):
-        shapes = jax.tree.map(np.shape, inputs)
-        given = f"of inputs of shapes {shapes}, where one example x is x[None]"
+        given = f"of inputs {_form(inputs)}, where one example x is x[None]"
         apply = _fast_in_loops(self.apply_fn)
         outputs = _call("apply_fn", given, apply, *model, inputs, *more)
         if self.output is jax.nn.softmax:
             logits = isinstance(outputs, Array) and outputs.ndim > 1
             if not (logits and outputs.shape[-1] > 1):
-                made = jax.tree.map(np.shape, outputs)
                 raise ValueError(
-                    f"apply_fn returns shapes {made} {given}; the softmax takes logits "
-                    "[B, ..., C]: make the trainer with output=None, or with a "
+                    f"apply_fn returns {_form(outputs)} {given}; the softmax takes "
+                    "logits [B, ..., C]: make the trainer with output=None, or with a "
                     "function of the outputs"
                 )
             outputs = outputs.astype(_wide(outputs.dtype))
@@ -2196,9 +2194,8 @@ class Trainer:
         """
         state = _admit(self, state, self._place_state)
         if not isinstance(data, (tuple, list)):
-            raise ValueError(
-                f"data is {type(data).__name__}; expected a tuple of what loss_fn takes"
-            )
+            found = f"data is {type(data).__name__}"
+            raise ValueError(f"{found}; expected a tuple of loss_fn's arguments")
         _check_axes("data", data)
         num_rows = np.shape(jax.tree.leaves(data)[0])[0]
         rows, num_steps = _padded(order, self.members, num_rows)
@@ -2284,8 +2281,6 @@ class Trainer:
         _check_axes("inputs", inputs)
         inputs = jax.tree.map(functools.partial(_array, "inputs"), inputs)
         num_rows = len(jax.tree.leaves(inputs)[0])
-        if num_rows == 0:
-            raise ValueError("the inputs hold no example")
         state = _admit(self, state, self._place_state, consume=False)
         model = (state.params, state.model_state)[: 1 + self.stateful]
         replicas, (_, replica) = self.layout.replicas, _slots(self.layout)
@@ -2629,12 +2624,11 @@ def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
         return leaves
     ours, theirs = _forms(_by_path(like)), _forms(leaves)
     state = isinstance(like, TrainState)
-    remedy = "; gather a state before it is saved: see help(load)" if state else ""
+    end = "; gather a state before it is saved: see help(load)" if state else ""
     for name in [*ours, *theirs]:
         form, other = (x.get(name, "not there") for x in (theirs, ours))
         if form != other:
-            found = f"leaf '{name}' is {form}; expected {other}"
-            raise ValueError(f"{path}: {found}{remedy}")
+            raise ValueError(f"{path}: leaf '{name}' is {form}; expected {other}{end}")
     return jax.tree.unflatten(jax.tree.structure(like), [leaves[n] for n in ours])
 
 
