@@ -1759,6 +1759,38 @@ def test_convolutions_are_canonical_wherever_they_stand(name):
     assert_close(fast.compile()(*args), jax.jit(plain)(*args))
 
 
+def test_convolutions_are_the_same_where_jit_is_off():
+    args = randn(0, 2, 3, 5, 4), randn(1, 3, 3, 3, 2)
+    plain = jax.value_and_grad(lambda *args: nchw(*args).sum(), (0, 1))
+    fast = pe._fast_in_loops(plain)
+    with jax.disable_jit():
+        found = fast(*args), jax.vmap(fast)(*twice(args))
+    assert_close(found, (plain(*args), jax.vmap(plain)(*twice(args))))
+
+
+def test_members_at_once_convolve_by_groups():
+    def init(key):
+        return [jax.random.normal(key, (2, 2, ins, 4)) for ins in (1, 4)]
+
+    def convolve(kernels, images):
+        return dilated(images, kernels[0], feature_group_count=2)
+
+    def logits(kernels, images):
+        return convolve(kernels, images).mean(axis=(1, 2))
+
+    def loss(kernels, images):
+        return dilated(convolve(kernels, images), kernels[1], batch_group_count=2).var()
+
+    images, ends = randn(0, 4, 5, 4, 2), []
+    for at_once in (1, 2):
+        options = dict(members=2, devices=1, at_once=at_once, apply_fn=logits)
+        trainer, state = begin(pe.make_trainer(init, loss, SGD, **options))
+        state, losses = trainer.update(state, images)
+        probs = trainer.predict_members(state, images)
+        ends.append((losses, trainer.gather(state).opt_state, probs))  # the gradients
+    assert_close(*ends)
+
+
 def test_programs_without_others_convolutions_are_not_touched():
     images, labels = (x[:4] for x in image_data())
     params = jax.eval_shape(
