@@ -1021,6 +1021,8 @@ def _has_negative_padding(how: dict) -> bool:
 def _convolve(lhs, rhs, *, dimension_numbers, **how):
     """Do a convolution of any form; on CPU by one of NHWC, between transposes."""
     (batch, features, *space), (out, ins, *window), (b, f, *s) = dimension_numbers
+    # Gradients name a sharding, with which groups could not be mapped by `vmap`.
+    how |= dict.fromkeys({"out_sharding"} & how.keys())
 
     def convolve(lhs, rhs, **own):
         return lax.conv_general_dilated_p.bind(lhs, rhs, **how | own)
@@ -1066,7 +1068,8 @@ def _rewrite(x: Any) -> Any:
         if canonical and not _has_negative_padding(x.params):
             return x
         program = jax.jit(functools.partial(_convolve, **x.params))
-        call = jax.make_jaxpr(program)(*(v.aval for v in x.invars)).eqns[0]
+        with jax.disable_jit(False):  # inlined, it would be no step
+            call = jax.make_jaxpr(program)(*(v.aval for v in x.invars)).eqns[0]
         return x.replace(primitive=call.primitive, params=call.params)
     if x.params.get("branches_platforms"):  # chosen by whoever wrote it, as in `conv`
         return x

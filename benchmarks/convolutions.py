@@ -1,11 +1,15 @@
 """Train and predict with others' convolutions on a CPU, beside `jit` by hand.
 
     python benchmarks/convolutions.py [NAME ...] [--rounds 5] [--steps 4]
+    python benchmarks/convolutions.py --check [300] [--first 0]
 
 Four members on two virtual devices.  A round takes so many steps in `epoch` and, member
 after member, in a `jit` by hand; and predicts 512 images in `predict_members`, in the
 `jit` of a member, one after another, and in `jit(vmap)`, in turn.  Medians, a row a
 network: steps of all members a second, images a second, and ours beside by hand.
+
+With --check it compares random convolutions and their gradients with sums in float64,
+from the first seed on, prints the wrong ones' seeds, and fails if there are any.
 """
 
 import argparse
@@ -21,6 +25,7 @@ import numpy as np
 import optax
 from flax import nnx
 from speed import print_head, print_row
+from sums import check
 
 import pjax_ensemble as pe
 
@@ -168,7 +173,11 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="how the networks' names begin")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--check", type=int, nargs="?", const=300, metavar="N")
+    parser.add_argument("--first", type=int, default=0, metavar="SEED")
     args = parser.parse_args()
+    if args.check:
+        raise SystemExit(bool(check(args.check, args.first)))
     pe.use_cpu_devices(2)
     trained = "steps", "by hand", "ours is"
     print_head("network", *trained, "images", "by hand", "by vmap", "ours is")
