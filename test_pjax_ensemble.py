@@ -2093,7 +2093,7 @@ SOFTMAX, ALONE = jax.nn.softmax, r"outputs have .*\[\(\)\]; expected 32, one"
 REFUSED_OUTPUTS = [
     (lambda p, x: (x * p, x), SOFTMAX, r"\(\(32, 4\), \(32, 4\)\); .* output=None"),
     (lambda p, x: x[:, 0] * p, SOFTMAX, r"shapes \(32,\); the softmax takes logits"),
-    (lambda p, x: x[:, :1] * p, SOFTMAX, r"shapes \(32, 1\); the softmax"),
+    (lambda p, x: x[..., None] * p, SOFTMAX, r"shapes \(32, 4, 1\); the softmax"),
     (lambda p, x: (x * p).mean(), None, ALONE),
     (lambda p, x: x * p, jnp.mean, ALONE),
 ]
@@ -2941,6 +2941,7 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         ("expected this trainer's", other.predict, data[0]),
         ("expected this trainer's", other.gather),
         ("takes an apply_fn; give make_trainer one", blind.predict, data[0]),
+        (r"inputs .*\[\(10,\), \(240,\)\]", trainer.predict, (data[0], ten[1])),
         ("hold no example", trainer.predict_members, data[0][:0]),
         (r"\(10, 8\)\]; expected arrays \[K, B, ...\], with K = 2", own, *ten),
         (r"\[\(2, 8\), \(2, 9\)\]; .* one B", own, *(np.ones((2, n)) for n in (8, 9))),
@@ -3208,7 +3209,8 @@ class Tensor:
         return np.ones(self.shape, np.float32)
 
 
-def test_tensors_of_others_are_saved_as_arrays(tmp_path):
+def test_tensors_of_others_are_taken_and_saved_as_arrays(tmp_path):
+    assert pe.split(Tensor(), 2).shape == (2, 1, 3) and pe.merge(Tensor()).shape == (6,)
     pe.save(tmp_path / "x", [Tensor()])
     assert_same_leaves(pe.load(tmp_path / "x", [Tensor()]), [np.asarray(Tensor())])
 
@@ -3289,10 +3291,11 @@ def test_save_refuses_what_it_could_not_bring_back(tmp_path, tree, message):
     assert re.search(message, said_by(ValueError, pe.load, path, tree))
 
 
-def test_a_file_is_replaced_when_it_is_whole_and_not_before(tmp_path):
+def test_a_file_is_replaced_when_it_is_whole_and_not_before(tmp_path, monkeypatch):
     path = tmp_path / "x"
+    monkeypatch.chdir(tmp_path)
     path.write_bytes(b"old")
-    with pe.replace_file(path) as file:
+    with pe.replace_file("x") as file:
         file.write(b"new")
         assert path.read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 2
     with pytest.raises(KeyError), pe.replace_file(path) as file:
