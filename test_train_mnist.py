@@ -260,6 +260,7 @@ def check_curves(axes, metrics, report):
     assert {x for x in axes[0].get_xticks() if low <= x <= high} == {*numbers}
     assert {x.get_marker() for x in axes[0].lines} == {*"xso"}  # a point shows
     assert set(lines_of(diagram)) == {"members", "ensemble", "calibrated"}
+    assert_array_equal(lines_of(diagram)["calibrated"], [[0, 0], [100, 100]])
     assert all(len(each.get_xlabel()) > 4 and each.get_ylabel() for each in axes)
     assert histogram.get_yscale() == "log"
 
@@ -347,6 +348,10 @@ def test_member_that_fails_is_named_and_left_out(
     counts, *scores = em.reliability(probs.mean(axis=0), data.test_labels)
     points = lines_of(drawn().subfigs[0].axes[2])["ensemble"]
     assert_allclose(points, 100 * np.transpose(scores)[counts > 0])
+    # The bars end where a share p is a standard error from the accuracy that is found.
+    bars = drawn().subfigs[0].axes[2].collections[0].get_segments()
+    p, n, accuracy = np.array(bars)[..., 1].T / 100, counts[counts > 0], points[:, 1]
+    assert_allclose((p - accuracy / 100) ** 2, p * (1 - p) / n, atol=1e-12)
 
 
 # After a step it is the state alone that is not finite, and the loss after the next;
@@ -1124,6 +1129,7 @@ def test_flag_takes_what_lies_within_its_bounds(names, taken, refused, expected)
 
 
 CHOICES = "mode", "network", "optimizer", "schedule", "data"
+HOMELESS = "--plot", "--resume", "--save-every 2", "--keep 2"
 SYNC = "--mode sync"
 SPLIT = ": does not split over the %d devices of a model; use a multiple of %d, for "
 SPLIT += "example %d, or leave out --devices"
@@ -1131,12 +1137,9 @@ ADDRESS = "--coordinator here:1 --num-processes 2"
 BAD_FLAGS = [
     *((f"--{name} x", f"argument --{name}: invalid choice: 'x'") for name in CHOICES),
     ("--learning-rat 1", "unrecognized arguments: --learning-rat 1"),
-    ("--plot", "--plot: needs --workdir, the folder of the run"),
-    ("--resume", "--resume: needs --workdir, the folder of the run"),
-    ("--save-every 2", "--save-every: needs --workdir, the folder of the run"),
-    ("--keep 2", "--keep: needs --workdir, the folder of the run"),
+    *((x, f"{x.split()[0]}: needs --workdir, the folder of the run") for x in HOMELESS),
     ("--network batchnorm --momentum 0", "--momentum: --optimizer adam has none; leav"),
-    ("--data generated", "--data-dir: --data generated reads no files; leave it out"),
+    ("--data generated --network tiny", "--data-dir: --data generated reads no files;"),
     ("--resume --workdir no", "no/config.json: No such file or directory"),
     (f"{SYNC} --members 2", "--members 2: --mode sync trains one model"),
     ("--process-id 0", "--coordinator, --num-processes and --process-id belong toget"),
@@ -1186,6 +1189,20 @@ def test_flags_that_are_not_given_follow_the_network_and_the_optimizer():
     other = recipe("--network", "batchnorm", "--optimizer", "sgd", "--bootstrap")
     assert (other.learning_rate, other.bootstrap, other.epochs) == (0.15, True, 2)
     assert recipe("--learning-rate", "0", "--max-shift", "0")[4:8:3] == (0, 0)
+
+
+@cases(
+    "cache, mnist, flags, expected",
+    ("", "", "", "/me/.cache/pjax_ensemble"),
+    ("/cache", "", "", "/cache/pjax_ensemble"),
+    ("/cache", "digits", "", "digits"),
+    ("/cache", "digits", "--data-dir here", "here"),
+)
+def test_data_lie_where_the_user_says(monkeypatch, cache, mnist, flags, expected):
+    monkeypatch.setattr(Path, "home", lambda: Path("/me"))
+    monkeypatch.setenv("XDG_CACHE_HOME", cache)
+    monkeypatch.setenv("MNIST_DIR", mnist)
+    assert tm.parse_arguments(words(flags)).data_dir == Path(expected).absolute()
 
 
 def test_help_shows_every_flag_with_its_choices_and_its_default(capsys):
@@ -1278,20 +1295,14 @@ IDLE = (
 
 
 @pytest.mark.parametrize("models", ANNOUNCED)
-def test_run_without_epochs_reports_its_models(
-    tmp_path, script, small_folder, models, monkeypatch
-):
-    def train(run):
-        assert run.segment_steps == steps
-        return trained(run)
-
+@mock.patch.object(tm, "SEGMENT_IMAGES", 640)  # of a device
+def test_run_without_epochs_reports_its_models(tmp_path, script, small_folder, models):
     pytest.importorskip("rich")
-    trained = tm.Run.train
-    monkeypatch.setattr(tm.Run, "train", train)
-    monkeypatch.setattr(tm, "SEGMENT_IMAGES", 640)  # of a device
-    said, images, devices, steps = ANNOUNCED[models]
+    real, (said, images, devices, steps) = tm.Run.train, ANNOUNCED[models]
     flags = f"--epochs 0 --bootstrap --seed 7 --network tiny {models} --show-batch"
-    status, out, _ = script(flags, "--workdir", tmp_path)
+    with mock.patch.object(tm.Run, "train", autospec=True, side_effect=real) as train:
+        status, out, _ = script(flags, "--workdir", tmp_path)
+    assert train.call_args.args[0].segment_steps == steps
     notice, line, *others = out.splitlines()
     assert status == 0 and (IDLE in out) == ("3" in models)
     assert notice.startswith(f"notice: {small_folder} holds other data than MNIST (")
