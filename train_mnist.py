@@ -548,8 +548,7 @@ def report_finite(member_probs: np.ndarray, labels: np.ndarray) -> dict | None:
         return None
     report = em.ensemble_report(member_probs[finite], labels)
     scores = iter(report["member"])
-    report["member"] = [next(scores) if ok else None for ok in finite]
-    return report
+    return report | {"member": [next(scores) if ok else None for ok in finite]}
 
 
 def mean_loss(report: dict) -> float:
