@@ -313,8 +313,8 @@ class Run:
         check_same_run(self.settings)
         self.num_steps = len(data.train_images) // recipe.batch_size  # an epoch
         self.save_steps = max(1, round(args.save_every * self.num_steps))
-        times = 1 if jax.default_backend() == "cpu" else 64
-        self.segment_images = times * SEGMENT_IMAGES
+        cpu = jax.default_backend() == "cpu"
+        self.segment_images = SEGMENT_IMAGES if cpu else 64 * SEGMENT_IMAGES
         a_step = layout.members_per_device * recipe.batch_size // layout.replicas
         self.segment_steps = min(max(1, self.segment_images // a_step), 256)
         total = recipe.epochs * self.num_steps
@@ -384,9 +384,8 @@ class Run:
             return
         self.save(whenever=True)
         self.signals.agree()  # nobody leaves before the first process has saved
-        text = "nothing is saved without --workdir"
-        if self.args.workdir:
-            text = f"what is done is in {self.args.workdir}; --resume goes on with it"
+        text = f"what is done is in {self.args.workdir}; --resume goes on with it"
+        text = text if self.args.workdir else "nothing is saved without --workdir"
         raise Failure(f"{signal.Signals(number).name}: {text}", status=128 + number)
 
     def save(self, whenever: bool = False) -> None:
@@ -405,9 +404,8 @@ class Run:
         """Go on from the newest valid checkpoint of the first process."""
         done, state = 0, self.trainer.gather(self.state)
         if self.folder:
-            path = self.folder / "config.json"
-            remedy = f"leave out what differs from {path}, or choose another --workdir"
-            check_same("--resume", self.settings, json.loads(path.read_text()), remedy)
+            config = json.loads((self.folder / "config.json").read_text())
+            check_same(f"--resume from {self.folder}", self.settings, config)
             done, state = load_checkpoint(self.folder, state, self.recipe)
             self.metrics = read_metrics(self.folder, done // self.num_steps)
         key = np.asarray(jax.random.key_data(state.key))
@@ -448,11 +446,9 @@ class Run:
         turn = chunk * replicas
         rows = max(1, self.segment_images // chunk // a_device) * turn
         # Each with a turn of rows or more: fewer would round as a smaller chunk does.
-        starts = [*range(0, max(0, len(images) - turn) + 1, rows)]
-        parts = []
+        cuts, parts = range(rows, len(images) - turn + 1, rows), []
         with progress_bar("predicting", members * len(images)) as advance:
-            for start, stop in zip(starts, [*starts[1:], len(images)]):
-                part = images[start:stop]
+            for part in np.split(images, cuts):
                 parts.append(self.trainer.predict_members(self.state, part))
                 self.look()
                 advance(members * len(part))
@@ -552,8 +548,7 @@ def report_finite(member_probs: np.ndarray, labels: np.ndarray) -> dict | None:
         return None
     report = em.ensemble_report(member_probs[finite], labels)
     scores = iter(report["member"])
-    report["member"] = [next(scores) if ok else None for ok in finite]
-    return report
+    return report | {"member": [next(scores) if ok else None for ok in finite]}
 
 
 def mean_loss(report: dict) -> float:
@@ -1196,7 +1191,10 @@ def share(tree: Any) -> Any:
     return jax.tree.map(lambda x: pe.gather_processes(x)[0], tree)
 
 
-def check_same(who: str, ours: dict, theirs: dict, remedy: str) -> None:
+OTHER_RUN = "leave out the flags that differ, or choose another --workdir"
+
+
+def check_same(who: str, ours: dict, theirs: dict, remedy: str = OTHER_RUN) -> None:
     """Raise Failure for the first of our settings that another run lacks."""
     for name, value in ours.items():
         if value != (other := theirs.get(name)):
@@ -1330,17 +1328,18 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
     Raises Failure for what lies out of range or does not go together.
     """
-    given = given_flags(argv)
-    if "plot" in given and "workdir" not in given:
-        raise Failure("--plot: needs --workdir, the folder that takes report.png")
-    if "resume" in given and "workdir" not in given:
-        raise Failure("--resume: needs --workdir, the folder of the run to go on with")
-    if "resume" in given:
-        path = given["workdir"] / "config.json"
-        # Of several processes only the first one's has to be there.
-        if path.exists() or not (given.get("process_id") or "distributed" in given):
+    given = own = given_flags(argv)
+    for name in ("plot", "save_every", "keep", "resume"):
+        if name in own and "workdir" not in own:
+            raise Failure(f"{flag(name)}: needs --workdir, the folder of the run")
+    if "resume" in own:
+        path = own["workdir"] / "config.json"
+        # Only the first of several processes has to have it.
+        if path.exists() or not (own.get("process_id") or "distributed" in own):
             with read_json(path) as config:
-                given = kept_flags(config) | given
+                given = kept_flags(config) | own
+            changes = {name: own[name] for name in NUMBERS if name in own}
+            check_same(f"--resume from {path.parent}", changes, config)
     recipe = RECIPES[given.get("network", DEFAULTS["network"])]
     optimizer = given.get("optimizer", recipe.optimizer)
     # Of what is not given, the pixels are those of the images, which are not read yet.
@@ -1349,6 +1348,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args.data_dir = (args.data_dir or default_folder()).absolute()
     if args.mode == "sync" and args.members not in (None, 1):
         raise Failure(f"--members {args.members}: --mode sync trains one model")
+    if "momentum" in own and args.optimizer == "adam":
+        raise Failure("--momentum: --optimizer adam has none; leave it out")
+    if "data_dir" in own and args.data == "generated":
+        raise Failure("--data-dir: --data generated reads no files; leave it out")
     _, count, number = three = args.coordinator, args.num_processes, args.process_id
     if three.count(None) not in ((3,) if args.distributed else (0, 3)):
         names = "--coordinator, --num-processes and --process-id"
@@ -1421,7 +1424,10 @@ def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
 
 
 def announce(args: argparse.Namespace, recipe: Recipe, data: Dataset, layout) -> None:
-    """Say in a line what is about to run: data, models, devices, recipe, versions."""
+    """Say in a line what is about to run: data, models, devices, recipe, versions.
+
+    Another line names devices that stay idle, and the remedy.
+    """
     size = " x ".join(map(str, data.train_images.shape[1:3]))
     members, devices, shared, replicas = layout
     there, processes = jax.device_count(), jax.process_count()
@@ -1430,14 +1436,18 @@ def announce(args: argparse.Namespace, recipe: Recipe, data: Dataset, layout) ->
     where += f" of {processes} processes" * (processes > 1)
     where += f" ({shared} a device)" * (shared > 1)
     where += f" ({replicas} replicas a model)" * (replicas > 1)
-    most = pe.layout(members, args.devices or there, processes).replicas
-    split = f" (a batch of {recipe.batch_size} does not split over {most})"
-    where += split * (most > replicas)
+    wanted = args.devices or there
+    full = pe.layout(members, wanted, processes)
+    split = f" (a batch of {recipe.batch_size} does not split over {full.replicas})"
+    where += split * (full.replicas > replicas)
     how = {**recipe._asdict(), "seed": args.seed, **VERSIONS}
     said = ", ".join(f"{n} {value}" for n, value in how.items() if value is not False)
     counts = f"{len(data.train_images)} training and {len(data.test_images)} test"
     what = f"{data.name}, {counts} images of {size}, {len(data.classes)} classes"
     print(f"{what}: {models} on {where}; {said}", flush=True)
+    if devices == full.devices < wanted:
+        more = f"more would be no faster; --members {wanted * shared} would take all"
+        print(f"notice: {members} members take {devices} of {wanted} devices: {more}")
 
 
 def show_batch(layout: pe.Layout, batch_size: int, pixels: int) -> None:
@@ -1507,10 +1517,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             text = f"lost contact with another process: {reason}"
         else:
             raise
-    stopped = status > 128
-    text = text if stopped else f"error: {text}"
+    text = f"error: {text}" if status < 128 else text
     print(f"train_mnist.py: {text}", file=sys.stderr, flush=True)
-    if several and not stopped:
+    if several and status < 128:
         os._exit(status)  # JAX would wait for the others, which wait for this one
     return status
 
