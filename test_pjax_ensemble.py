@@ -1600,24 +1600,6 @@ def test_members_of_the_cnn_are_the_same_on_every_layout():
             assert leaves_equal(one, ends.setdefault(i, one))
 
 
-@pytest.mark.usefixtures("optimized")
-@pytest.mark.xfail(reason="XLA fuses an elementwise gradient otherwise where K is 1")
-def test_gradients_of_products_of_numbers_are_the_same_among_others():
-    def loss_fn(w, x):
-        return jnp.sum(w * w * x[0] * 0.3 + w * x[1] * 0.7) / 37
-
-    def init(key):
-        return jax.random.normal(key, (37,))
-
-    ends = []
-    for members in (1, 2):
-        made = pe.make_trainer(init, loss_fn, SGD, members=members, devices=1)
-        trainer, state = begin(made)
-        state, _ = trainer.update(state, randn(0, 2, 37))
-        ends.append(member(trainer.gather(state).opt_state, 0))
-    assert leaves_equal(*ends)
-
-
 def test_both_forms_of_conv_train_the_cnn_alike_also_together():
     init = functools.partial(pe.cnn_init, image_shape=(8, 8, 1), num_classes=4)
     options, ends = dict(members=2, devices=1, at_once=2), []
