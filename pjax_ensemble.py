@@ -592,7 +592,7 @@ class OptimizerLike(Protocol):
 
 def _check_params(params: PyTree) -> None:
     """Raise ValueError for parameters that are not real floating-point numbers."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    for path, leaf in jax.tree.leaves_with_path(params):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             name, dtype = jax.tree_util.keystr(path), jnp.result_type(leaf)
             raise ValueError(
@@ -915,13 +915,13 @@ def _form(tree: PyTree) -> PyTree:
 def _check_form(what: str, made: PyTree, given: PyTree) -> None:
     """Raise ValueError unless two trees have the same structure, shapes and types."""
     made, given = _form(made), _form(given)
-    if (found := jax.tree.structure(made)) != (like := jax.tree.structure(given)):
+    found: Any = jax.tree.structure(made)
+    if found != (like := jax.tree.structure(given)):
         raise ValueError(f"{what} has the structure {found}; expected {like}")
-    leaves = zip(jax.tree_util.tree_leaves_with_path(made), jax.tree.leaves(given))
-    for (path, leaf), old in leaves:
-        if leaf != old:
+    for (path, x), old in zip(jax.tree.leaves_with_path(made), jax.tree.leaves(given)):
+        if x != old:
             name = jax.tree_util.keystr(path)
-            raise ValueError(f"{what} has the leaf '{name}' {leaf}; expected {old}")
+            raise ValueError(f"{what} has the leaf '{name}' {x}; expected {old}")
 
 
 def train_state(
@@ -1335,7 +1335,7 @@ def _check_state(state: Any) -> None:
 def _check_apart(state: PyTree) -> None:
     """Raise ValueError where two leaves of a state on devices share a buffer."""
     names: dict[Any, str] = {}
-    for path, x in jax.tree_util.tree_leaves_with_path(state):
+    for path, x in jax.tree.leaves_with_path(state):
         name, buffer = jax.tree_util.keystr(path), id(x)
         if x.size and not _is_key(x):
             buffer = x.addressable_data(0).unsafe_buffer_pointer()
@@ -1776,7 +1776,7 @@ def _check_made(made: PyTree, stateful: bool) -> None:
             f"init_fn returns {type(made).__name__}; with stateful=True, expected the "
             "tuple (params, model_state)"
         )
-    for path, leaf in jax.tree_util.tree_leaves_with_path(made):
+    for path, leaf in jax.tree.leaves_with_path(made):
         if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
             raise ValueError(
                 f"init_fn returns {type(leaf).__name__} at "
@@ -2079,7 +2079,7 @@ class Trainer:
                     )
             return _take(copies, self.layout)
 
-        return jax.tree_util.tree_map_with_path(
+        return jax.tree.map_with_path(
             lambda path, x: _on_data(functools.partial(gather, path), x),
             _admit(self, state, self._place_state, consume=False),
         )
@@ -2497,7 +2497,7 @@ _WRONG = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 def _by_path(tree: PyTree) -> dict[str, Any]:
     """Return the leaves of a tree by their paths, each with a shape and a dtype."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(tree)
+    paths, _ = jax.tree.flatten_with_path(tree)
     leaves = {jax.tree_util.keystr(path): leaf for path, leaf in paths}
     if len({"__metadata__", "sha256", *leaves}) < len(paths) + 2:
         raise ValueError("two leaves of the tree, or one and the header, share a path")
