@@ -46,6 +46,7 @@ import collections
 import concurrent.futures
 import contextlib
 import contextvars
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -1280,14 +1281,13 @@ def _no_mesh() -> Any:
     return jax.set_mesh(none) if hasattr(jax, "set_mesh") else contextlib.nullcontext()
 
 
-def _run(program: Callable, meet: bool, *args) -> Any:
-    """Call a mapped program; `meet` says whether its devices wait for each other.
+def _run(program: Callable, alone: bool, *args) -> Any:
+    """Call a mapped program, alone where its devices are a CPU's and wait for others.
 
     XLA:CPU serves all virtual devices with one pool of threads.  If programs that wait
     pile up in it, no thread may be left for the last device to arrive, and the process
     aborts: so a CPU runs one of them at a time, from its arguments to its results.
     """
-    alone = meet and jax.default_backend() == "cpu"
     wait = jax.block_until_ready if alone else lambda x: x
     # Its arguments lie on the devices already, or on purpose on the host.
     with _no_mesh(), jax.transfer_guard_host_to_device("allow"):
@@ -1411,7 +1411,6 @@ def _make_update(replicas: bool, *args) -> Callable:
     average = functools.partial(_average, axis=axis) if replicas else _alone
     step = _make_step(average, lambda: lax.axis_index(axis) if replicas else 0, *args)
     pmapped = jax.pmap(step, axis_name=axis, donate_argnums=0)
-    program = functools.partial(_run, pmapped, replicas)
 
     def place(state):
         _check_axes("state", state)
@@ -1427,6 +1426,8 @@ def _make_update(replicas: bool, *args) -> Callable:
         state = _admit(update, state, place)
         expected = "the number of devices in all of them: replicate or split them"
         _check_axes("state and the batch", (state, batch), expected=expected)
+        alone = replicas and jax.default_backend() == "cpu"
+        program = functools.partial(_run, pmapped, alone)
         return _consume(update, program, state, *_private("batch", batch))
 
     vars(update)["latest"] = None
@@ -1576,13 +1577,6 @@ def _slots(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
     return np.minimum(slot // replicas, members - 1), slot % replicas
 
 
-@functools.cache
-def _layout_sharding(layout: Layout) -> Any:
-    """Lay slots [D * M, ...] over the devices in use, of this process, to train."""
-    num_devices = layout.devices // jax.process_count()
-    return _device_sharding(num_devices, _axis(layout, train=True))
-
-
 def _check_draws(key: Any, at_once: int) -> None:
     """Raise ValueError for keys whose draws are others where members are together."""
     if at_once > 1 and key is not None and "rbg" in str(jax.random.key_impl(key)):
@@ -1631,7 +1625,9 @@ def _in_place(f: Callable, states: PyTree, of_slot: PyTree, together: int) -> tu
     return states, metrics
 
 
-def _over_members(f: Callable, layout: Layout, train: bool, at_once: int) -> Callable:
+def _over_members(
+    f: Callable, devices: Sequence, layout: Layout, train: bool, at_once: int
+) -> Callable:
     """Map f(state, **of_slot, **of_all), of one member on one device, over all slots.
 
     The result is a function of the state, of of_slot and of of_all, the arguments by
@@ -1643,7 +1639,7 @@ def _over_members(f: Callable, layout: Layout, train: bool, at_once: int) -> Cal
     program of `pmap` for good, with all that f holds.
     """
     together = min(at_once, layout.members_per_device)
-    devices, axis = jax.devices()[: layout.devices], _axis(layout, train)
+    devices, axis = devices[: layout.devices], _axis(layout, train)
     by_slot, everywhere = _sharding(devices, axis, axis), _sharding(devices, axis)
     given = by_slot, by_slot, everywhere
 
@@ -1675,7 +1671,8 @@ def _over_members(f: Callable, layout: Layout, train: bool, at_once: int) -> Cal
         return convert(to_own, by_slot, program(*args))
 
     call = program if jax.process_count() == 1 else run
-    return functools.partial(_run, call, train and layout.replicas > 1)
+    meet = train and layout.replicas > 1
+    return functools.partial(_run, call, meet and devices[0].platform == "cpu")
 
 
 def _on_data(function: Callable, leaf: Array) -> Array:
@@ -1687,17 +1684,6 @@ def _on_data(function: Callable, leaf: Array) -> Array:
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
 
 
-def _lay(what: str, tree: PyTree, layout: Layout) -> PyTree:
-    """Lay members [K, ...] into their slots, [D * M, ...]."""
-    member, sharding = _slots(layout)[0], _layout_sharding(layout)
-
-    def lay(x):
-        slots = jax.device_put(np.asarray(_numbers(what, x))[member], sharding)
-        return jax.block_until_ready(slots)  # leaf by leaf: one on the host at a time
-
-    return jax.tree.map(functools.partial(_on_data, lay), tree)
-
-
 @functools.partial(jax.jit, static_argnums=1)
 def _join(copies, members):
     """Join members that stand together, each copy [M, ...]: [K, ...]."""
@@ -1707,7 +1693,8 @@ def _join(copies, members):
 def _take(tree: PyTree, layout: Layout) -> PyTree:
     """Take members [K, ...] out of their slots [D * M, ...], of each its first replica.
 
-    They come from where they are to one device, or to the host from several processes.
+    They come from where they are to the first device, or to the host from several
+    processes.
     """
 
     def take(x):
@@ -1716,7 +1703,7 @@ def _take(tree: PyTree, layout: Layout) -> PyTree:
         if isinstance(x, np.ndarray):  # a copy, as JAX's own is read-only
             return np.array(x[:: layout.replicas][: layout.members])
         copies = [shard.data for shard in x.addressable_shards[:: layout.replicas]]
-        copies = jax.device_put(copies, jax.local_devices()[0])
+        copies = jax.device_put(copies, *copies[0].devices())
         with _no_mesh():
             return _join(copies, layout.members)
 
@@ -1876,6 +1863,13 @@ class _Member(NamedTuple):
         return inputs, [outputs] * self.layout.members_per_device
 
 
+class _Lowered(ValueError):
+    """Raised in place of a call, with the lowered program, where no device is there."""
+
+    def __str__(self):
+        return "the devices are a topology's; use Trainer.lower, and compile"
+
+
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Trainer:
     """Train K members on D devices, whatever K and D are: see `layout`.
@@ -1888,7 +1882,8 @@ class Trainer:
         Those of `make_sync_update`, and so is the step.
     members, devices
         How many models, each of which has to fit on one device, and on how many devices
-        at most, by default all.  Where there are more devices than members, each sees a
+        at most, by default all; or a sequence of devices.  Where there are more devices
+        than members, each sees a
         part of its member's batch, and losses are averaged: for a loss that is no mean
         over its examples, pass as many devices as members, or fewer.
     apply_fn(params, inputs) -> outputs, with `stateful` (params, model_state, inputs)
@@ -1938,7 +1933,7 @@ class Trainer:
     apply_fn: Callable | None = None  # (params, inputs) -> outputs
     output: Callable | None = jax.nn.softmax  # of outputs
     hyper: PyTree = None  # leaves [K, ...]
-    devices: int | None = None  # at most; None is all
+    devices: int | Sequence | None = None  # at most so many, or these; None is all
     has_aux: bool = False  # the loss is (loss, aux)
     stateful: bool = False  # the loss takes a model state and a key, and returns one
     microbatch: int | str | None = None  # examples that a device works on at a time
@@ -1951,7 +1946,7 @@ class Trainer:
     def __post_init__(self) -> None:
         _count("chunk", self.chunk)
         _count("at_once", self.at_once)
-        own = (self.hyper,) if self._hyper else ()
+        own = jax.tree.map(np.asarray, (self.hyper,) if self._hyper else ())
         for i in range(self.layout.members if own else 1):  # raises for what cannot be
             hyper = jax.tree.map(operator.itemgetter(i), own)
             self._member.make_step(1, hyper, self._frozen)
@@ -1965,23 +1960,68 @@ class Trainer:
         return {name: x for name, x in vars(self).items() if name != "_programs"}
 
     @functools.cached_property
+    def _devices(self) -> Sequence:
+        """The devices to use at most, of all processes."""
+        given = self.devices
+        if given is None or np.ndim(given) == 0:
+            lack = given and _lack(_count("devices", given) // jax.process_count())
+            if lack:
+                raise ValueError(lack)
+            return jax.devices()[:given]
+        if len({x.platform for x in given}) != 1 or len({*given}) < len(given):
+            expected = "one or more, each once, of one platform"
+            raise ValueError(f"devices are {[*given]}; expected {expected}")
+        return [*given]
+
+    @functools.cached_property
+    def _abstract(self) -> bool:
+        """Whether the devices are a description, for which one only compiles."""
+        with contextlib.suppress(RuntimeError):  # of a platform that is not there
+            return self._devices[0] not in jax.devices(self._devices[0].platform)
+        return True
+
+    @functools.cached_property
     def layout(self) -> Layout:
         """K, D, M and R in force, of the devices that JAX has: see `layout`."""
-        processes, available = jax.process_count(), jax.device_count()
-        wanted = available if self.devices is None else self.devices
-        alike = wanted == available == processes * jax.local_device_count()
-        if processes > 1 and not alike:
+        processes, devices = jax.process_count(), self._devices
+        alike = jax.device_count() == processes * jax.local_device_count()
+        if processes > 1 and not (alike and devices == jax.devices()):
             raise ValueError(
-                f"devices is {wanted}; {processes} processes use all of their "
-                f"{available}, and each as many"
+                f"devices is {len(devices)}; {processes} processes use all of their "
+                f"{jax.device_count()}, and each as many"
             )
-        result = layout(self.members, wanted, processes)
-        _device_sharding(wanted // processes)  # raises where there are fewer
-        return result
+        return layout(self.members, len(devices), processes)
+
+    @functools.cached_property
+    def _by_slot(self) -> Any:
+        """Lay slots [D * M, ...] over the devices in use, of this process, to train."""
+        several, axis = jax.process_count() > 1, _axis(self.layout, train=True)
+        used = self._devices[: self.layout.devices]
+        return _sharding(jax.local_devices() if several else used, axis, axis)
+
+    def _put(self, tree: PyTree, sharding: Any) -> PyTree:
+        """Put a tree on the devices, or name its form there."""
+        if not self._abstract:
+            return jax.device_put(tree, sharding)
+        form = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+        return jax.tree.map(lambda x: form(x.shape, x.dtype), tree)
+
+    def _lay(self, what: str, tree: PyTree) -> PyTree:
+        """Lay members [K, ...] into their slots, [D * M, ...]."""
+        member, _ = _slots(self.layout)
+
+        def lay(x):
+            slots = self._put(np.asarray(_numbers(what, x))[member], self._by_slot)
+            return jax.block_until_ready(slots)  # leaf by leaf: one on the host at once
+
+        return jax.tree.map(functools.partial(_on_data, lay), tree)
 
     @functools.cached_property
     def _member(self) -> _Member:
-        return _Member(*(getattr(self, name) for name in _Member._fields))
+        member = _Member(*(getattr(self, name) for name in _Member._fields))
+        # Micro-batches are for a CPU's cache.
+        other = self.microbatch == "auto" and self._devices[0].platform != "cpu"
+        return member._replace(microbatch=None) if other else member
 
     @functools.cached_property
     def _hyper(self) -> tuple:
@@ -1990,7 +2030,7 @@ class Trainer:
             return ()
         expected = f"arrays [K, ...], an entry for each of the {self.members} members"
         _check_axes("hyper", self.hyper, self.members, expected=expected)
-        return (_lay("hyper", self.hyper, self.layout),)
+        return (self._lay("hyper", self.hyper),)
 
     @functools.cached_property
     def _frozen(self) -> tuple:
@@ -2009,11 +2049,13 @@ class Trainer:
         and frozen one of all.
         """
         if f.__name__ not in self._programs:
-            how = self.layout, train, self.at_once
+            how = self._devices, self.layout, train, self.at_once
             self._programs[f.__name__] = _over_members(f, *how)
         of_slot = {"hyper": self._hyper, **of_slot}
         args = state, of_slot, {"frozen": self._frozen, **of_all}
         program = self._programs[f.__name__]
+        if self._abstract:
+            raise _Lowered(program.args[0].lower(*args))
         return _consume(self, program, *args) if train else program(*args)
 
     def _place_state(self, state):
@@ -2025,10 +2067,10 @@ class Trainer:
             _check_draws(state.key, self.at_once)
             both = jax.random.key_data(state.key), members
             _call("a state of another trainer", expected, _check_keys, *both)
-        there = _layout_sharding(self.layout)
-        if all(getattr(x, "sharding", 0) == there for x in jax.tree.leaves(state)):
+        leaves = jax.tree.leaves(state)
+        if all(getattr(x, "sharding", 0) == self._by_slot for x in leaves):
             return state  # as init and scatter put it
-        return jax.device_put(_private("state", state), there)
+        return self._put(_private("state", state), self._by_slot)
 
     # Making and moving the members
 
@@ -2067,15 +2109,15 @@ class Trainer:
             shards = [shard.data for shard in x.addressable_shards]
             x = jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
             copies = _gather_devices(x)  # [D * M, ...]
-            for i, copy in enumerate(copies):
+            for i, own in enumerate(copies):
                 first = i - i % self.layout.replicas
-                if i > first and copy.tobytes() != copies[first].tobytes():
+                if i > first and own.tobytes() != copies[first].tobytes():
                     name, remedy = jax.tree_util.keystr(path), "go on from a checkpoint"
-                    if name.startswith(".model_state") and copy.dtype.kind in "biu":
+                    if name.startswith(".model_state") and own.dtype.kind in "biu":
                         remedy += ", or, if it depends on the batch, make it a float"
                     raise RuntimeError(
-                        f"replicas differ: {name} on device {jax.devices()[i]} is not "
-                        f"what it is on {jax.devices()[first]}; {remedy}"
+                        f"replicas differ: {name} on device {self._devices[i]} is not "
+                        f"what it is on {self._devices[first]}; {remedy}"
                     )
             return _take(copies, self.layout)
 
@@ -2113,7 +2155,39 @@ class Trainer:
         _check_axes("members' state", gathered, self.members, expected=expected)
         if gathered.key is not None:
             _check_keys(jax.random.key_data(gathered.key), range(self.members))
-        return _lay("members' state", gathered, self.layout)
+        return self._lay("members' state", gathered)
+
+    def lower(self, method: str, *args: PyTree, **options) -> jax.stages.Lowered:
+        """Lower the program of init, update, epoch or predict, and place nothing.
+
+        `args` and `options` are those of the method, without the state; arrays among
+        them may be `jax.ShapeDtypeStruct`.  The program is for the trainer's devices,
+        which may be those of a topology that is described alone
+        (`jax.experimental.topologies`).  `lower(...).compile().memory_analysis()` says
+        how many bytes it takes on each.
+
+        Raises ValueError as the method does, and for another method.
+        """
+
+        if method not in ("init", "update", "epoch", "predict"):
+            raise ValueError(f"method is {method!r}; it has no program to lower")
+
+        def zeros(x):  # in the memory of one, whatever the shape
+            zero = np.zeros((), jnp.result_type(x))
+            return np.broadcast_to(zero, np.shape(x))
+
+        twin, state = copy.copy(self), ()
+        vars(twin)["_abstract"] = True
+        if method != "init":
+            made = self.lower("init", jax.random.key(0)).out_info
+            form = jax.ShapeDtypeStruct
+            state = (jax.tree.map(lambda x: form(x.shape, x.dtype), made),)
+            vars(twin)["latest"] = state[0]  # as if it were a step's result
+            args = jax.tree.map(zeros, args)
+        try:
+            return getattr(twin, method)(*state, *args, **options)
+        except _Lowered as made:
+            return made.args[0]
 
     # Training
 
@@ -2175,7 +2249,7 @@ class Trainer:
             return {}, self.place(jax.tree.map(lambda x: x[0], cuts))
         at = (member, part) if own else part
         dealt = jax.tree.map(lambda x: x[at], cuts)
-        dealt = jax.device_put(dealt, _layout_sharding(self.layout))
+        dealt = self._put(dealt, self._by_slot)
         return dealt, {"parts": np.int32(parts)} if replicas > 1 else {}
 
     def epoch(
@@ -2222,9 +2296,9 @@ class Trainer:
         return self._place("data", data)
 
     def _place(self, what, tree):
-        mesh = _layout_sharding(self.layout).mesh
+        mesh = self._by_slot.mesh
         everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        return jax.device_put(_private(what, tree), everywhere)
+        return self._put(tree if self._abstract else _private(what, tree), everywhere)
 
     def _warn_if_equal(self, state, order=()):
         known = self.members == 1 or self.hyper is not None or self.stateful
