@@ -104,7 +104,7 @@ def cases(names, *rows):
 D = 8
 SGD = pe.sgd(0.1, momentum=0.9)
 METHODS = "init update epoch place predict predict_members gather scatter like layout"
-METHODS = METHODS.split()
+METHODS = [*METHODS.split(), "lower"]
 
 
 def member(tree, i):

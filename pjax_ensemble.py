@@ -1957,13 +1957,14 @@ class Trainer:
         return f"Trainer({', '.join(names)}, {self.layout})"
 
     def __getstate__(self) -> dict:  # a copy makes programs of its own
-        return {name: x for name, x in vars(self).items() if name != "_programs"}
+        own = "_programs", "_devices", "_by_slot"
+        return {name: x for name, x in vars(self).items() if name not in own}
 
     @functools.cached_property
     def _devices(self) -> Sequence:
         """The devices to use at most, of all processes."""
-        given = self.devices
-        if given is None or np.ndim(given) == 0:
+        given: Any = self.devices
+        if np.ndim(given) == 0:
             lack = given and _lack(_count("devices", given) // jax.process_count())
             if lack:
                 raise ValueError(lack)
@@ -1986,10 +1987,8 @@ class Trainer:
         processes, devices = jax.process_count(), self._devices
         alike = jax.device_count() == processes * jax.local_device_count()
         if processes > 1 and not (alike and devices == jax.devices()):
-            raise ValueError(
-                f"devices is {len(devices)}; {processes} processes use all of their "
-                f"{jax.device_count()}, and each as many"
-            )
+            found = f"devices is {len(devices)}; {processes} processes use all of their"
+            raise ValueError(f"{found} {jax.device_count()}, and each as many")
         return layout(self.members, len(devices), processes)
 
     @functools.cached_property
@@ -2157,37 +2156,34 @@ class Trainer:
             _check_keys(jax.random.key_data(gathered.key), range(self.members))
         return self._lay("members' state", gathered)
 
-    def lower(self, method: str, *args: PyTree, **options) -> jax.stages.Lowered:
-        """Lower the program of init, update, epoch or predict, and place nothing.
+    def lower(self, method: str, *args: PyTree, **options: Any) -> jax.stages.Lowered:
+        """Lower the program of init, update, epoch or predict; run and place nothing.
 
-        `args` and `options` are those of the method, without the state; arrays among
-        them may be `jax.ShapeDtypeStruct`.  The program is for the trainer's devices,
-        which may be those of a topology that is described alone
+        It takes the arguments of the method without the state, arrays [B, ...] or forms
+        of arrays, `jax.ShapeDtypeStruct`.  The program is for the trainer's devices,
+        and these may be a topology's, which nobody has to own
         (`jax.experimental.topologies`).  `lower(...).compile().memory_analysis()` says
-        how many bytes it takes on each.
+        how many bytes the program takes on each.
 
         Raises ValueError as the method does, and for another method.
         """
-
         if method not in ("init", "update", "epoch", "predict"):
             raise ValueError(f"method is {method!r}; it has no program to lower")
 
         def zeros(x):  # in the memory of one, whatever the shape
-            zero = np.zeros((), jnp.result_type(x))
-            return np.broadcast_to(zero, np.shape(x))
+            return np.broadcast_to(np.zeros((), jnp.result_type(x)), np.shape(x))
 
-        twin, state = copy.copy(self), ()
+        twin = copy.copy(self)
         vars(twin)["_abstract"] = True
         if method != "init":
-            made = self.lower("init", jax.random.key(0)).out_info
-            form = jax.ShapeDtypeStruct
-            state = (jax.tree.map(lambda x: form(x.shape, x.dtype), made),)
-            vars(twin)["latest"] = state[0]  # as if it were a step's result
-            args = jax.tree.map(zeros, args)
+            made, form = self.lower("init", jax.random.key(0)), jax.ShapeDtypeStruct
+            state = jax.tree.map(lambda x: form(x.shape, x.dtype), made.out_info)
+            vars(twin)["latest"] = state  # as if it were a step's result
+            args = state, *jax.tree.map(zeros, args)
         try:
-            return getattr(twin, method)(*state, *args, **options)
-        except _Lowered as made:
-            return made.args[0]
+            return getattr(twin, method)(*args, **options)
+        except _Lowered as stopped:
+            return stopped.args[0]
 
     # Training
 

@@ -1935,6 +1935,65 @@ def test_programs_lowered_for_other_platforms_convolve():
         assert found == expected
 
 
+@cases("members, devices", *LAYOUTS)
+def test_a_lowered_program_is_the_one_that_runs(members, devices):
+    def text_of(program, alone, *args):
+        texts.append(program.lower(*args).as_text())
+        return run(program, alone, *args)
+
+    trainer = noisy_trainer.__wrapped__(
+        *(members, devices), apply_fn=lambda p, _, x: net(p, x), chunk=8
+    )
+    (batch,), order, run, texts = net_batches(1), orders(members)[0], pe._run, []
+    own = [np.stack([x] * members) for x in batch]
+    forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (batch, own))
+    with mock.patch.object(pe, "_run", text_of):
+        state = trainer.init(KEY)
+        assert trainer.lower("init", KEY).as_text() == texts.pop()
+        for method, given, same, options in (
+            ("update", batch, forms[0], {}),
+            ("update", own, forms[1], dict(per_member=True)),
+            ("epoch", (image_data(), order), (image_data(), order), {}),
+            ("predict", batch[:1], forms[0][:1], {}),
+        ):
+            getattr(trainer, method)(trainer.latest or state, *given, **options)
+            assert trainer.lower(method, *same, **options).as_text() == texts.pop()
+
+
+def test_a_program_is_lowered_without_memory_and_for_devices_that_are_not_there():
+    trainer = net_trainer.__wrapped__(3, 2)
+    images = jax.ShapeDtypeStruct((2**30, 8, 8, 1), np.uint8)
+    data = images, jax.ShapeDtypeStruct(images.shape[:1], np.int64)
+    order = jax.ShapeDtypeStruct((256, 16), np.int32)
+    with mock.patch.object(jax, "device_put", side_effect=InterruptedError):
+        lowered = trainer.lower("epoch", data, order)
+    shapes = [x.shape for x in jax.tree.leaves(lowered.in_avals)]
+    assert images.shape in shapes and order.shape in shapes
+    assert trainer.latest is None
+    said = said_by(ValueError, trainer.lower, "gather")
+    assert said == "method is 'gather'; it has no program to lower"
+    bad = said_by(ValueError, trainer.lower, "update", *data[:1], order)
+    assert "first axes of the batch" in bad
+    vars(trainer)["_abstract"] = True  # as for a topology's
+    assert "are a topology's; use T" in said_by(ValueError, trainer.init, KEY)
+
+
+def test_devices_may_be_given():
+    ends = []
+    for asked in 3, jax.devices()[6:3:-1]:  # and of these the first
+        for members in 5, 2, 1:
+            trainer, state = begin(net_trainer.__wrapped__(members, asked))
+            state, losses = trainer.update(state, *net_batches(1, 12)[0])
+            there = list(trainer.scatter(trainer.gather(state)).params[0][0].devices())
+            used = jax.devices()[:3] if asked == 3 else asked
+            assert {*there} == {*used[: trainer.layout.devices]}
+            state, more = trainer.epoch(state, image_data(), orders(1)[0])
+            assert losses.devices() == more.devices() == {used[0]}
+            probs = trainer.predict_members(state, image_data()[0])
+            ends.append((losses, more, probs, trainer.gather(state)))
+    assert leaves_equal(ends[:3], ends[3:])
+
+
 @every_layout
 def test_an_epoch_in_pieces_ends_in_the_same_bits(members, devices):
     trainer, order = noisy_trainer(members, devices), orders(members)
@@ -2350,21 +2409,14 @@ def test_members_that_share_a_device_are_held_once(optimized, method, at_once):
             x = jax.nn.relu(x @ layer)
         return (x**2).mean()
 
-    def analyze(program, _, *args):
-        if args[0] is None:  # it has no state, and so is `init`
-            return run(program, _, *args)
-        memory.append(program.lower(*args).compile().memory_analysis())
-        raise InterruptedError  # it need not run
-
-    memory, run, x = [], pe._run, randn(0, 4, 128)
+    memory, x = [], randn(0, 4, 128)
     given = {"update": (x,), "epoch": ((x,), np.arange(4)[None])}[method]
-    with mock.patch.object(pe, "_run", analyze):
-        for members in at_once, 8:
-            options = dict(members=members, devices=1, at_once=at_once)
-            trainer, state = begin(pe.make_trainer(init, loss_fn, SGD, **options))
-            with pytest.raises(InterruptedError):
-                getattr(trainer, method)(state, *given)
-    one = sum(x.nbytes for x in jax.tree.leaves(state[:2])) // 8
+    for members in at_once, 8:
+        options = dict(members=members, devices=1, at_once=at_once)
+        trainer = pe.make_trainer(init, loss_fn, SGD, **options)
+        memory.append(trainer.lower(method, *given).compile().memory_analysis())
+    state = trainer.like()
+    one = sum(4 * x.size for x in jax.tree.leaves(state[:2])) // 8
     few, all_of_them = memory
     assert few.alias_size_in_bytes >= at_once * one  # the state's buffers are reused
     assert all_of_them.alias_size_in_bytes >= 8 * one
@@ -2373,34 +2425,29 @@ def test_members_that_share_a_device_are_held_once(optimized, method, at_once):
 
 
 def test_what_is_frozen_is_copied_and_in_no_program():
-    def lower(program, _, *args):
-        texts.append(program.lower(*args).as_text())
-        return run(program, _, *args)
-
     def loss_fn(w, x, frozen):
         return jnp.mean((x @ frozen @ w) ** 2)
 
-    texts, run, frozen = [], pe._run, aligned(randn(0, 400, 4))
-    options = dict(members=2, devices=2, frozen=frozen, output=None)
-    with mock.patch.object(pe, "_run", lower):
-        trainer = pe.make_trainer(
-            lambda key, frozen: jax.random.normal(key, (4, 4)) + frozen[:4],
-            loss_fn,
-            SGD,
-            apply_fn=lambda w, x, frozen: x @ frozen @ w,
-            **options,
-        )
-        x = randn(1, 8, 400)
-        expected = x @ frozen
-        frozen[:] = np.nan
-        state, losses = trainer.update(trainer.init(KEY), x)
-        weights = trainer.gather(state).params
-        state, _ = trainer.epoch(state, (x,), np.arange(8).reshape(2, 4))
-        found = trainer.predict_members(trainer.scatter(trainer.gather(state)), x)
+    frozen, x, rows = aligned(randn(0, 400, 4)), randn(1, 8, 400), np.arange(8)
+    trainer = pe.make_trainer(
+        lambda key, frozen: jax.random.normal(key, (4, 4)) + frozen[:4],
+        loss_fn,
+        SGD,
+        apply_fn=lambda w, x, frozen: x @ frozen @ w,
+        **dict(members=2, devices=2, frozen=frozen, output=None),
+    )
+    expected = x @ frozen
+    frozen[:] = np.nan
+    state, losses = trainer.update(trainer.init(KEY), x)
+    weights = trainer.gather(state).params
+    state, _ = trainer.epoch(state, (x,), rows.reshape(2, 4))
+    found = trainer.predict_members(trainer.scatter(trainer.gather(state)), x)
+    given = ("init", KEY), ("update", x), ("epoch", (x,), rows[None]), ("predict", x)
+    texts = [trainer.lower(*args).as_text() for args in given]
     assert np.isfinite(losses).all() and np.isfinite(weights).all()
     for one, w in zip(found, trainer.gather(state).params):
         assert_close(one, expected @ w)
-    assert len(texts) == 4 and max(map(len, texts)) < 100_000
+    assert max(map(len, texts)) < 100_000
     assert not any(re.search(r"dense<[^>]{1000}", text) for text in texts)
 
 
@@ -2995,6 +3042,9 @@ test_trainer_is_not_made_of = refuses(
     *out_of_range("at_once", None, lambda n: making(at_once=n)(), *NO_COUNTS),
     *out_of_range("microbatch", None, lambda n: making(microbatch=n)(), 0, "all"),
     (making(devices=9), "9 devices are asked for; there are 8"),
+    (making(devices=[]), r"devices are \[\]; expected one or more, each once"),
+    (making(devices=jax.devices()[:1] * 2), "devices are .* each once, of one plat"),
+    (making(devices=[mock.Mock(platform=x) for x in "ab"]), "are .*of one platform"),
     (making(optimizer=lambda h: SGD), "optimizer is function; expected one with init"),
     (making(hyper=np.ones(2)), "optimizer: .*; with hyper, expected a function"),
     (making(hyper=np.ones(3)), r"\[\(3,\)\]; expected arrays \[K, ...\].* 2 members"),
