@@ -1882,10 +1882,10 @@ class Trainer:
         Those of `make_sync_update`, and so is the step.
     members, devices
         How many models, each of which has to fit on one device, and on how many devices
-        at most, by default all; or a sequence of devices.  Where there are more devices
-        than members, each sees a
-        part of its member's batch, and losses are averaged: for a loss that is no mean
-        over its examples, pass as many devices as members, or fewer.
+        at most, by default all, or on which: a sequence of devices of one platform.
+        Where there are more devices than members, each sees a part of its member's
+        batch, and losses are averaged: for a loss that is no mean over its examples,
+        pass as many devices as members, or fewer.
     apply_fn(params, inputs) -> outputs, with `stateful` (params, model_state, inputs)
         For predicting: any tree of arrays [B, ...] to any such tree, each example by
         itself: `chunk` at a time on a device, or of fewer a power of two, some of them
@@ -2165,10 +2165,13 @@ class Trainer:
         (`jax.experimental.topologies`).  `lower(...).compile().memory_analysis()` says
         how many bytes the program takes on each.
 
-        Raises ValueError as the method does, and for another method.
+        Raises ValueError as the method does, for another method, and where JAX runs in
+        several processes.
         """
         if method not in ("init", "update", "epoch", "predict"):
             raise ValueError(f"method is {method!r}; it has no program to lower")
+        if (count := jax.process_count()) > 1:
+            raise ValueError(f"there are {count} processes; lower in one of its own")
 
         def zeros(x):  # in the memory of one, whatever the shape
             return np.broadcast_to(np.zeros((), jnp.result_type(x)), np.shape(x))
