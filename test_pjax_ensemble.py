@@ -2591,7 +2591,7 @@ class Labelled(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 def foreign(images, labels):  # of another order of bytes, too
-    return Labelled(images), labels.astype(labels.dtype.newbyteorder())
+    return Labelled(images.astype(">u2")), labels.astype(labels.dtype.newbyteorder())
 
 
 def tensors(*data):
