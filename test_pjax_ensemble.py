@@ -2948,7 +2948,8 @@ def test_an_optimizer_keeps_the_form_of_its_state(new, message):
 
 
 def test_the_optimizer_of_the_docstring_runs():
-    code = re.search(r"\n\n((?: {8}.*\n|\n)+)", pe.Optimizer.__doc__)[1]
+    text = inspect.getdoc(pe.Optimizer)
+    code = re.search(r"\n\n((?: {4}.*\n|\n)+)", text)[1]
     names = dict(jax=jax, jnp=jnp, Optimizer=pe.Optimizer)
     exec(textwrap.dedent(code), names)
     update, state = sync(product, names["optimizer"]), jnp.ones((1, 2))
