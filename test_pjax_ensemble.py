@@ -309,6 +309,8 @@ def test_init_has_zero_bias_and_the_variance_of_he():
         assert_allclose(params.weight.std(), he, rtol=0.02)  # of 25,600 draws or more
         assert not params.bias.any() and params.bias.shape == shape[-1:]
     assert pe.conv_init(jax.random.key(0), 1, 2, (2, 3), bias=False).bias is None
+    norm, stats = pe.batch_norm_init(1)
+    assert (*norm, *stats) == (1, 0, 0, 1)
     with enable_x64(True):
         params = pe.cnn_init(KEY), pe.batch_norm_init(3), pe.dense_init(KEY, 2, 3)
         assert {x.dtype for x in jax.tree.leaves(params)} == {np.dtype(float)}
@@ -1805,7 +1807,9 @@ def test_programs_without_others_convolutions_are_not_touched():
         lambda key: pe.cnn_init(key, image_shape=(8, 8, 1)), jax.random.key(0)
     )
     programs = [jax.make_jaxpr(pe.cnn)(params, images.astype(np.float32))]
-    programs += [jax.make_jaxpr(dilated)(*map(np.ones, CONVOLUTIONS["NHWC"][:2]))]
+    for padding in PADDINGS:
+        convolve = functools.partial(dilated, padding=padding)
+        programs += [jax.make_jaxpr(convolve)(*map(np.ones, CONVOLUTIONS["NHWC"][:2]))]
     grads = jax.value_and_grad(net_loss)
     programs += [jax.make_jaxpr(grads)(net_init(jax.random.key(0)), images, labels)]
     if jax.__version_info__ >= (0, 10):  # 0.5 does not say what is for which platform
@@ -2634,7 +2638,7 @@ class Labelled(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 def foreign(images, labels):  # of another order of bytes, too
-    return Labelled(images), labels.astype(labels.dtype.newbyteorder())
+    return Labelled(images.astype(">u2")), labels.astype(labels.dtype.newbyteorder())
 
 
 def tensors(*data):
@@ -2991,7 +2995,8 @@ def test_an_optimizer_keeps_the_form_of_its_state(new, message):
 
 
 def test_the_optimizer_of_the_docstring_runs():
-    code = re.search(r"\n\n((?: {8}.*\n|\n)+)", pe.Optimizer.__doc__)[1]
+    text = inspect.getdoc(pe.Optimizer)
+    code = re.search(r"\n\n((?: {4}.*\n|\n)+)", text)[1]
     names = dict(jax=jax, jnp=jnp, Optimizer=pe.Optimizer)
     exec(textwrap.dedent(code), names)
     update, state = sync(product, names["optimizer"]), jnp.ones((1, 2))
@@ -3116,6 +3121,7 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         (r"data .*\[\(10,\), \(240,\)\]", trainer.epoch, (data[0], ten[1]), rows),
         ("batch: found 1099511627776, beyond int", trainer.update, *data[:1], large),
         ("inputs: found MaskedArray of ", trainer.predict, np.ma.array(data[0])),
+        ("inputs: found 1099511627776, bey", trainer.predict_members, large[:4]),
         ("inputs: found ndarray of .*f4", trainer.predict, np.zeros(8, "f4,f4")),
         ("batch: requires grad.*; expected", trainer.update, *data[:1], Attached()),
         ("state is traced", lambda s: jax.jit(trainer.predict)(s, data[0])),
