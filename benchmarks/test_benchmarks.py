@@ -85,10 +85,6 @@ HLO = """HloModule jit_f, is_scheduled=true
   ROOT %lt = pred[] compare(%i, %n), direction=LT
 }
 
-%branch (x: f32[4]) -> f32[4] {
-  ROOT %all = f32[8]{0} all-gather(%x), dimensions={0}
-}
-
 ENTRY %main (x: f32[4]) -> f32[4] {
   %w = (s32[], /*index=1*/f32[4]{0}) while(%t), condition=%unknown, body=%body, \
 backend_config={"known_trip_count":{"n":"8"}}
@@ -96,6 +92,10 @@ backend_config={"known_trip_count":{"n":"8"}}
   %u = (s32[], f32[4]{0}) while(%v), condition=%unknown, body=%body
   %c = f32[4]{0} conditional(%p, %x), branch_computations={%branch, %fused}
   ROOT %z = f32[4]{0} custom-call(%c), custom_call_target="convolve"
+}
+
+%branch (x: f32[4]) -> f32[4] {
+  ROOT %all = f32[8]{0} all-gather(%x), dimensions={0}
 }
 """.replace("\\\n", "")
 
