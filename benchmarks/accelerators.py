@@ -19,7 +19,8 @@ XLA's estimates for TPUs, billions of operations and gigabytes accessed.  They c
 body of a loop once: one turn over members, one step of an epoch.
 
 Nothing runs.  For GPUs, cuBLAS computes products, in 34 MB of its own: to choose among
-kernels, XLA would try them on a GPU.  The status is 1 where a program does not compile.
+kernels, XLA would try them on a GPU.  The status is 1 where a program does not compile,
+or an update has a loop whose end is not known.
 """
 
 import argparse
@@ -229,6 +230,7 @@ def count(computations: dict[str, list[tuple]], name: str) -> collections.Counte
 # ---------------------------------------------------------------------------------
 
 COLUMNS = "seconds | arguments, MB | temporary | all | in states | endless loops"
+ENDLESS = COLUMNS.count("|")
 COLUMNS = f"{COLUMNS} | meetings | MB | kernels | Gop | GB"
 
 
@@ -291,6 +293,7 @@ def main() -> None:
                 what = name, network, program, members, at_once
                 try:
                     cells = cells_of(network, devices, *what[2:])
+                    failures += program == "update" and cells[ENDLESS] > 0
                 except jax.errors.JaxRuntimeError as error:
                     failures += 1
                     cells = [f"does not compile: {str(error).splitlines()[0]}"]

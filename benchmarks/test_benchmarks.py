@@ -97,10 +97,10 @@ backend_config={"known_trip_count":{"n":"8"}}
 %branch (x: f32[4]) -> f32[4] {
   ROOT %all = f32[8]{0} all-gather(%x), dimensions={0}
 }
-""".replace("\\\n", "")
+"""
 
 
-def test_compiled_programs_are_counted_turn_by_turn(capsys):
+def test_compiled_programs_are_counted_turn_by_turn():
     found = accelerators.count(*accelerators.read(HLO))
     turns = 8 + 3 + 1
     expected = dict(endless=1, meetings=turns + 1, bytes=28 * turns + 32)
