@@ -109,6 +109,16 @@ def cnn(params, images):
     return pe.cnn(params, images.astype(jnp.float32) / 255)
 
 
+def wide_init(key):  # nothing but kernels, 9 million parameters
+    return [pe.conv_init(k, 512, 512, bias=False) for k in jax.random.split(key, 4)]
+
+
+def wide(params, images):
+    for layer in params:
+        images = jax.nn.relu(pe.conv(layer, images))
+    return images.mean((1, 2))
+
+
 def transformer_init(key, width=512, layers=8, words=8192):  # 29 million parameters
     keys = jax.random.split(key, (layers + 1, 4))
     sizes = (width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)
@@ -131,9 +141,11 @@ def transformer(params, tokens, heads=8):
 SGD, ADAM = pe.sgd(0.1, momentum=0.9), pe.adam(1e-3)
 MNIST = form(60_000, 28, 28, 1, dtype=np.uint8), form(60_000)
 TABLE, TEXT = (form(1000, 8, dtype=np.float32), form(1000)), (form(1000, 256),) * 2
+MAPS = form(1000, 8, 8, 512, dtype=np.float32), form(1000)
 NETWORKS = {
     "small": Network(small_init, small, ADAM, 100, TABLE, per_device=100),
     "cnn": Network(pe.cnn_init, cnn, SGD, 128, MNIST),
+    "wide": Network(wide_init, wide, SGD, 8, MAPS),
     "batchnorm": Network(None, None, None, 64, MNIST, per_device=0, sync=True),
     "transformer": Network(transformer_init, transformer, ADAM, 8, TEXT, sync=True),
 }
