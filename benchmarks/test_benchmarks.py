@@ -7,6 +7,7 @@ import re
 import sys
 from unittest import mock
 
+import accelerators
 import devices as machines
 import faults
 import interrupts as interruptions
@@ -54,6 +55,69 @@ def test_memory_has_a_row_for_each_call_and_a_time_for_each_member(tmp_path, cap
     assert re.match(r"update: \d\.\d{4} s per member, \d+\.\d\d times one alone", last)
     array, most = memory.peak(np.ones, 2**24)  # 128 MiB
     assert array.nbytes <= most
+
+
+# A loop of eight turns, as the compiler for GPUs prints it; one of three, as that
+# for TPUs does; and one whose end is not known.
+HLO = """HloModule jit_f, is_scheduled=true
+
+%fused (p: f32[4]) -> f32[4] {
+  ROOT %add.1 = f32[4]{0} add(%p, %p)
+}
+
+%body (s: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %s = (s32[], f32[4]{0:T(8)(2,1)S(1)}) parameter(0)
+  %x = f32[4]{0} get-tuple-element(%s), index=1
+  %meet = (f32[4]{0}, bf16[2,3]{1,0}) all-reduce-start(%x, %y), to_apply=%fused
+  %met = (f32[4]{0}, bf16[2,3]{1,0}) all-reduce-done(%meet)
+  %y = f32[4]{0} fusion(%x), kind=kLoop, calls=%fused
+  ROOT %t = (s32[], f32[4]{0}) tuple(%i, %y)
+}
+
+%below (s: (s32[], f32[4])) -> pred[] {
+  %three = s32[]{:T(128)} constant(3), metadata={op_name="while"}
+  %i = s32[] get-tuple-element(%s), index=0
+  ROOT %lt = pred[] compare(%i, %three), direction=LT, metadata={op_name="%lt"}
+}
+
+%unknown (s: (s32[], f32[4])) -> pred[] {
+  %three = s32[] constant(3)
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %w = (s32[], /*index=1*/f32[4]{0}) while(%t), condition=%unknown, body=%body, \
+backend_config={"known_trip_count":{"n":"8"}}
+  %v = (s32[], f32[4]{0}) while(%w), condition=%below, body=%body
+  %u = (s32[], f32[4]{0}) while(%v), condition=%unknown, body=%body
+  %c = f32[4]{0} conditional(%p, %x), branch_computations={%branch, %fused}
+  ROOT %z = f32[4]{0} custom-call(%c), custom_call_target="convolve"
+}
+
+%branch (x: f32[4]) -> f32[4] {
+  ROOT %all = f32[8]{0} all-gather(%x), dimensions={0}
+}
+"""
+
+
+def test_compiled_programs_are_counted_turn_by_turn():
+    found = accelerators.count(*accelerators.read(HLO))
+    turns = 8 + 3 + 1
+    expected = dict(endless=1, meetings=turns + 1, bytes=28 * turns + 32)
+    # A meeting and a fusion per turn; two branches, each of one; the custom call.
+    assert found == expected | dict(kernels=2 * turns + 2 + 1)
+    # On a CPU the optimizer's loop has an end that is hidden, for each member once.
+    devices = jax.devices()[:2]
+    _, *sizes, states, endless, meetings, megabytes, kernels, _, _ = (
+        accelerators.cells_of("small", devices, "update", 4, 1)
+    )
+    assert (endless, meetings, float(megabytes)) == (2, 0, 0) and kernels > 10
+    assert float(states) > 2 and len(sizes) == 3
+    # Replicas average the gradients, 552 numbers, and the loss.
+    *_, meetings, megabytes, _, _, _ = accelerators.cells_of(
+        "small", devices, "update", 1, 1
+    )
+    assert meetings and megabytes == f"{553 * 4 / 1e6:.2f}"
 
 
 @posix

@@ -1,0 +1,317 @@
+"""Compile a trainer's programs for GPUs and TPUs that are not there; say what they are.
+
+The compilers are the accelerators' own, each in an environment of its own:
+
+    python -m pip install 'jax[tpu]'
+    python -m pip install jax jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12
+
+    python benchmarks/accelerators.py          # all devices of what is installed
+    python benchmarks/accelerators.py h100:8 v5e:2x4 --networks cnn --programs update
+    python benchmarks/accelerators.py --quick  # one small update per compiler
+
+A row per program has the seconds to compile it, and megabytes per device: arguments,
+temporary ones, and all together, these also in states of one member (its parameters and
+its optimizer's state).  Then come counts, per `update`, or per step of `epoch`: loops
+whose end XLA does not know, so that each turn begins by asking (`epoch` and `predict`
+have one per member, over the steps and over the examples); meetings of devices, and
+the megabytes that a device gives to them; kernels started.  The last two columns are
+XLA's estimates for TPUs, billions of operations and gigabytes accessed.  They count the
+body of a loop once: one turn over members, one step of an epoch.
+
+Nothing runs.  For GPUs, cuBLAS computes products, in 34 MB of its own: to choose among
+kernels, XLA would try them on a GPU.  The status is 1 where a program does not compile,
+or an update has a loop whose end is not known.
+"""
+
+import argparse
+import collections
+import importlib.util
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import pjax_ensemble as pe
+import train_mnist as tm
+
+# What XLA knows of an H100 (SXM, 80 GB).
+H100 = """gpu_device_info {
+  cuda_compute_capability { major: 9 } core_count: 132 fpus_per_core: 128
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536 clock_rate_ghz: 1.98
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472 l2_cache_size: 52428800
+  memory_bandwidth: 3352320000000 device_memory_size: 84942979072
+}
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 }"""
+SETTINGS = {
+    # No trials on a GPU, without which some of XLA's own kernels do not compile.
+    "XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false",
+    # In place of what libtpu would ask a TPU's machine.
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+GPUS, TPUS = ["h100:1", "h100:8"], ["v5e:2x4", "v6e:2x4", "v5e:16x16"]
+COMPILERS = {"jax_cuda12_plugin": GPUS, "libtpu": TPUS}
+
+
+def devices_of(name: str) -> list:
+    """Return the devices of a system as its compiler describes them."""
+    if name in TPUS:
+        return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    count = f"1x1x{name.partition(':')[2]}"  # slices, hosts in each, GPUs in each
+    how = dict(topology=count, target_config=H100)
+    return topologies.get_topology_desc(platform="cuda", **how).devices
+
+
+# ---------------------------------------------------------------------------------
+# Networks
+# ---------------------------------------------------------------------------------
+
+
+class Network(NamedTuple):
+    init: Callable
+    logits: Callable
+    optimizer: Any
+    batch: int  # of a member; in sync mode of a device
+    data: tuple  # forms of inputs and labels, [N, ...]
+    per_device: int = 8  # members, where there are several
+    sync: bool = False  # also as one model on all devices
+
+
+def form(*shape: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def small_init(key):
+    first, last = jax.random.split(key)
+    return pe.dense_init(first, 8, 50), pe.dense_init(last, 50, 2)
+
+
+def small(params, x):
+    return pe.dense(params[1], jax.nn.relu(pe.dense(params[0], x)))
+
+
+def cnn(params, images):
+    return pe.cnn(params, images.astype(jnp.float32) / 255)
+
+
+def wide_init(key):  # nothing but kernels, 9 million parameters
+    return [pe.conv_init(k, 512, 512, bias=False) for k in jax.random.split(key, 4)]
+
+
+def wide(params, images):
+    for layer in params:
+        images = jax.nn.relu(pe.conv(layer, images))
+    return images.mean((1, 2))
+
+
+def transformer_init(key, width=512, layers=8, words=8192):  # 29 million parameters
+    keys = jax.random.split(key, (layers + 1, 4))
+    sizes = (width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)
+    layers = [[pe.dense_init(k, *s) for k, s in zip(ks, sizes)] for ks in keys[1:]]
+    return pe.dense_init(keys[0, 0], words, width).weight, layers
+
+
+def transformer(params, tokens, heads=8):
+    """Map tokens [B, T] to logits of the next ones, [B, T, words]."""
+    table, layers = params
+    x, norm = table[tokens], jax.nn.standardize
+    for into, out, wide, narrow in layers:
+        each = pe.dense(into, norm(x)).reshape(*x.shape[:2], 3, heads, -1)
+        mixed = jax.nn.dot_product_attention(*jnp.moveaxis(each, 2, 0), is_causal=True)
+        x += pe.dense(out, mixed.reshape(x.shape))
+        x += pe.dense(narrow, jax.nn.gelu(pe.dense(wide, norm(x))))
+    return norm(x) @ table.T
+
+
+SGD, ADAM = pe.sgd(0.1, momentum=0.9), pe.adam(1e-3)
+MNIST = form(60_000, 28, 28, 1, dtype=np.uint8), form(60_000)
+TABLE, TEXT = (form(1000, 8, dtype=np.float32), form(1000)), (form(1000, 256),) * 2
+MAPS = form(1000, 8, 8, 512, dtype=np.float32), form(1000)
+NETWORKS = {
+    "small": Network(small_init, small, ADAM, 100, TABLE, per_device=100),
+    "cnn": Network(pe.cnn_init, cnn, SGD, 128, MNIST),
+    "wide": Network(wide_init, wide, SGD, 8, MAPS),
+    "batchnorm": Network(None, None, None, 64, MNIST, per_device=0, sync=True),
+    "transformer": Network(transformer_init, transformer, ADAM, 8, TEXT, sync=True),
+}
+
+
+def make(name: str, **how: Any) -> pe.Trainer:
+    if name == "batchnorm":  # the script's
+        sizes = {"image_shape": (28, 28, 1), "classes": range(10)}
+        members, devices = how["members"], how["devices"]
+        return tm.make_trainer(tm.RECIPES[name], members, devices, 1, sizes)
+    init, logits, optimizer, *_ = NETWORKS[name]
+
+    def loss_fn(params, x, y):
+        return pe.softmax_cross_entropy(logits(params, x), y).mean()
+
+    return pe.make_trainer(init, loss_fn, optimizer, apply_fn=logits, **how)
+
+
+def layouts(name: str, num_devices: int) -> list[tuple[int, int]]:
+    """Return the members, and how many are computed at once, of each trainer."""
+    network = NETWORKS[name]
+    found, most = [(1, 1)] * network.sync, network.per_device
+    if most:
+        found += [(num_devices, 1), *((most * num_devices, n) for n in (1, most))]
+    return [*dict.fromkeys(found)]
+
+
+# ---------------------------------------------------------------------------------
+# Programs, as XLA prints them
+# ---------------------------------------------------------------------------------
+
+MEETINGS = r"all-(reduce|gather|to-all)|reduce-scatter|collective-permute"
+FREE = (
+    r"parameter|constant|tuple|get-tuple-element|bitcast|after-all|copy-start|.*-done"
+)
+CALLS = r"(?:body|to_apply|calls|computations?)=(\{[^}]*\}|[^,\s]+)"
+
+
+def read(text: str) -> tuple[dict[str, list[tuple]], str]:
+    """Return operations (name, shape, opcode, rest) by computation, and the entry."""
+    computations: dict[str, list[tuple]] = {}
+    entry = ""
+    for line in text.splitlines():
+        if head := re.match(r"(ENTRY )?%?([\w.-]+) .*\{$", line):
+            operations = computations[head[2]] = []
+            entry = head[2] if head[1] else entry
+        elif found := re.match(r"  (?:ROOT )?%?(\S+) = (.*?) ([\w-]+)\((.*)", line):
+            operations.append(found.groups())
+    return computations, entry
+
+
+def num_bytes(shape: str) -> int:
+    """Return the bytes of a shape, of all parts of a tuple."""
+    parts = re.findall(r"(pred|[a-z]+(\d+))\w*\[([\d,]*)\]", shape)
+    sizes = [(int(bits or 8), axes.split(",")) for _, bits, axes in parts]
+    return sum(b * math.prod(map(int, filter(None, n))) // 8 for b, n in sizes)
+
+
+def turns(loop: str, condition: list[tuple]) -> int | None:
+    """Return how often a loop runs, or None where XLA does not know it."""
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop):
+        return int(known[1])
+    # On TPUs: while its counter, which begins at 0, is below a constant.
+    ends = {name: rest for name, _, opcode, rest in condition if opcode == "constant"}
+    *_, opcode, rest = condition[-1]
+    names = re.findall(r"[\w.-]+", rest.partition(")")[0])
+    known = [int(ends[name].partition(")")[0]) for name in names if name in ends]
+    return known[0] if opcode == "compare" and known else None
+
+
+def count(computations: dict[str, list[tuple]], name: str) -> collections.Counter:
+    """Count a computation's endless loops, meetings, their bytes, and kernels."""
+    total: collections.Counter = collections.Counter()
+    for _, shape, opcode, rest in computations[name]:
+        kind, times = opcode.removesuffix("-start"), 1
+        inner = re.findall(r"[\w.-]+", " ".join(re.findall(CALLS, rest)))
+        if kind == "while":
+            condition = re.search(r"condition=%?([\w.-]+)", rest)[1]
+            times = turns(rest, computations[condition])
+            total["endless"] += times is None
+        elif kind not in ("call", "conditional", "async"):
+            inner, meets = [], bool(re.fullmatch(MEETINGS, kind))
+            total["meetings"] += meets
+            total["bytes"] += num_bytes(shape) if meets else 0
+            total["kernels"] += not re.fullmatch(FREE, opcode)
+        for each in inner:
+            for key, value in count(computations, each).items():
+                total[key] += value * (times or 1)
+    return total
+
+
+# ---------------------------------------------------------------------------------
+# Rows
+# ---------------------------------------------------------------------------------
+
+COLUMNS = "seconds | arguments, MB | temporary | all | in states | endless loops"
+ENDLESS = COLUMNS.count("|")
+COLUMNS = f"{COLUMNS} | meetings | MB | kernels | Gop | GB"
+
+
+def cells_of(
+    name: str, devices: list, program: str, members: int, at_once: int
+) -> list:
+    """Compile a program; return what is in the columns."""
+    *_, batch, data, _, _ = NETWORKS[name]
+    batch *= len(devices) if members == 1 else 1
+    given = {"init": (jax.random.key(0),), "predict": data[:1]}
+    given["update"] = [form(batch, *x.shape[1:], dtype=x.dtype) for x in data]
+    given["epoch"] = data, form(256, batch)
+    trainer = make(name, members=members, devices=devices, at_once=at_once)
+    one = sum(np.prod(x.shape[1:]) * 4 for x in jax.tree.leaves(trainer.like()))
+    lowered, start = trainer.lower(program, *given[program]), time.perf_counter()
+    compiled = lowered.compile()
+    seconds, memory = time.perf_counter() - start, compiled.memory_analysis()
+    sizes = [memory.argument_size_in_bytes, memory.temp_size_in_bytes]
+    sizes += [sum(sizes) + memory.output_size_in_bytes - memory.alias_size_in_bytes]
+    found, cost = count(*read(compiled.as_text())), compiled.cost_analysis() or {}
+    costs = cost.get("flops"), cost.get("bytes accessed")
+    return [
+        f"{seconds:.0f}",
+        *(f"{x / 1e6:.1f}" for x in sizes),
+        f"{sizes[-1] / one:.1f}",
+        *(found["endless"], found["meetings"], f"{found['bytes'] / 1e6:.2f}"),
+        found["kernels"],
+        *(f"{x / 1e9:.2f}" if x else "-" for x in costs),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    there = [x for x in COMPILERS if importlib.util.find_spec(x)]
+    known = [name for compiler in there for name in COMPILERS[compiler]]
+    parser.add_argument("devices", nargs="*", metavar="NAME", help=f"of {GPUS + TPUS}")
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=[*NETWORKS])
+    programs = ["init", "update", "epoch", "predict"]
+    parser.add_argument("--programs", nargs="+", choices=programs, default=programs)
+    parser.add_argument("--quick", action="store_true", help="a small update of each")
+    args = parser.parse_args()
+    if not there or not {*args.devices} <= {*known}:
+        parser.error(f"the compilers that are installed know {known or 'no devices'}")
+    if args.quick:
+        args.networks, args.programs = ["small"], ["update"]
+        args.devices = [COMPILERS[compiler][0] for compiler in there]
+    os.environ |= SETTINGS | os.environ
+    jax.config.update("jax_platforms", "cpu")
+    print(f"| devices | network | program | K | at once | {COLUMNS} |\n|{'---|' * 16}")
+    failures = 0
+    for name in args.devices or known:
+        devices = devices_of(name)
+        trainers = [(x, *y) for x in args.networks for y in layouts(x, len(devices))]
+        for network, members, at_once in trainers:
+            for program in args.programs:
+                if at_once > 1 and program != "update":
+                    continue
+                what = name, network, program, members, at_once
+                try:
+                    cells = cells_of(network, devices, *what[2:])
+                    failures += program == "update" and cells[ENDLESS] > 0
+                except jax.errors.JaxRuntimeError as error:
+                    failures += 1
+                    cells = [f"does not compile: {str(error).splitlines()[0]}"]
+                print("|", " | ".join(map(str, [*what, *cells])), "|", flush=True)
+    sys.exit(failures > 0)
+
+
+if __name__ == "__main__":
+    main()
