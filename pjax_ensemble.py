@@ -1625,6 +1625,11 @@ def _in_place(f: Callable, states: PyTree, of_slot: PyTree, together: int) -> tu
     return states, metrics
 
 
+# On a GPU, XLA would keep the kernels of all members in cuDNN's order beside JAX's.
+# States are flat between the members there.  On a TPU, to make them flat is a copy.
+_FLAT_ON = ("gpu",)
+
+
 def _over_members(
     f: Callable, devices: Sequence, layout: Layout, train: bool, at_once: int
 ) -> Callable:
@@ -1643,14 +1648,35 @@ def _over_members(
     by_slot, everywhere = _sharding(devices, axis, axis), _sharding(devices, axis)
     given = by_slot, by_slot, everywhere
 
-    def on_device(state, of_slot, of_all):
-        def in_slot(state, of_slot):
-            return f(state, **of_slot, **of_all)
+    flat = devices[0].platform in _FLAT_ON and together < layout.members_per_device
 
+    def on_device(state, of_slot, of_all):
+        leaves, treedef = jax.tree.flatten(state)
+
+        def fold(state, *slots):
+            return (
+                [x.reshape(*slots, -1) for x in jax.tree.leaves(state)]
+                if flat
+                else state
+            )
+
+        def unfold(state, *slots):
+            if not flat:
+                return state
+            pairs = zip(state, leaves)
+            return treedef.unflatten(x.reshape(*slots, *y.shape[1:]) for x, y in pairs)
+
+        def in_slot(state, of_slot):
+            made = f(unfold(state), **of_slot, **of_all)
+            return (fold(made[0]), made[1]) if train else made
+
+        slots = layout.members_per_device
+        xs = fold(state, slots), of_slot
         if train:
-            return _in_place(in_slot, state, of_slot, together)
+            new, metrics = _in_place(in_slot, *xs, together)
+            return unfold(new, slots), metrics
         batch_size = None if together == 1 else together
-        return lax.map(lambda x: in_slot(*x), (state, of_slot), batch_size=batch_size)
+        return lax.map(lambda x: in_slot(*x), xs, batch_size=batch_size)
 
     specs = dict(in_specs=tuple(x.spec for x in given), out_specs=by_slot.spec)
     program = jax.jit(

@@ -1982,6 +1982,23 @@ def test_a_program_is_lowered_without_memory_and_for_devices_that_are_not_there(
     assert "are a topology's; use T" in said_by(ValueError, trainer.init, KEY)
 
 
+@cases("members, devices, at_once", (5, 3, 1), (4, 1, 3))
+def test_states_that_are_flat_between_members_are_the_same(members, devices, at_once):
+    options = dict(apply_fn=lambda p, _, x: net(p, x), at_once=at_once)
+    ends, reshaped, (batch,) = [], [], net_batches(1)
+    for flat in (), ("cpu",):
+        with mock.patch.object(pe, "_FLAT_ON", flat):
+            made = noisy_trainer.__wrapped__(members, devices, **options)
+            trainer, state = begin(made)
+            text = trainer.lower("update", *batch).as_text()
+            state, losses = trainer.update(state, *batch)
+            state, more = trainer.epoch(state, batch, np.arange(16).reshape(2, 8))
+            probs = trainer.predict_members(state, batch[0])
+        ends.append((losses, more, probs, trainer.gather(state)))
+        reshaped.append(text.count("stablehlo.reshape"))
+    assert leaves_equal(*ends) and reshaped[0] < reshaped[1]
+
+
 def test_devices_may_be_given():
     ends = []
     for asked in 3, jax.devices()[6:3:-1]:  # and of these the first
