@@ -1,11 +1,11 @@
-"""Compile a trainer's programs for GPUs and TPUs that are not there; say what they are.
+"""Compile a trainer's programs for GPUs and TPUs that are not there; print their sizes.
 
 The compilers are the accelerators' own, each in an environment of its own:
 
     python -m pip install 'jax[tpu]'
     python -m pip install jax jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12
 
-    python benchmarks/accelerators.py          # all devices of what is installed
+    python benchmarks/accelerators.py          # all devices of the installed packages
     python benchmarks/accelerators.py h100:8 v5e:2x4 --networks cnn --programs update
     python benchmarks/accelerators.py --quick  # one small update per compiler
 
@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import pjax_ensemble as pe
 import train_mnist as tm
 
-# What XLA knows of an H100 (SXM, 80 GB).
+# XLA's figures for an H100 (SXM, 80 GB).
 H100 = """gpu_device_info {
   cuda_compute_capability { major: 9 } core_count: 132 fpus_per_core: 128
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -58,7 +58,7 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 }"""
 SETTINGS = {
     # No trials on a GPU, without which some of XLA's own kernels do not compile.
     "XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false",
-    # In place of what libtpu would ask a TPU's machine.
+    # libtpu would ask a TPU's machine for these.
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -249,7 +249,7 @@ COLUMNS = f"{COLUMNS} | meetings | MB | kernels | Gop | GB"
 def cells_of(
     name: str, devices: list, program: str, members: int, at_once: int
 ) -> list:
-    """Compile a program; return what is in the columns."""
+    """Compile a program; return the entries of the columns."""
     *_, batch, data, _, _ = NETWORKS[name]
     batch *= len(devices) if members == 1 else 1
     given = {"init": (jax.random.key(0),), "predict": data[:1]}
