@@ -1647,18 +1647,15 @@ def _over_members(
     devices, axis = devices[: layout.devices], _axis(layout, train)
     by_slot, everywhere = _sharding(devices, axis, axis), _sharding(devices, axis)
     given = by_slot, by_slot, everywhere
-
     flat = devices[0].platform in _FLAT_ON and together < layout.members_per_device
 
     def on_device(state, of_slot, of_all):
         leaves, treedef = jax.tree.flatten(state)
 
         def fold(state, *slots):
-            return (
-                [x.reshape(*slots, -1) for x in jax.tree.leaves(state)]
-                if flat
-                else state
-            )
+            if not flat:
+                return state
+            return [x.reshape(*slots, -1) for x in jax.tree.leaves(state)]
 
         def unfold(state, *slots):
             if not flat:
@@ -2205,8 +2202,9 @@ class Trainer:
         twin = copy.copy(self)
         vars(twin)["_abstract"] = True
         if method != "init":
-            made, form = self.lower("init", jax.random.key(0)), jax.ShapeDtypeStruct
-            state = jax.tree.map(lambda x: form(x.shape, x.dtype), made.out_info)
+            slots, form = len(_slots(self.layout)[0]), jax.ShapeDtypeStruct
+            one = self.like()
+            state = jax.tree.map(lambda x: form((slots, *x.shape[1:]), x.dtype), one)
             vars(twin)["latest"] = state  # as if it were a step's result
             args = state, *jax.tree.map(zeros, args)
         try:

@@ -3047,6 +3047,9 @@ def test_microbatches_are_chosen_by_platform_and_batch(monkeypatch):
     assert sizes(128, stateful=True, **auto) == [128]
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert sizes(128, **auto) == [128]
+    monkeypatch.undo()
+    other = making(devices=[mock.Mock(platform="tpu")], **auto)()
+    assert other._abstract and other._member.microbatch is None
 
 
 NO_COUNTS = 0, -1, 1.5, True, "all"
