@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The pjax_ensemble authors.  SPDX-License-Identifier: MIT
 """Train K models on D devices, whatever K and D are, in one file of plain JAX.
 
-A training step is written once, for one model on one device.  All else is where its
-copies stand: members, independent models whose probabilities are averaged, or replicas,
-copies of one model that share its batch and average gradients.
+A training step is written once, for one model on one device.  The rest of the module
+places copies of it: members are independent models, whose probabilities are averaged;
+replicas are copies of one model, which share its batch and average their gradients.
 
     import jax, jax.numpy as jnp, numpy as np, pjax_ensemble as pe
 
@@ -22,11 +22,11 @@ copies of one model that share its batch and average gradients.
     state, losses = trainer.epoch(state, (images, labels), order)  # losses [5, 4]
     probs = trainer.predict_members(state, images)  # [5, 64, 10]
 
-One call a step, on batches that are split or replicated by hand, is what
-`make_sync_update` and `make_ensemble_update` do, with the same step.  Another file,
-`ensemble_metrics.py`, tells how far to trust the probabilities; this one trains alone.
+`make_sync_update` and `make_ensemble_update` take the same step, in one call per batch,
+which you split or replicate by hand.  Another file, `ensemble_metrics.py`, tells how
+far to trust the probabilities.  This file needs no other to train.
 
-Legend, used everywhere.  A replica is an identical copy, a member a model of its own.
+These letters are used everywhere:
 
     K   members of the ensemble        N, B, C  examples, a member's batch, classes
     D   devices in use                 H W I O  height, width, channels in, out
@@ -34,9 +34,8 @@ Legend, used everywhere.  A replica is an identical copy, a member a model of it
 
 Images are NHWC, kernels HWIO, labels integers, losses in nats per example.
 
-Contents: Layers, Network, Losses, Optimizers, Devices, Updates, Trainer,
-Checkpoints, Demo.  A section uses only what stands above it.  Importing it touches no
-device.
+Contents: Layers, Network, Losses, Optimizers, Devices, Updates, Trainer, Checkpoints,
+Demo.  Each section uses only the sections above it.  An import touches no device.
 """
 
 from __future__ import annotations
@@ -97,15 +96,29 @@ __all__ = [
 # fmt: on
 
 
-def __dir__() -> list[str]:  # what completion offers: no other module's names
+def __dir__() -> list[str]:  # for completion: without the imported modules' names
     return [*__all__, "__doc__", "__version__"]
 
 
 Array = jax.Array
 PyTree = Any
-Pair = int | Sequence[int]  # of heights and widths; one number is both
+Pair = int | Sequence[int]  # a height and a width; one number stands for both
 Real = float | Array  # a number, known or traced
 Schedule = Callable[[Any], Any]  # step count, from 0 -> learning rate
+
+# Functions that users write, each with its two or four forms.  A trainer with `hyper`,
+# `frozen` or both gives them these as last arguments, in this order.
+InitFn = Callable[..., PyTree]
+#   (key)                                params
+#   (key)                                (params, model_state)         stateful
+LossFn = Callable[..., Any]
+#   (params, *batch)                     loss
+#   (params, *batch)                     (loss, aux)                   has_aux
+#   (params, model_state, key, *batch)   (loss, model_state)           stateful
+#   (params, model_state, key, *batch)   (loss, (model_state, aux))    both
+ApplyFn = Callable[..., PyTree]
+#   (params, inputs)                     outputs
+#   (params, model_state, inputs)        outputs                       stateful
 
 
 # ---------------------------------------------------------------------------------
@@ -123,7 +136,7 @@ class Conv(NamedTuple):
 def _he_normal(key: Array, shape: Sequence[int]) -> Array:
     """Draw from N(0, 2 / fan_in), for layers before a relu (He et al. 2015, eq. 10)."""
     shape = [_count(f"an axis of weights {[*shape]}", n) for n in shape]
-    # Drawn flat, the numbers are the same, and XLA compiles them in half the time.
+    # XLA compiles a flat draw in half the time, and its numbers are the same.
     numbers = jax.random.normal(key, (math.prod(shape),)).reshape(shape)
     return numbers * math.sqrt(2 / math.prod(shape[:-1]))
 
@@ -150,8 +163,8 @@ def _pair(name: str, value: Pair) -> tuple[int, int]:
 def _output_size(images, size, stride, padding):
     """Return the (H', W') of windows on images [B, H, W, I], and zeros (above, left).
 
-    Sizes are those of `jax.lax.conv_general_dilated`: with "SAME", H' = ceil(H /
-    stride) and an odd row of zeros goes to the bottom or right; with "VALID",
+    Sizes are as in `jax.lax.conv_general_dilated`.  With "SAME", H' = ceil(H / stride),
+    and an odd row of zeros goes to the bottom or right.  With "VALID",
     H' = floor((H - kh) / stride) + 1.
     """
     if padding not in ("SAME", "VALID"):
@@ -168,13 +181,13 @@ def _output_size(images, size, stride, padding):
 
 
 def _shifted(x: Array, axis: int, count: int, length: int, stride: int = 1) -> list:
-    """Slice `count` views of `length` steps along an axis, from 0, 1, 2 ... on."""
+    """Slice `count` views of `length` steps along an axis; view i begins at i."""
     span = (length - 1) * stride + 1
     return [lax.slice_in_dim(x, i, i + span, stride, axis) for i in range(count)]
 
 
 def _check_features(inputs: Array, weight: Array, axis: int = -2) -> None:
-    """Check inputs [..., I] against the axis of a layer's parameters that has I."""
+    """Check inputs [..., I] against I, the length of an axis of a layer's weight."""
     features = weight.shape[axis]
     if inputs.shape[-1:] != (features,):
         expected = f"[..., {features}], as parameters of shape {weight.shape} take"
@@ -194,14 +207,21 @@ def conv_init(
     *,
     bias: bool = True,
 ) -> Conv:
-    """Draw a convolution: weights from N(0, 2 / fan_in), bias zero, or None without."""
+    """Draw a convolution: weights from N(0, 2 / fan_in), and a bias of zeros, or None.
+
+    Args:
+      key: random key of the weights.
+      in_channels, out_channels: the numbers I and O.
+      kernel_size: height and width of the kernel; one int is both.
+      bias: whether the layer has a bias.
+    """
     kh, kw = _pair("kernel_size", kernel_size)
     weight = _he_normal(key, (kh, kw, in_channels, out_channels))
     return Conv(weight, jnp.zeros(out_channels) if bias else None)
 
 
-# A convolution on CPU forms its patches and their products all at once where these are
-# few, else for chunks of the batch that stay in a core's cache.  Bytes.
+# On CPU, small convolutions form all patches at once; larger ones work in chunks of the
+# batch that fit a core's cache.  Both sizes are in bytes.
 _FEW_BYTES, _CHUNK_BYTES = 6_000_000, 2_000_000
 
 
@@ -211,22 +231,23 @@ def _conv_patches(images, weight, *, stride, padding):
     images [B, H, W, I], weight [kh, kw, I, O] -> [B, H', W', O].
 
     The kernel's rows are cut into `blocks` of `group` rows.  A patch holds `group` rows
-    of a window, and its product with every block is formed at once; an output sums one
-    product each of `blocks` patches that stand below each other.  One block is the
-    usual product of whole windows.  Groups of as many rows as the stride copy a row no
-    more than once for each column of the kernel: better, unless channels are few.
+    of a window, and one product multiplies it with all blocks.  An output is a sum over
+    `blocks` patches that stand below each other.  With one block this is the usual
+    im2col product of whole windows.  With as many rows per block as the stride, a row
+    is copied at most once per column of the kernel, which is faster unless channels are
+    few.
     """
     size, (channels, features) = weight.shape[:2], weight.shape[2:]
     (rows, columns), (above, left) = _output_size(images, size, stride, padding)
     (kh, _), (sh, sw), (height, width) = size, stride, images.shape[1:3]
     bands = -(-size[1] // sw)  # of sw columns each
     block_rows = -(-kh // sh)
-    # Numbers to write for a position of the output, by whole windows and by groups.
+    # How many numbers each method writes per position of the output.
     by_windows = kh * bands * sw * channels + features
     by_groups = sh * bands * sw * channels + block_rows * features
     if by_windows <= by_groups:
         group, blocks, patch_rows, skipped = kh, 1, rows, 0
-    else:  # rows of zeros above and below need no patches
+    else:  # no patches are made of rows of zeros above and below
         group, blocks, (skipped, above) = sh, block_rows, divmod(above, sh)
         patch_rows = min(-(-(height + above) // sh), rows - 1 + blocks)
     below = (patch_rows - 1) * sh + group - height - above
@@ -252,14 +273,14 @@ def _conv_patches(images, weight, *, stride, padding):
         return sum(outputs[1:], outputs[0])
 
     each = patch_rows * columns * min(by_windows, by_groups) * images.dtype.itemsize
-    # Exported for any batch, its size is no number.
+    # In a program exported for any batch, the batch's size is a symbol.
     if not _is_int(images.shape[0]) or (num_bytes := len(images) * each) <= _FEW_BYTES:
         return convolve(images)
     chunks = min(-(-num_bytes // _CHUNK_BYTES), len(images))
     chunk = -(-len(images) // chunks)
     x = jnp.pad(images, [(0, -len(images) % chunk), (0, 0), (0, 0), (0, 0)])
     x = x.reshape(-1, chunk, *images.shape[1:])
-    # Patches are formed again for the gradient: cheaper than to keep them.
+    # The gradient forms the patches again, which is cheaper than keeping them.
     outputs = lax.map(jax.checkpoint(convolve, prevent_cse=False), x)
     return outputs.reshape(-1, rows, columns, features)[: len(images)]
 
@@ -274,14 +295,20 @@ def conv(
 ) -> Array:
     """Convolve images [B, H, W, I] to [B, H', W', O].
 
-    Kernels of any size, odd or even; H' and W' as in `jax.lax.conv_general_dilated`
-    (which, like this function, does not flip the kernel).  On CPU it is a product of
-    patches and kernel, since XLA's convolution inside a loop is some fifty times
-    slower there (jax issue 12868); elsewhere it is XLA's convolution.
+    Kernels may have any size, odd or even.  H' and W' are as in
+    `jax.lax.conv_general_dilated`, and like it, this function does not flip the kernel.
+    On CPU it multiplies patches by the kernel, since XLA's own convolution is some
+    fifty times slower inside a loop there (jax issue 12868).  Elsewhere it is XLA's.
 
-    Raises ValueError for images that are not [B, H, W, I], another number of channels
-    than the kernel's, a kernel larger than the images with "VALID", or an unknown
-    padding.
+    Args:
+      params: the kernel [kh, kw, I, O], and a bias [O] or None.
+      images: [B, H, W, I].
+      stride: rows and columns between windows; one int is both.
+      padding: "SAME" or "VALID".
+
+    Raises ValueError for images that are not [B, H, W, I], for a number of channels
+    other than the kernel's, for a kernel larger than the images with "VALID", and for
+    an unknown padding.
     """
     images, (weight, bias) = jnp.asarray(images), params
     _check_features(images, weight)
@@ -306,13 +333,13 @@ def dense_init(key: Array, in_features: int, out_features: int) -> Dense:
 
 
 def dense(params: Dense, inputs: Array) -> Array:
-    """Map inputs [..., I] to [..., O].  Raises ValueError for another I."""
+    """Map inputs [..., I] to [..., O].  Raises ValueError for any other I."""
     _check_features(inputs, params.weight)
     return _add_bias(inputs @ params.weight, params.bias)
 
 
 def _floats(x: Any, dtype: Any = float) -> Array:
-    """Return integers and booleans in `dtype`, by default JAX's; floats as they are."""
+    """Convert integers and booleans to `dtype`, JAX's float by default; keep floats."""
     x = jnp.asarray(x)
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(dtype)
 
@@ -320,8 +347,8 @@ def _floats(x: Any, dtype: Any = float) -> Array:
 def _windows(images: Array, window: Any, stride: Any) -> list[Array]:
     """Slice images [B, H, W, I] into kh * kw views, each [B, H', W', I].
 
-    View (i, j), in row-major order, holds pixel (i, j) of every window, without
-    padding.
+    View (i, j), in row-major order, holds pixel (i, j) of every window.  Nothing is
+    padded.
     """
     size = _pair("window", window)
     stride = size if stride is None else _pair("stride", stride)
@@ -334,9 +361,9 @@ def _windows(images: Array, window: Any, stride: Any) -> list[Array]:
 def avg_pool(images: Array, window: Pair = 2, *, stride: Pair | None = None) -> Array:
     """Average over windows of images [B, H, W, I], without padding: [B, H', W', I].
 
-    `stride` defaults to `window`; H' = floor((H - window) / stride) + 1, so rows and
-    columns that fill no window are left out.  Integers give floats.  Raises ValueError
-    for a window larger than the images.
+    `stride` defaults to `window`.  H' = floor((H - window) / stride) + 1: rows and
+    columns that do not fill a window are left out.  Integers become floats.  Raises
+    ValueError for a window larger than the images.
     """
     views = _windows(_floats(images), window, stride)
     return sum(views[1:], views[0]) / len(views)
@@ -345,46 +372,46 @@ def avg_pool(images: Array, window: Pair = 2, *, stride: Pair | None = None) -> 
 def max_pool(images: Array, window: Pair = 2, *, stride: Pair | None = None) -> Array:
     """Take the maximum over windows of images [B, H, W, I]: [B, H', W', I].
 
-    Windows and errors as in `avg_pool`.  Equal maxima share the gradient.
+    Windows and errors are as in `avg_pool`.  Equal maxima share the gradient.
     """
     return functools.reduce(jnp.maximum, _windows(images, window, stride))
 
 
 def _alone(tree: PyTree) -> PyTree:
-    """Average over the replicas of a model that has none."""
+    """Return the tree unchanged: the model has no replicas."""
     return tree
 
 
-# A training step puts here what averages over its model's replicas.
+# A training step sets this to its average over the model's replicas.
 _replica_mean = contextvars.ContextVar("replica_mean", default=_alone)
 
 
 def replica_mean(tree: PyTree) -> PyTree:
     """Average every leaf over the replicas of the model that is being trained.
 
-    For the `loss_fn` of an update or a trainer, where a statistic is to be that of the
-    whole batch.  Anywhere else, and for a model on one device, values stay.  Integers
-    and booleans give JAX's floats everywhere.
+    Call it in the `loss_fn` of an update or a trainer, for a statistic of the whole
+    batch.  Elsewhere, and for a model on one device, it returns its input.  Integers
+    and booleans become JAX's floats in both cases.
     """
     return _replica_mean.get()(jax.tree.map(_floats, tree))
 
 
 class BatchNorm(NamedTuple):
-    """Parameters of `batch_norm`; without scale, it is None."""
+    """Parameters of `batch_norm`; `scale` is None where it is not trained."""
 
     scale: Array | None  # [C]
     bias: Array  # [C]
 
 
 class BatchStats(NamedTuple):
-    """Running statistics, part of a model's state and not of its parameters."""
+    """Running statistics, which belong to a model's state, not to its parameters."""
 
     mean: Array  # [C]
     var: Array  # [C]
 
 
 def batch_norm_init(channels: int, *, scale: bool = True) -> tuple:
-    """Make (BatchNorm, BatchStats): scale 1, or None without; bias 0; mean 0, var 1."""
+    """Make (BatchNorm, BatchStats): scale 1 or None, bias 0, mean 0, variance 1."""
     channels = _count("channels", channels)
     zeros, ones = jnp.zeros(channels), jnp.ones(channels)
     return BatchNorm(ones if scale else None, zeros), BatchStats(zeros, ones)
@@ -401,13 +428,20 @@ def batch_norm(
 ) -> tuple[Array, BatchStats]:
     """Normalize each channel of inputs [..., C]; return outputs [..., C] and stats.
 
-    scale (x - mean) / sqrt(var + eps) + bias (Ioffe and Szegedy 2015).  In training,
-    mean and (biased) variance are those of the batch over all its replicas, and the
-    running ones move towards them, r = momentum r + (1 - momentum) s, as in Keras;
-    else the running ones are used and returned as they are.
+    The output is scale (x - mean) / sqrt(var + eps) + bias (Ioffe and Szegedy 2015).
 
-    Integers give floats of the statistics' type.  Raises ValueError for another number
-    of channels than the parameters', and in training for inputs without a row.
+    Args:
+      params: scale [C], or None for 1, and bias [C].
+      stats: running mean [C] and variance [C].
+      inputs: [..., C].  Integers become floats of the statistics' type.
+      training: if true, use the mean and biased variance of the batch over all of its
+        replicas, and move the running ones towards them, r = momentum r +
+        (1 - momentum) s, as in Keras.  If false, use and return the running ones.
+      momentum: the fraction of the running statistics that a step keeps.
+      eps: added to the variance.
+
+    Raises ValueError for a number of channels other than the parameters', and in
+    training for inputs without a row.
     """
     _check_features(inputs, params.bias, axis=0)
     if training and 0 in inputs.shape[:-1]:
@@ -427,7 +461,7 @@ def batch_norm(
 
 
 def _check_range(name: str, value: Real, limit: float) -> None:
-    """Raise ValueError unless 0 <= value < limit; a traced value is not known yet."""
+    """Raise ValueError unless 0 <= value < limit, or the value is traced."""
     known = not isinstance(value, jax.core.Tracer)
     number = np.ndim(value) == 0 and not isinstance(value, str | None)
     if known and not (number and 0 <= value < limit):
@@ -436,22 +470,22 @@ def _check_range(name: str, value: Real, limit: float) -> None:
 
 
 def _times(number: Real, x: Array) -> Array:
-    """Return number * x in the type of x, whatever the number's."""
+    """Return number * x in the type of x, whatever the type of the number."""
     return jnp.asarray(number, jnp.result_type(x)) * x
 
 
 def dropout(key: Array | None, inputs: Array, rate: Real = 0.5) -> Array:
     """Zero a fraction `rate` of inputs [...] at random; scale the rest by 1/(1 - rate).
 
-    The expectation stays (Srivastava et al. 2014, section 10).  Integers give floats.
-    Without a key, as in evaluation, returns inputs.  Raises ValueError for a rate
-    outside [0, 1), unless it is traced.
+    This keeps the expectation (Srivastava et al. 2014, section 10).  Integers become
+    floats.  With key=None, as in evaluation, the inputs are returned.  Raises
+    ValueError for a rate outside [0, 1), unless the rate is traced.
     """
     _check_range("rate", rate, 1)
     if key is None:
         return inputs
     keep = 1 - jnp.asarray(rate, float)
-    # Flat, as in `_he_normal`.
+    # The draw is flat, as in `_he_normal`.
     kept = jax.random.bernoulli(key, keep, (inputs.size,)).reshape(inputs.shape)
     return jnp.where(kept, _times(1 / keep, _floats(inputs)), 0)
 
@@ -475,9 +509,9 @@ def cnn_init(
 ) -> CNN:
     """Draw the network of Flax's ensembling guide, for images (H, W, I) in C classes.
 
-    With the defaults, MNIST's, it has 824,458 parameters, as there.  Raises ValueError
-    for another image_shape than three ints, images below 4 x 4, and for num_classes
-    below 1 or not whole.
+    With the defaults, which fit MNIST, it has 824,458 parameters, as in the guide.
+    Raises ValueError for an image_shape that is not three ints, for images smaller than
+    4 x 4, and for a num_classes that is not an int of 1 or more.
     """
     sizes = image_shape if np.shape(image_shape) == (3,) else (0, 0, 0)
     if not all(map(_is_int, sizes)) or min(sizes[:2]) < 4 or sizes[2] < 1:
@@ -517,8 +551,8 @@ def _check_labels(logits: Any, labels: Any) -> None:
 def softmax_cross_entropy(logits: Array, labels: Array) -> Array:
     """Return -log softmax(logits)[label] in nats: logits [B, C], labels [B] -> [B].
 
-    A label outside 0..C-1 gives nan.  Raises ValueError for labels that are not
-    integers or not one per row of logits.
+    A label outside 0..C-1 gives nan.  Raises ValueError unless labels are integers, one
+    per row of logits.
     """
     _check_labels(logits, labels)
     log_probs, index = jax.nn.log_softmax(_floats(logits)), labels.astype(int)
@@ -528,19 +562,19 @@ def softmax_cross_entropy(logits: Array, labels: Array) -> Array:
 
 
 def gaussian_nll(mean: Array, variance: Array, targets: Array) -> Array:
-    """Return -log N(target; mean, variance) in nats: three times [B] -> [B].
+    """Return -log N(target; mean, variance) in nats: three arrays [B] -> [B].
 
-    (log(2 pi variance) + (target - mean)^2 / variance) / 2, the loss of a network with
-    two outputs (Nix and Weigend 1994; Lakshminarayanan et al. 2017, eq. 1).  A variance
-    that is not above 0 gives nan: make it so, as with softplus.  Raises ValueError for
-    shapes that differ.
+    This is (log(2 pi variance) + (target - mean)^2 / variance) / 2, the loss of a
+    network with two outputs (Nix and Weigend 1994; Lakshminarayanan et al. 2017, eq.
+    1).  A variance of 0 or below gives nan: keep it positive, as by softplus.  Raises
+    ValueError for shapes that differ.
     """
     mean, variance, targets = map(_floats, (mean, variance, targets))
     shapes = [x.shape for x in (mean, variance, targets)]
     if len(set(shapes)) > 1:
-        remedy = "expected the same; take [..., 0] of what ends in 1"
+        remedy = "expected equal ones; take [..., 0] of an array that ends in 1"
         raise ValueError(f"mean, variance and targets have shapes {shapes}; {remedy}")
-    # By the deviation, whose square is finite in the gradient for any variance.
+    # Division by the deviation keeps the gradient finite for any variance.
     deviation = jnp.sqrt(variance)
     error = (targets - mean) / deviation
     return jnp.log(deviation) + (math.log(2 * math.pi) + jnp.square(error)) / 2
@@ -549,24 +583,26 @@ def gaussian_nll(mean: Array, variance: Array, targets: Array) -> Array:
 def accuracy(logits: Array, labels: Array) -> Array:
     """Return the fraction of rows whose largest entry is the label's: a scalar.
 
-    logits (or probabilities) [B, C], labels [B]; errors as `softmax_cross_entropy`.
+    Takes logits or probabilities [B, C] and labels [B].  Raises ValueError as
+    `softmax_cross_entropy` does.
     """
     _check_labels(logits, labels)
     return jnp.mean(jnp.argmax(logits, axis=-1) == labels)
 
 
 # ---------------------------------------------------------------------------------
-# Optimizers: Optax's GradientTransformation in shape, so either's drop into the other
+# Optimizers: of the same form as Optax's, so that each works in place of the other
 # ---------------------------------------------------------------------------------
 
 
 class Optimizer(NamedTuple):
-    """A pair of functions, as `sgd` and `adam` make it, or as you write it.
+    """A pair of functions, made by `sgd` or `adam`, or written by you.
 
     `init(params)` returns the optimizer's state, a tree of arrays.  `update(grads,
-    opt_state, params)` returns what is to be added to the parameters, a tree like
-    these, and the new state, whose leaves keep their shapes and types.  An `update`
-    that takes `value` is given the loss by that name.  Signed descent, for example:
+    opt_state, params)` returns the updates, which are added to the parameters and form
+    a tree like them, and the new state, whose leaves keep their shapes and types.  An
+    `update` with an argument `value` is given the loss there.  For example, signed
+    descent:
 
         def update(grads, opt_state, params=None):
             steps = jax.tree.map(lambda g: -0.01 * jnp.sign(g), grads)
@@ -574,8 +610,8 @@ class Optimizer(NamedTuple):
 
         optimizer = Optimizer(lambda params: {"count": jnp.zeros((), int)}, update)
 
-    Updates are added to the parameters and do not replace them: an `update` that
-    returns new parameters makes them grow at every step, without an error.
+    Updates are added to the parameters and do not replace them.  An `update` that
+    returns new parameters makes them grow in every step, without an error.
     """
 
     init: Callable  # params -> opt_state
@@ -583,7 +619,7 @@ class Optimizer(NamedTuple):
 
 
 class OptimizerLike(Protocol):
-    """What is taken for an `Optimizer`: one of those, or of Optax's."""
+    """The type of optimizer arguments: an `Optimizer`, or one of Optax's."""
 
     @property
     def init(self) -> Callable: ...
@@ -597,33 +633,33 @@ def _check_params(params: PyTree) -> None:
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             name, dtype = jax.tree_util.keystr(path), jnp.result_type(leaf)
             raise ValueError(
-                f"parameter '{name}' is {dtype}; expected floating point: make of a "
-                "complex one two, and keep what is not trained in model_state"
+                f"parameter '{name}' is {dtype}; expected floating point: split a "
+                "complex one into two, and keep untrained arrays in model_state"
             )
 
 
 def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
-    """Add updates to params, leaf by leaf, in the wider type; round to that of params.
+    """Add updates to params in the wider type of the two; round to the type of params.
 
-    What is below half the distance from a parameter to the next number of its type is
-    lost: in bfloat16 an update of less than 1/512 of it, and of 1/256 of some.
+    Updates smaller than half the spacing of the type are lost: in bfloat16, all below
+    1/512 of the parameter, and some below 1/256 of it.
     """
     with jax.numpy_dtype_promotion("standard"):
         return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
 
 
 def _wide(dtype: np.dtype) -> np.dtype:
-    """Return the type of means of numbers: float32, or a wider one that they have."""
+    """Return the type for means of numbers of a type: float32, or that if wider."""
     return dtype if dtype.kind in "fc" and dtype.itemsize > 2 else np.dtype(np.float32)
 
 
 def _zeros(params: PyTree) -> PyTree:
-    """Return zeros to add up what is like params, in float32 at least."""
+    """Return zero accumulators shaped like params, in float32 at least."""
     return jax.tree.map(lambda p: jnp.zeros_like(p, _wide(jnp.result_type(p))), params)
 
 
 def _as_schedule(learning_rate: Real | Schedule) -> Schedule:
-    """Read a number as the function of the step count that always returns it."""
+    """Return a schedule: a number becomes the function that always returns it."""
     if callable(learning_rate):
         return learning_rate
     _check_range("learning_rate", learning_rate, math.inf)
@@ -631,9 +667,9 @@ def _as_schedule(learning_rate: Real | Schedule) -> Schedule:
 
 
 class SGDState(NamedTuple):
-    """What `sgd` keeps from step to step."""
+    """The state of `sgd`."""
 
-    num_steps: Array  # [], that are done
+    num_steps: Array  # [], steps taken
     velocity: PyTree  # like params, in float32 at least
 
 
@@ -642,11 +678,12 @@ def sgd(
 ) -> Optimizer:
     """Make stochastic gradient descent with momentum.
 
-    v = mu v + g; w = w - eta v, or with Nesterov's w = w - eta (g + mu v): the form of
-    PyTorch and Optax, which leaves eta out of v (Sutskever et al. 2013 fold it in).
-    `learning_rate` is a number or a function of the step count, 0 at the first step.
-    For parameters of less precision than float32, v and the updates are float32: a v of
-    bfloat16 would stop where (1 - mu) v is below its rounding, as with mu = 0.999.
+    v = mu v + g; w = w - eta v, or with Nesterov's momentum w = w - eta (g + mu v).
+    This is the form of PyTorch and Optax, which leaves eta out of v (Sutskever et al.
+    2013 fold it in).  `learning_rate` is a number, or a function of the step count,
+    which is 0 at the first step.  For parameters of less precision than float32, v and
+    the updates are float32: a v of bfloat16 would stop changing once (1 - mu) v is
+    below its rounding, as with mu = 0.999.
 
     Raises ValueError for a negative or non-finite learning rate and for a momentum
     outside [0, 1), unless they are traced, and for parameters that are not real
@@ -672,11 +709,11 @@ def sgd(
 
 
 class AdamState(NamedTuple):
-    """What `adam` keeps from step to step."""
+    """The state of `adam`."""
 
-    num_steps: Array  # [], that are done
-    mean: PyTree  # like params, in float32 at least, of gradients
-    square: PyTree  # the same, of their squares
+    num_steps: Array  # [], steps taken
+    mean: PyTree  # of gradients, like params, in float32 at least
+    square: PyTree  # of squared gradients, the same
 
 
 def adam(
@@ -686,10 +723,16 @@ def adam(
 
     m = b1 m + (1 - b1) g; s = b2 s + (1 - b2) g^2; with t the step, from 1,
     w = w - eta (m / (1 - b1^t)) / (sqrt(s / (1 - b2^t)) + eps).
-    `learning_rate` is a number or a function of the step count, 0 at the first step.
-    For parameters of less precision than float32, m, s and the updates are float32, as
-    bfloat16 rounds b2 to 1, and float16 eps to 0.  (Optax's `mu_dtype` is of m alone; s
-    has the type of the parameters there.)
+
+    For parameters of less precision than float32, m, s and the updates are float32,
+    since bfloat16 rounds b2 to 1, and float16 rounds eps to 0.  (Optax's `mu_dtype`
+    sets the type of m alone; s has the type of the parameters there.)
+
+    Args:
+      learning_rate: eta, a number, or a function of the step count, which is 0 at the
+        first step.
+      b1, b2: the fractions of m and of s that a step keeps.
+      eps: added to the denominator.
 
     Raises ValueError for a learning rate or eps that is negative or not finite, and for
     b1 or b2 outside [0, 1), unless they are traced, and for parameters that are not
@@ -706,7 +749,7 @@ def adam(
 
     def update(grads, opt_state, params=None):
         num_steps, mean, square = opt_state
-        # As arrays, so that 1 - b1 rounds alike for numbers known and traced.
+        # They are arrays so that 1 - b1 rounds alike for known and traced numbers.
         beta1, beta2, t = (jnp.asarray(x, float) for x in (b1, b2, num_steps + 1))
 
         def average(beta, old, new):
@@ -728,16 +771,16 @@ def adam(
 
 
 def _schedule(peak: Real, num_steps: Real, warmup: Real, shape: Callable) -> Schedule:
-    """Return peak shape(t): t is 0 -> 1 over the warmup, then 1 -> 0 to the end."""
+    """Return peak * shape(t): t rises 0 -> 1 in the warmup, then falls 1 -> 0."""
     _check_range("peak", peak, math.inf)
     _check_range("num_steps", num_steps, 2**31)
     _check_range("warmup", warmup, 1)
 
     def schedule(step):
-        # Of the num_steps + 2 points from 0 to 1, the steps take the inner ones: the
-        # first and the last step have a rate above 0.  Counted from either end, in
-        # integers, so that none rounds to 0.
-        with jax.numpy_dtype_promotion("standard"):  # of integers and floats together
+        # Steps take the inner ones of num_steps + 2 points, so that the first and the
+        # last step have a rate above 0.  Integers count them from either end, so that
+        # none rounds to 0.
+        with jax.numpy_dtype_promotion("standard"):  # for integers with floats
             step = jnp.asarray(step, jnp.result_type(step, jnp.int32))
             points = jnp.asarray(num_steps, float) + 1
             start = jnp.asarray(warmup, float)
@@ -751,7 +794,7 @@ def _schedule(peak: Real, num_steps: Real, warmup: Real, shape: Callable) -> Sch
 def linear_schedule(peak: Real, num_steps: Real, *, warmup: Real = 0.15) -> Schedule:
     """Make a learning rate that rises linearly to `peak` and falls linearly to 0.
 
-    It rises over the fraction `warmup` of `num_steps` (Howard and Ruder 2018, slanted
+    It rises for the fraction `warmup` of `num_steps` (Howard and Ruder 2018, slanted
     triangular; Goyal et al. 2017 for the warmup), and stays 0 after the last step.
 
     Raises ValueError for a peak that is negative or not finite, a num_steps outside
@@ -763,10 +806,11 @@ def linear_schedule(peak: Real, num_steps: Real, *, warmup: Real = 0.15) -> Sche
 def cosine_schedule(peak: Real, num_steps: Real, *, warmup: Real = 0.15) -> Schedule:
     """Make a learning rate that rises and falls as `linear_schedule`, in half cosines.
 
-    peak (1 - cos(pi t)) / 2, with t rising 0 to 1, then falling (Loshchilov and Hutter
-    2017, without restarts).  Raises ValueError as `linear_schedule` does.
+    It is peak (1 - cos(pi t)) / 2, where t rises from 0 to 1 and falls again
+    (Loshchilov and Hutter 2017, without restarts).  Raises ValueError as
+    `linear_schedule` does.
     """
-    # (1 - cos(x)) / 2 = sin(x / 2)^2, which is above 0 where cos(x) rounds to 1.
+    # (1 - cos(x)) / 2 = sin(x / 2)^2, which stays above 0 where cos(x) rounds to 1.
     return _schedule(peak, num_steps, warmup, lambda t: jnp.sin(jnp.pi / 2 * t) ** 2)
 
 
@@ -776,27 +820,27 @@ def cosine_schedule(peak: Real, num_steps: Real, *, warmup: Real = 0.15) -> Sche
 
 
 def use_cpu_devices(num_devices: int | None = None) -> None:
-    """Divide the CPU into virtual devices, one a core by default.
+    """Divide the CPU into virtual devices, by default one per core.
 
-    Call it before JAX first touches a device; later it leaves things as they are, with
-    a warning where these are fewer (with JAX 0.5.0, without).  Has no effect on other
-    platforms.  Raises ValueError for a number below 1 or not whole.
+    Call it before JAX first touches a device.  Later calls change nothing, and warn if
+    there are fewer devices (JAX 0.5.0 does not warn).  It has no effect on other
+    platforms.  Raises ValueError for a number that is not an int of 1 or more.
     """
     if num_devices is None:
         affinity = getattr(os, "sched_getaffinity", None)
         num_devices = len(affinity(0)) if affinity else os.cpu_count() or 1
     try:
         jax.config.update("jax_num_cpu_devices", _count("num_devices", num_devices))
-    except RuntimeError:  # JAX runs, with the devices that it has
+    except RuntimeError:  # JAX already runs, and its devices stay
         if jax.default_backend() == "cpu" and (lack := _lack(num_devices)):
             warnings.warn(lack, stacklevel=2)
 
 
 def _lack(asked: int) -> str:
-    """Say what there is and what to do where local devices are fewer; else nothing."""
+    """Return an error's text if there are fewer local devices than asked, else ""."""
     there = jax.local_device_count()
     more = f"use_cpu_devices({asked}) before JAX runs, in a new process, makes more"
-    text = f"{asked} devices are asked for; there are {there} (on CPU, {more})"
+    text = f"{asked} devices requested, {there} available (on CPU, {more})"
     return text if there < asked else ""
 
 
@@ -820,7 +864,7 @@ def split(tree: PyTree, num_devices: int | None = None) -> PyTree:
     """Reshape every leaf [N, ...] to [D, N / D, ...]; D defaults to the local devices.
 
     Rows keep their order; none is dropped or repeated.  NumPy arrays stay on the host.
-    Raises ValueError when D does not divide N, and for leaves without an axis.
+    Raises ValueError if D does not divide N, and for leaves without an axis.
     """
     d = _num_devices(num_devices)
     return jax.tree.map(lambda x: _split_axis(x, 0, d), tree)
@@ -842,13 +886,13 @@ def merge(tree: PyTree) -> PyTree:
 
 
 def _sharding(devices: Sequence, axis: str, *spec: str) -> Any:
-    """Lay arrays over devices: their first axis, or without spec the whole on each."""
+    """Return a sharding of the first axis over devices; with no spec, of copies."""
     mesh = jax.sharding.Mesh(np.array(devices), (axis,))
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
 
 
 def _device_sharding(num_devices: int, axis: str = "devices") -> Any:
-    """Lay a leading axis [D, ...] over the first D local devices."""
+    """Return a sharding of a leading axis [D, ...] over the first D local devices."""
     if lack := _lack(num_devices):
         raise ValueError(lack)
     return _sharding(jax.local_devices()[:num_devices], axis, axis)
@@ -858,12 +902,12 @@ def replicate(tree: PyTree, num_devices: int | None = None) -> PyTree:
     """Copy every leaf [...] to [D, ...], one copy on each of the first D devices.
 
     D defaults to the number of local devices.  The copies are new buffers: consuming
-    them leaves `tree` as it was.  Raises ValueError when there are fewer devices.
+    them leaves `tree` as it was.  Raises ValueError if there are fewer devices.
     """
     sharding = _device_sharding(_num_devices(num_devices))
 
     def copy(x):
-        x = jnp.asarray(x)[None]  # computed, so a buffer that nobody else holds
+        x = jnp.asarray(x)[None]  # a computed buffer, which nothing else holds
         shards = [jax.device_put(x, d) for d in sharding.mesh.devices]
         shape = len(shards), *x.shape[1:]
         return jax.make_array_from_single_device_arrays(shape, sharding, shards)
@@ -887,19 +931,19 @@ def unreplicate(tree: PyTree) -> PyTree:
 
 
 # ---------------------------------------------------------------------------------
-# Updates: one step, for one model on one device, and the two places of its copies
+# Updates: one step, for one model on one device, and two ways to place its copies
 # ---------------------------------------------------------------------------------
 
 
 class TrainState(NamedTuple):
-    """What training changes: of one model, or with leading axes of several."""
+    """The arrays that training changes; leading axes hold several models."""
 
     params: PyTree
     opt_state: PyTree
-    model_state: PyTree  # what a model keeps besides parameters: running statistics
-    key: Array | None  # random key of the member, a new one after every stateful step
+    model_state: PyTree  # arrays that are not trained, such as running statistics
+    key: Array | None  # the member's random key; every stateful step returns a new one
 
-    def __repr__(self) -> str:  # without a look at the numbers, which may be gone
+    def __repr__(self) -> str:  # forms alone: the numbers may be deleted
         forms = [f"{name}={_form(x)}" for name, x in zip(self._fields, self)]
         return f"TrainState({', '.join(forms)})".replace("'", "")
 
@@ -934,15 +978,21 @@ def train_state(
 ) -> TrainState:
     """Make the state of one model.
 
-    `replicate` it for sync mode; stack D of them, of different keys, for ensemble mode
-    (or `jax.pmap` a function of the key that makes one).  `key` is an old-style
-    `PRNGKey` or a new-style `key`; only losses with `stateful=True` need it.
+    For sync mode, `replicate` it.  For ensemble mode, stack D of them with different
+    keys, or `jax.pmap` a function of the key that makes one.
+
+    Args:
+      params: a tree of arrays.
+      optimizer: makes the optimizer's state.
+      model_state: a tree of arrays that are not trained, for `stateful=True`.
+      key: a random key, from `jax.random.key` or the older `PRNGKey`; only losses with
+        `stateful=True` need it.
     """
     return TrainState(params, optimizer.init(params), model_state, key)
 
 
 def _call(what: str, given: str, function: Callable, *args) -> Any:
-    """Call what the user gave, or raise ValueError where it takes other arguments."""
+    """Call a user's function; name it in a ValueError if it refuses the arguments."""
     try:
         return function(*args)
     except (TypeError, ValueError) as error:
@@ -950,9 +1000,10 @@ def _call(what: str, given: str, function: Callable, *args) -> Any:
 
 
 def _full_loss(loss_fn, more, has_aux, stateful) -> Callable:
-    """Give every loss one form; it takes `more` last.
+    """Bring the four forms of a `LossFn` into one, whose aux has floats.
 
-    (params, model_state, key, *batch) -> (loss, (model_state, aux)), with floats in aux
+    The result is (params, model_state, key, *batch) -> (loss, (model_state, aux)).
+    loss_fn takes `more` as its last arguments.
     """
 
     def loss(params, model_state, key, *batch):
@@ -964,7 +1015,7 @@ def _full_loss(loss_fn, more, has_aux, stateful) -> Callable:
         if shapes != [()]:
             raise ValueError(
                 f"loss_fn returns a loss of shapes {shapes}; expected one number, the "
-                "mean over examples, and what else there is with has_aux=True"
+                "mean over examples; use has_aux=True to return more"
             )
         if not stateful:
             rest = model_state, rest
@@ -978,13 +1029,13 @@ def _full_loss(loss_fn, more, has_aux, stateful) -> Callable:
 
 
 def _num_parts(batch: PyTree, model_state: PyTree, microbatch: int | str | None) -> int:
-    """Return in how many micro-batches a device's batch [B, ...] is worked through."""
+    """Return the number of micro-batches in a device's batch [B, ...]."""
     if any(np.shape(x)[:1] == (0,) for x in jax.tree.leaves(batch)):
         raise ValueError("the batch is empty; expected one or more examples")
     rows = jax.tree.leaves(batch)[0].shape[0] if microbatch else 0
     if isinstance(microbatch, str):  # "auto"
         at_once = jax.default_backend() != "cpu" or jax.tree.leaves(model_state)
-        sizes = () if at_once else range(16, 33)  # whose work stays in a core's cache
+        sizes = () if at_once else range(16, 33)  # these fit a core's cache
         microbatch = max((n for n in sizes if rows % n == 0), default=None)
     if not microbatch or rows <= microbatch:
         return 1
@@ -995,21 +1046,21 @@ def _num_parts(batch: PyTree, model_state: PyTree, microbatch: int | str | None)
         )
     if jax.tree.leaves(model_state):
         raise ValueError(
-            f"microbatch={microbatch} would take the model state, such as batch "
+            f"microbatch={microbatch} would compute the model state, such as batch "
             f"statistics, from parts of a batch of {rows}; use microbatch=None"
         )
     return rows // microbatch
 
 
-# XLA:CPU has a fast routine for convolutions of NHWC images and HWIO kernels.  It
-# brings others into that form, but not in a loop, where gradients took some sixty times
-# as long (jax issue 12868).  So that is done here, before XLA sees them.  The routine
-# reads memory that nobody wrote (JAX 0.5, 0.10) where an axis is padded by (-p, +p), as
-# gradients of causal convolutions are: a negative padding is cut before.
+# XLA:CPU has a fast routine for convolutions of NHWC images and HWIO kernels.  XLA
+# converts other forms to this one, but not inside a loop, where gradients took some
+# sixty times as long (jax issue 12868): the code below converts them before XLA does.
+# The routine reads uninitialized memory (JAX 0.5, 0.10) if an axis is padded by
+# (-p, +p), as in gradients of causal convolutions: negative padding is cut off before.
 
 
 def _channels_last(ndim: int) -> lax.ConvDimensionNumbers:
-    """Return the form NHWC, HWIO -> NHWC, for any number of axes."""
+    """Return the dimension numbers NHWC, HWIO -> NHWC, for any number of axes."""
     last, *space = ndim - 1, *range(1, ndim - 1)
     images, kernel = (0, last, *space), (last, last - 1, *range(ndim - 2))
     return lax.ConvDimensionNumbers(images, kernel, images)
@@ -1020,9 +1071,9 @@ def _has_negative_padding(how: dict) -> bool:
 
 
 def _convolve(lhs, rhs, *, dimension_numbers, **how):
-    """Do a convolution of any form; on CPU by one of NHWC, between transposes."""
+    """Convolve in any form; on CPU, transpose to NHWC before and back after."""
     (batch, features, *space), (out, ins, *window), (b, f, *s) = dimension_numbers
-    # Gradients name a sharding, with which groups could not be mapped by `vmap`.
+    # Gradients name a sharding, and `vmap` could not map groups with one.
     how |= dict.fromkeys({"out_sharding"} & how.keys())
 
     def convolve(lhs, rhs, **own):
@@ -1037,7 +1088,7 @@ def _convolve(lhs, rhs, *, dimension_numbers, **how):
             no, zero = (0, 0, 0), jnp.zeros((), lhs.dtype)
             lhs = lax.pad(lhs, zero, [no, *pads, no])
             own = dict(padding=((0, 0),) * len(s), lhs_dilation=(1,) * len(s))
-        if groups > 1:  # of the batch: the same groups of features are faster
+        if groups > 1:  # of the batch; as groups of features they are faster
             lhs = jnp.moveaxis(lhs.reshape(groups, -1, *lhs.shape[1:]), 0, -2)
             lhs = lhs.reshape(*lhs.shape[:-2], groups * lhs.shape[-1])
             own |= dict(batch_group_count=1, feature_group_count=groups)
@@ -1049,16 +1100,16 @@ def _convolve(lhs, rhs, *, dimension_numbers, **how):
 
 
 def _rewrite(x: Any) -> Any:
-    """Put `_convolve` for each convolution in a program of JAX's, at any depth.
+    """Replace each convolution in a jaxpr by `_convolve`, at any depth.
 
-    x is a program, a step of one, or a leaf of a step's parameters, which may be a
-    program too.  What there is nothing to change in is returned as it is.
+    x is a jaxpr, an equation, or a leaf of an equation's parameters, which may be a
+    jaxpr too.  Anything without such a convolution is returned unchanged.
     """
     if isinstance(x, core.Jaxpr):
         eqns = [*map(_rewrite, x.eqns)]
         same = all(map(operator.is_, eqns, x.eqns))
         return x if same else x.replace(eqns=eqns)
-    if isinstance(x, core.ClosedJaxpr):  # before JAX 0.12, where it is the same class
+    if isinstance(x, core.ClosedJaxpr):  # from JAX 0.12 on, it is the same class
         jaxpr = _rewrite(x.jaxpr)
         return x if jaxpr is x.jaxpr else x.replace(jaxpr=jaxpr)
     if not isinstance(x, core.JaxprEqn):
@@ -1069,10 +1120,10 @@ def _rewrite(x: Any) -> Any:
         if canonical and not _has_negative_padding(x.params):
             return x
         program = jax.jit(functools.partial(_convolve, **x.params))
-        with jax.disable_jit(False):  # inlined, it would be no step
+        with jax.disable_jit(False):  # otherwise there would be no one equation
             call = jax.make_jaxpr(program)(*(v.aval for v in x.invars)).eqns[0]
         return x.replace(primitive=call.primitive, params=call.params)
-    if x.params.get("branches_platforms"):  # chosen by whoever wrote it, as in `conv`
+    if x.params.get("branches_platforms"):  # its author chose, as in `conv`
         return x
     leaves, treedef = jax.tree.flatten(x.params)
     new = [*map(_rewrite, leaves)]
@@ -1081,13 +1132,13 @@ def _rewrite(x: Any) -> Any:
 
 
 def _fast_in_loops(f: Callable) -> Callable:
-    """Return f with fast convolutions, gradients' too; not to be differentiated again.
+    """Return f with fast convolutions; f may take gradients, the result may not.
 
-    f is traced once, and its program, convolutions apart, is the one that is evaluated.
+    f is traced once, and the program that runs is its jaxpr with convolutions replaced.
     """
 
     def evaluate(*args):
-        # Of a function that is new, as JAX keeps what it has traced by the function.
+        # A new function each time, since JAX caches traces by function.
         program, made = jax.make_jaxpr(lambda *args: f(*args), return_shape=True)(*args)
         outputs = core.jaxpr_as_fun(_rewrite(program))(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(made), outputs)
@@ -1096,7 +1147,7 @@ def _fast_in_loops(f: Callable) -> Callable:
 
 
 def _average(tree: PyTree, axis: str, groups: list | None = None) -> PyTree:
-    """Average over replicas in float32 at least; leaves keep their types."""
+    """Average over replicas, in float32 at least; leaves keep their types."""
     wide = jax.tree.map(lambda x: x.astype(_wide(x.dtype)), tree)
     means = lax.pmean(wide, axis, axis_index_groups=groups)
     return jax.tree.map(lambda mean, x: mean.astype(x.dtype), means, tree)
@@ -1105,9 +1156,9 @@ def _average(tree: PyTree, axis: str, groups: list | None = None) -> PyTree:
 def _make_step(average, part, loss_fn, optimizer, more, *options) -> Callable:
     """Make the training step: (state, *batch) -> (state, metrics).
 
-    average(tree) is over the model's replicas.  One of these sees a part of the batch,
-    and part() is its number, from 0.  `more` is what the loss takes last.  The options
-    are those of `make_sync_update`, in their order.
+    average(tree) averages over the model's replicas.  Each replica sees a part of the
+    batch, and part() is that part's number, from 0.  The loss takes `more` as its last
+    arguments.  The options are make_sync_update's, in their order.
     """
     has_aux, stateful, microbatch, skip_nonfinite = options
     loss_fn = _full_loss(loss_fn, more, has_aux, stateful)
@@ -1128,13 +1179,13 @@ def _make_step(average, part, loss_fn, optimizer, more, *options) -> Callable:
         if stateful:
             if key is None:
                 raise ValueError(
-                    "stateful=True takes a random key; make the state with "
-                    "train_state(..., key=key)"
+                    "stateful=True needs a random key, but the state has none; make it "
+                    "with train_state(..., key=key)"
                 )
             key, loss_key = jax.random.split(key)
 
         def add(total, numbered_rows):
-            # Each part of the batch, here or on another replica, draws its own numbers.
+            # Each part of the batch, on any replica, draws its own numbers.
             i, rows = numbered_rows
             rows_key = None
             if stateful:
@@ -1151,18 +1202,18 @@ def _make_step(average, part, loss_fn, optimizer, more, *options) -> Callable:
             return split(x, num_parts) if num_parts > 1 else x[None]
 
         parts = jnp.arange(num_parts, dtype=jnp.int32), jax.tree.map(cut, batch)
-        context = contextvars.copy_context()  # for what is traced in it alone
+        context = contextvars.copy_context()  # limits the change to this trace
         context.run(_replica_mean.set, average)
         total, results = context.run(lax.scan, add, _zeros(params), parts)
         loss, (new_model_state, aux) = results
         loss, aux = jax.tree.map(mean, (loss, aux))
-        new_model_state = jax.tree.map(lambda x: x[0], new_model_state)  # of one part
+        new_model_state = jax.tree.map(lambda x: x[0], new_model_state)  # one part
         grads = jax.tree.map(lambda g: g / num_parts, total)
         grads, loss, aux = average((grads, loss, aux))
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         _check_form("the model state of loss_fn", new_model_state, model_state)
         new_model_state = jax.tree.map(
-            # Counts and keys have no mean; replicas advance them alike.
+            # Counts and keys have no mean, and all replicas advance them alike.
             lambda x: average(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x,
             new_model_state,
         )
@@ -1174,15 +1225,16 @@ def _make_step(average, part, loss_fn, optimizer, more, *options) -> Callable:
             _check_form("the optimizer's new state", new, opt_state)
             return apply_updates(params, updates), new
 
-        # On a CPU, XLA cannot see that this loop runs once, so it compiles the body by
-        # itself: otherwise bits would depend on fusion, and so on K.  An accelerator
-        # sees it, and has no loop whose end the host would have to ask for.
+        # On CPU, XLA cannot see that this loop runs once, so it compiles the body by
+        # itself; otherwise bits would depend on fusion, and so on K.  On an accelerator
+        # XLA sees it and removes the loop, for whose end the host would have to wait.
         hide = lax.optimization_barrier
         once = lax.platform_dependent(1, cpu=hide, default=lambda x: x)
         given = "it is given gradients, state, parameters and, by name, value=loss"
+        given += "; docs/coming-from.md#l-bfgs gives more to one that needs more"
         loop = lax.fori_loop, 0, once, optimize, state[:2]
         new = *_call("the optimizer's update", given, *loop), new_model_state
-        if skip_nonfinite:  # replicas see the same averages, so they skip together
+        if skip_nonfinite:  # replicas have the same averages, so they skip together
             finite = [jnp.isfinite(x).all() for x in jax.tree.leaves((loss, grads))]
             ok, old = jnp.stack(finite).all(), (params, opt_state, model_state)
             new = jax.tree.map(lambda x, y: jnp.where(ok, x, y), new, old)
@@ -1197,10 +1249,10 @@ _ANY = "one or more arrays, all of one length, 1 or more"
 
 
 def _check_axes(what, tree, *lengths, expected=_ANY):
-    """Raise ValueError unless the first axes of all leaves are the same.
+    """Raise ValueError unless the first axes of all leaves have the same lengths.
 
-    They are as many as `lengths`, by default one, and as long, where that is not None,
-    and none is of length 0.
+    There are as many of these axes as `lengths`, by default one.  A length of None is
+    any but 0.
     """
     leaves, lengths = jax.tree.leaves(tree), lengths or (None,)
     axes = {tuple(np.shape(x)[: len(lengths)]) for x in leaves}
@@ -1215,12 +1267,12 @@ def _check_axes(what, tree, *lengths, expected=_ANY):
 
 
 def _array(what: str, x: Any) -> Any:
-    """Return a leaf as JAX's array or as NumPy's; raise ValueError where it is none."""
+    """Return a leaf as an array of JAX or NumPy; raise ValueError if it has none."""
     if isinstance(x, (Array, jax.ShapeDtypeStruct)):
         return x
     try:
         array = np.asarray(x)
-    except (TypeError, ValueError, RuntimeError) as error:  # a gradient is the last
+    except (TypeError, ValueError, RuntimeError) as error:  # torch raises the last
         raise ValueError(f"{what}: {error}; expected numbers of NumPy's") from error
     masked, kind = isinstance(x, np.ma.MaskedArray), array.dtype
     if masked or kind.kind in "OSUMm" or kind.type is np.void:
@@ -1230,9 +1282,9 @@ def _array(what: str, x: Any) -> Any:
 
 
 def _numbers(what: str, x: Any) -> Any:
-    """Return a leaf as JAX's array, or as NumPy's of a type that JAX has.
+    """Return a leaf as an array of JAX, or as one of NumPy with a type that JAX has.
 
-    Raises ValueError for an array of other types, and where JAX's type changes it.
+    Raises ValueError for other types, and for integers that JAX's type cannot hold.
     """
     x = _array(what, x)
     if isinstance(x, Array):
@@ -1249,16 +1301,16 @@ def _numbers(what: str, x: Any) -> Any:
 
 
 def _private(what: str, tree: PyTree) -> PyTree:
-    """Copy what is not JAX's: `jax.device_put` may share an array's memory on a CPU."""
+    """Copy all but JAX's arrays, whose memory `jax.device_put` may share on a CPU."""
     return jax.tree.map(
         lambda x: x if isinstance(x, Array) else np.array(_numbers(what, x)), tree
     )
 
 
 def _check_keys(key_data: Any, members: Sequence[int] | np.ndarray) -> None:
-    """Raise ValueError unless keys [n] are equal where members [n] are, and only so."""
+    """Raise ValueError unless keys [n] are equal exactly where members [n] are."""
     rows = [row.tobytes() for row in jax.device_get(key_data)]
-    first: dict = {}  # that is of a member, or has a key
+    first: dict = {}  # a member's or a key's first index
     for i, (member, row) in enumerate(zip(members, rows)):
         if rows[j := first.setdefault(member, i)] != row:
             raise ValueError(
@@ -1267,13 +1319,13 @@ def _check_keys(key_data: Any, members: Sequence[int] | np.ndarray) -> None:
             )
         if members[j := first.setdefault(row, i)] != member:
             raise ValueError(
-                f"members {j} and {i} have equal keys, so they would draw alike; use "
-                f"jax.random.split(key, {len(rows)})"
+                f"members {j} and {i} have equal keys, so they would draw the same "
+                f"numbers; use jax.random.split(key, {len(rows)})"
             )
 
 
 def _no_mesh() -> Any:
-    """Hide the mesh that a caller has set by `jax.set_mesh`: programs here have theirs.
+    """Hide a mesh set by `jax.set_mesh`, since programs here have their own.
 
     JAX before 0.7 cannot set one.
     """
@@ -1282,14 +1334,14 @@ def _no_mesh() -> Any:
 
 
 def _run(program: Callable, alone: bool, *args) -> Any:
-    """Call a mapped program, alone where its devices are a CPU's and wait for others.
+    """Call a mapped program; `alone`, wait for its arguments before and results after.
 
-    XLA:CPU serves all virtual devices with one pool of threads.  If programs that wait
-    pile up in it, no thread may be left for the last device to arrive, and the process
-    aborts: so a CPU runs one of them at a time, from its arguments to its results.
+    XLA:CPU serves all virtual devices with one pool of threads.  If programs whose
+    devices wait for each other pile up in it, the last device may get no thread, and
+    the process aborts: a CPU has to run one of these programs at a time.
     """
     wait = jax.block_until_ready if alone else lambda x: x
-    # Its arguments lie on the devices already, or on purpose on the host.
+    # Arguments are on the devices already, or on the host on purpose.
     with _no_mesh(), jax.transfer_guard_host_to_device("allow"):
         return wait(program(*wait(args)))
 
@@ -1304,7 +1356,7 @@ def _gather_devices(x: Array | np.ndarray) -> np.ndarray:
 
 
 def gather_processes(x: Any) -> np.ndarray:
-    """Stack what each process calls this with: [P, ...], the same in all of them.
+    """Stack the arguments of all processes: [P, ...], the same in each of them.
 
     Every process has to call it, with the same shape and a dtype that JAX has.
     """
@@ -1312,7 +1364,7 @@ def gather_processes(x: Any) -> np.ndarray:
 
 
 def _is_key(leaf: Any) -> bool:
-    """Whether a leaf, or what stands for it, is a typed random key."""
+    """Return whether a leaf, or a leaf's form, is a typed random key."""
     ours = isinstance(leaf, (Array, jax.ShapeDtypeStruct))
     return ours and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
@@ -1325,10 +1377,10 @@ def _is_consumed(state: PyTree) -> bool:
 def _check_state(state: Any) -> None:
     """Raise ValueError unless it is a state, outside of `jax.jit`."""
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state))
-    # By its fields, since a reloaded module has another class.
+    # Fields are compared, since a reloaded module has another class.
     if traced or getattr(state, "_fields", ()) != TrainState._fields:
-        found = "traced, so inside of jax.jit" if traced else type(state).__name__
-        expected = "a TrainState, as init returns it, or load with like"
+        found = "traced, so inside jax.jit" if traced else type(state).__name__
+        expected = "a TrainState, as returned by init, or by load with like"
         raise ValueError(f"the state is {found}; expected {expected}")
 
 
@@ -1341,25 +1393,25 @@ def _check_apart(state: PyTree) -> None:
             buffer = x.addressable_data(0).unsafe_buffer_pointer()
         if buffer in names:
             raise ValueError(
-                f"leaves '{names[buffer]}' and '{name}' of the state are one buffer, "
+                f"leaves '{names[buffer]}' and '{name}' of the state share one buffer, "
                 "which cannot be reused for both; copy one with jax.numpy.copy"
             )
         names[buffer] = name
 
 
 def _admit(owner: Any, state: Any, place: Callable, consume: bool = True) -> TrainState:
-    """Let a state in, by the one door to a program: return it on the devices.
+    """Check a state before a program takes it, and return it on the devices.
 
-    What the owner's last step returned is known.  Any other is placed by place(state),
-    which raises for one that is not the owner's, and where it will be consumed, no two
-    of its leaves may be one buffer.
+    The state that the owner's last step returned is known.  Any other is placed by
+    place(state), which raises for a state that does not fit the owner.  If the program
+    will consume it, no two of its leaves may share a buffer.
     """
     _check_state(state)
     if _is_consumed(state):
         raise ValueError(
             "the state was consumed by an earlier update or epoch; go on with the one "
-            "that it returned, state, metrics = update(state, ...), which a trainer "
-            "keeps as trainer.latest, or where that call failed, with what was saved"
+            "that this call returned, state, metrics = update(state, ...), which a "
+            "trainer keeps as trainer.latest, or, if the call failed, with a saved one"
         )
     leaves, latest = jax.tree.leaves(state), jax.tree.leaves(owner.latest)
     if len(leaves) == len(latest) and all(map(operator.is_, leaves, latest)):
@@ -1372,11 +1424,11 @@ def _admit(owner: Any, state: Any, place: Callable, consume: bool = True) -> Tra
 
 def _consume(owner: Any, program: Callable, state: PyTree, *rest) -> tuple:
     """Call program(state, *rest) -> (state, metrics), which reuses state's buffers."""
-    # 1. During the call `guard` stands before what handles SIGINT.
-    # 2. Until the buffers are taken nothing is lost, and compiling may take long: an
-    #    interrupt goes on at once, and where its handler returns, guard is back.
-    # 3. From then on interrupts wait, until what was made is the owner's latest.
-    # 4. The handler is back, the one that was set last, and those that waited go on.
+    # 1. During the call, `guard` stands in front of the handler of SIGINT.
+    # 2. Until the buffers are taken, nothing can be lost, and compiling may take long:
+    #    an interrupt goes on at once, and if its handler returns, guard is set again.
+    # 3. From then on interrupts wait until the result is the owner's latest.
+    # 4. The handler that was set last is set again, and the waiting interrupts go on.
     handler: Any = signal.getsignal(signal.SIGINT)
     waiting = 0
 
@@ -1385,7 +1437,7 @@ def _consume(owner: Any, program: Callable, state: PyTree, *rest) -> tuple:
         if _is_consumed(state):
             waiting += 1
         else:
-            itself = signal.signal(signal.SIGINT, handler)  # by no name: no cycle
+            itself = signal.signal(signal.SIGINT, handler)  # avoids a reference cycle
             signal.raise_signal(signal.SIGINT)
             handler = signal.signal(signal.SIGINT, itself)
 
@@ -1396,7 +1448,7 @@ def _consume(owner: Any, program: Callable, state: PyTree, *rest) -> tuple:
         if guarded:
             signal.signal(signal.SIGINT, guard)
         result = program(state, *rest)
-        object.__setattr__(owner, "latest", result[0])  # frozen for all others
+        object.__setattr__(owner, "latest", result[0])  # a trainer is frozen
     finally:
         if guarded and (last := signal.signal(signal.SIGINT, handler)) is not guard:
             signal.signal(signal.SIGINT, last)
@@ -1406,7 +1458,7 @@ def _consume(owner: Any, program: Callable, state: PyTree, *rest) -> tuple:
 
 
 def _make_update(replicas: bool, *args) -> Callable:
-    """Map the step over the devices; check and place the states that come from afar."""
+    """Map the step over the devices; check and place states that it did not return."""
     axis = "devices" if replicas else "members"
     average = functools.partial(_average, axis=axis) if replicas else _alone
     step = _make_step(average, lambda: lax.axis_index(axis) if replicas else 0, *args)
@@ -1445,47 +1497,49 @@ def make_sync_update(
 ) -> Callable:
     """Make update(state, *batch) -> (state, metrics) for one model on D devices.
 
-    Every leaf has a leading device axis: `state` from `replicate`, each batch leaf
-    [D, B / D, ...] from `split`.  `loss_fn(params, *batch)` returns the mean loss of
-    its part, a scalar, or `(loss, aux)` with `has_aux`; gradients, loss and aux are
-    averaged over the replicas, so the step equals one on the whole batch, to rounding,
-    and the replicas stay bit-identical.  `metrics` is the loss [D] or `(loss, aux)`,
-    D equal copies.  Aux is a tree of means over the batch too: integers and booleans
-    become floats, and what is of each example would be averaged over different ones.
+    Every leaf has a leading device axis: `state` from `replicate`, and each leaf of the
+    batch [D, B / D, ...] from `split`.  Gradients, loss and aux are averaged over the
+    replicas.  So a step equals one on the whole batch, to rounding, and the replicas
+    stay bit-identical.  `metrics` is the loss [D], or (loss, aux), in D equal copies.
     All means and sums are taken in float32 at least, and so are loss and aux returned.
 
-    With `stateful`, `loss_fn(params, model_state, key, *batch)` returns
-    `(loss, model_state)`, or `(loss, (model_state, aux))`; floating-point leaves of the
-    model state are averaged too.  Other leaves, such as counts of steps, are not: they
-    must not depend on the batch, of which each replica sees a part.  The key is another
-    for every part of the batch and every step, so a loss that draws (dropout) takes
-    another step where the batch is in other parts: with D, unless `microbatch` is set.
-
-    With `microbatch`, a device works through its batch that many examples at a time and
-    averages loss, aux and gradients: in less memory, and faster on CPU, where the work
-    then stays in cache.  For a loss that is a mean over its examples it is the same
-    step, to rounding; for others, such as a sum, a contrast between examples or a mean
-    over some of them, it is another.  "auto" takes on CPU the largest size from 16 to
-    32 that divides a device's batch, where there is no model state.  With `stateful`,
-    the key is another for every micro-batch, and the same on whichever device it
-    stands: with one size that divides B / D for every D, draws do not depend on D.
-
-    An `optimizer` whose update takes `value`, as some of Optax's do, is given the loss.
-
-    With `skip_nonfinite`, a step whose loss or averaged gradient is not finite changes
-    nothing but the key, in all replicas alike, and its loss is nan.
+    Args:
+      loss_fn: loss_fn(params, *batch) returns the mean loss of its part of the batch, a
+        scalar.  `LossFn` has the other forms.
+      optimizer: `sgd`, `adam`, one of Optax's, or your `Optimizer`.
+      has_aux: whether loss_fn returns (loss, aux).  Aux is a tree of means over the
+        batch too: integers and booleans become floats, and values per example would be
+        averaged over different examples.
+      stateful: whether loss_fn takes a model state and a key, and returns a new model
+        state.  Its floating-point leaves are averaged over the replicas.  Its other
+        leaves, such as counts of steps, are not averaged, and must not depend on the
+        batch, of which each replica sees a part.  Every part of the batch and every
+        step has its own key, so a loss that draws (dropout) takes another step if the
+        batch is divided otherwise: on other D, unless `microbatch` is set.
+      microbatch: how many examples a device works on at a time; None is all.  The
+        device averages loss, aux and gradients over its micro-batches, which takes less
+        memory, and less time on a CPU, where the work stays in cache.  For a loss that
+        is a mean over its examples the step is the same, to rounding.  For others, such
+        as a sum, a contrast between examples or a mean over some of them, it is another
+        step.  "auto" takes, on a CPU and without a model state, the largest size from
+        16 to 32 that divides a device's batch.  With `stateful`, every micro-batch has
+        its own key, whichever device it is on: draws do not depend on D if one size
+        divides B / D for every D.
+      skip_nonfinite: whether a step whose loss or averaged gradient is not finite
+        changes only the key, in all replicas alike, and returns a loss of nan.
 
     Where JAX runs in several processes (`jax.distributed`), each calls `update` with
-    what lies on its own devices, D of them; averages are taken over all processes.
+    the shards of its own devices, D of them; averages are taken over all processes.
 
-    `state` is consumed: its buffers are reused for the result, which is `update.latest`
-    too, where Ctrl-C does not lose it.  A batch of NumPy arrays is copied.
+    `state` is consumed: its buffers are reused for the result, which is also
+    `update.latest`, so that Ctrl-C does not lose it.  NumPy's batches are copied.
 
-    Raises ValueError for what is no optimizer.  So does `update`, before anything is
-    consumed, for other leading axes, an empty batch, a state that was consumed or has
-    one buffer in two leaves, replicas of unequal keys, micro-batches that do not divide
-    the batch or meet a model state, a model state that is returned in another form, and
-    a loss_fn or an optimizer that takes other arguments than it is given.
+    Raises ValueError if `optimizer` is not an optimizer.  Before it consumes anything,
+    `update` raises ValueError for leading axes that differ, an empty batch, a state
+    that was consumed or has one buffer in two leaves, replicas with unequal keys,
+    micro-batches that do not divide the batch or meet a model state, a model state
+    returned in another form, and a loss_fn or optimizer that takes other arguments than
+    it is given.
     """
     options = loss_fn, optimizer, (), has_aux, stateful, microbatch, skip_nonfinite
     return _make_update(True, *options)
@@ -1500,18 +1554,22 @@ def make_ensemble_update(
     microbatch: int | str | None = None,
     skip_nonfinite: bool = False,
 ) -> Callable:
-    """Make update(state, *batch) -> (state, metrics) for D members, one a device.
+    """Make update(state, *batch) -> (state, metrics) for D members, one per device.
 
-    As `make_sync_update`, but nothing crosses devices: each leaf of `state` [D, ...]
-    holds D independent models, each leaf of the batch [D, B, ...] a batch for each
-    (`replicate` a batch to show all members the same), and `metrics` [D] are their own.
-    Whatever one member meets, nan included, leaves the others' bits as they are; with
-    `skip_nonfinite`, a member skips its step alone.
+    Nothing crosses devices.  Each leaf of `state` [D, ...] holds D independent models,
+    and each leaf of the batch [D, B, ...] a batch for each of them; `replicate` a batch
+    to show the same one to all.  `metrics` [D] are the members' own.  A nan in one
+    member leaves the bits of the others as they are.
+
+    Args:
+      loss_fn, optimizer, has_aux, stateful, microbatch: as in `make_sync_update`.
+      skip_nonfinite: whether a member skips a step whose loss or gradient is not
+        finite; each member skips on its own.
 
     `state` is consumed: its buffers are reused for the result.
 
-    Raises ValueError as `make_sync_update` does, and `update` for members of equal keys
-    where that refuses replicas of unequal ones.
+    Raises ValueError as `make_sync_update` does; its `update` refuses members with
+    equal keys instead of replicas with unequal ones.
     """
     options = loss_fn, optimizer, (), has_aux, stateful, microbatch, skip_nonfinite
     return _make_update(False, *options)
@@ -1523,24 +1581,24 @@ def make_ensemble_update(
 
 
 class Layout(NamedTuple):
-    """Where members and replicas stand: see `layout`."""
+    """The places of members and replicas: see `layout`."""
 
     members: int  # K
-    devices: int  # D, those in use
+    devices: int  # D, in use
     members_per_device: int  # M, above 1 only where R = 1
     replicas: int  # R, above 1 only where M = 1
 
 
 def layout(members: int, num_devices: int, num_processes: int = 1) -> Layout:
-    """Lay K members over devices: which share a device, or which devices share one.
+    """Lay K members over devices: members share a device, or devices share a member.
 
-    With K >= num_devices, M = ceil(K / num_devices) members share a device, and no more
-    devices are used than M on each need; else R = floor(num_devices / K) devices hold
-    replicas of one member.  One member on all devices is sync mode.
+    If K >= num_devices, M = ceil(K / num_devices) members share a device, and only as
+    many devices are used as K members need.  Otherwise R = floor(num_devices / K)
+    devices hold replicas of one member.  One member on all devices is sync mode.
 
-    Several processes need all of their devices in a program: then R is the largest
-    divisor of num_devices that is not above num_devices / K, and what is left over
-    repeats the last member.
+    A program of several processes needs all of their devices.  Then R is the largest
+    divisor of num_devices that is at most num_devices / K, and devices that are left
+    over repeat the last member.
 
     Raises ValueError unless all are ints >= 1.
     """
@@ -1553,11 +1611,11 @@ def layout(members: int, num_devices: int, num_processes: int = 1) -> Layout:
 
 
 def _axis(layout: Layout, train: bool) -> str:
-    """Name the devices' axis in a program after what `replica_mean` averages there.
+    """Name the device axis of a program by the replicas that `replica_mean` averages.
 
-    JAX keeps what it has traced of a function by the names and sizes of the axes around
-    it, so that one which averages over R replicas is not taken for one that averages
-    over others, or over none, as in every program that does not train.
+    JAX caches traces of a function by the names and sizes of the axes around it.  So a
+    trace that averages over R replicas is not reused for one that averages over other
+    replicas, or over none, as in every program that does not train.
     """
     if layout.replicas == 1 or not train:
         return "members"
@@ -1568,8 +1626,8 @@ def _axis(layout: Layout, train: bool) -> str:
 def _slots(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
     """Return the member and the replica in each slot [D * M], device after device.
 
-    Of several processes, those on the devices of this one.  Slots that are left over,
-    on the last devices, repeat the last member.
+    With several processes, the slots are on this one's devices.  Slots that are left
+    over, on the last devices, repeat the last member.
     """
     members, devices, shared, replicas = layout
     slots = np.arange(devices * shared).reshape(jax.process_count(), -1)
@@ -1578,11 +1636,11 @@ def _slots(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _check_draws(key: Any, at_once: int) -> None:
-    """Raise ValueError for keys whose draws are others where members are together."""
+    """Raise ValueError for keys whose draws change if members are together."""
     if at_once > 1 and key is not None and "rbg" in str(jax.random.key_impl(key)):
         raise ValueError(
-            f"at_once={at_once} with keys of {jax.random.key_impl(key)}, whose draws "
-            "are others under vmap; use threefry2x32, JAX's default, or at_once=1"
+            f"at_once={at_once} with keys of {jax.random.key_impl(key)}: their draws "
+            "change under vmap; use threefry2x32, JAX's default, or at_once=1"
         )
 
 
@@ -1595,11 +1653,11 @@ else:  # JAX 0.5
 
 
 def _in_place(f: Callable, states: PyTree, of_slot: PyTree, together: int) -> tuple:
-    """Do `lax.map` of f(state, of_slot) -> (state, metrics), its states in place.
+    """Map f(state, of_slot) -> (state, metrics) as `lax.map` does, states in place.
 
-    Leaves of both arguments are [M, ...].  Each state is cut out, `together` of them at
-    a time, and its successor is written back in its place: M states and the work of one
-    f take all the memory, where `lax.map` writes M new states beside the old ones.
+    Leaves of both arguments are [M, ...].  Each step cuts out `together` states and
+    writes their successors back in their place.  This takes the memory of M states and
+    the work of one f, while `lax.map` writes M new states beside the old ones.
     """
 
     def advance(states, start, count=together):
@@ -1609,7 +1667,7 @@ def _in_place(f: Callable, states: PyTree, of_slot: PyTree, together: int) -> tu
         def put(x, new):
             return lax.dynamic_update_slice_in_dim(x, new, start, 0)
 
-        # One alone, not by a vmap of one, whose bits are others.
+        # One member runs without vmap, since a vmap of one has other bits.
         batch_size = None if together == 1 else count
         own = jax.tree.map(cut, (states, of_slot))
         new, metrics = lax.map(lambda x: f(*x), own, batch_size=batch_size)
@@ -1625,8 +1683,8 @@ def _in_place(f: Callable, states: PyTree, of_slot: PyTree, together: int) -> tu
     return states, metrics
 
 
-# On a GPU, XLA would keep the kernels of all members in cuDNN's order beside JAX's.
-# States are flat between the members there.  On a TPU, to make them flat is a copy.
+# On a GPU, XLA would keep all members' kernels twice, in cuDNN's order and in JAX's, so
+# states are flat between the members there.  On a TPU, flattening would copy them.
 _FLAT_ON = ("gpu",)
 
 
@@ -1635,13 +1693,13 @@ def _over_members(
 ) -> Callable:
     """Map f(state, **of_slot, **of_all), of one member on one device, over all slots.
 
-    The result is a function of the state, of of_slot and of of_all, the arguments by
-    name.  Leaves of the first two are [D * M, ...], an entry per slot, and so are the
-    leaves that f returns; of_all is the same everywhere.  To `train`, the state's
-    buffers are reused, and replicas wait for each other.
+    The result is a function of state, of_slot and of_all; the last two are dicts of f's
+    arguments.  Leaves of state and of_slot are [D * M, ...], an entry per slot, and so
+    are the leaves that f returns; of_all is the same for every slot.  With `train`, the
+    state's buffers are reused, and replicas wait for each other.
 
-    As `jax.pmap` does, but the program goes when it is let go: JAX (0.10, 0.12) keeps a
-    program of `pmap` for good, with all that f holds.
+    This maps as `jax.pmap` does, but the program is freed with the function returned,
+    while JAX (0.10, 0.12) keeps a program of `pmap` for good, with all that f holds.
     """
     together = min(at_once, layout.members_per_device)
     devices, axis = devices[: layout.devices], _axis(layout, train)
@@ -1683,11 +1741,11 @@ def _over_members(
         donate_argnums=(0,) if train else (),
     )
 
-    def convert(to, place, tree):  # by their data: JAX 0.5 does not take typed keys
+    def convert(to, place, tree):  # keys by their data, for JAX 0.5
         to = functools.partial(to, global_mesh=place.mesh, pspecs=place.spec)
         return jax.tree.map(functools.partial(_on_data, to), tree)
 
-    def run(*args):  # of several processes, each has its own part of the arrays
+    def run(*args):  # each of several processes has a part of the arrays
         to_all = multihost_utils.host_local_array_to_global_array
         to_own = multihost_utils.global_array_to_host_local_array
         args = map(functools.partial(convert, to_all), given, args)
@@ -1699,7 +1757,7 @@ def _over_members(
 
 
 def _on_data(function: Callable, leaf: Array) -> Array:
-    """Apply a function of an array; to a typed random key, as to the numbers in it."""
+    """Apply a function of an array to a leaf, or to the data of a typed random key."""
     if not _is_key(leaf):
         return function(leaf)
     data = function(jax.random.key_data(leaf))
@@ -1709,21 +1767,20 @@ def _on_data(function: Callable, leaf: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _join(copies, members):
-    """Join members that stand together, each copy [M, ...]: [K, ...]."""
+    """Join the members of all devices, each copy [M, ...]: [K, ...]."""
     return jnp.concatenate(copies)[:members]
 
 
 def _take(tree: PyTree, layout: Layout) -> PyTree:
-    """Take members [K, ...] out of their slots [D * M, ...], of each its first replica.
+    """Take the first replica of each member out of the slots: [D * M, ...] to [K, ...].
 
-    They come from where they are to the first device, or to the host from several
-    processes.
+    The result is on the first device, or on the host if there are several processes.
     """
 
     def take(x):
         if jax.process_count() > 1 and isinstance(x, jax.Array):
             x = _gather_devices(x)
-        if isinstance(x, np.ndarray):  # a copy, as JAX's own is read-only
+        if isinstance(x, np.ndarray):  # copied, since JAX's own is read-only
             return np.array(x[:: layout.replicas][: layout.members])
         copies = [shard.data for shard in x.addressable_shards[:: layout.replicas]]
         copies = jax.device_put(copies, *copies[0].devices())
@@ -1733,13 +1790,13 @@ def _take(tree: PyTree, layout: Layout) -> PyTree:
     return jax.tree.map(take, tree)
 
 
-_STEPS = 256  # orders are padded to a multiple, so that most share one program
+_STEPS = 256  # orders are padded to a multiple of this, so that most share a program
 
 
 def _padded(order: Any, members: int, num_rows: int) -> tuple[np.ndarray, int]:
     """Check an order [steps, B] or [K, steps, B]; return it as int32, and its steps.
 
-    Steps of zeros are added, up to a multiple of `_STEPS`.
+    It is padded with steps of zeros to a multiple of `_STEPS`.
     """
     order = np.asarray(_numbers("order", order))
     fits = order.ndim == 2 or (order.ndim == 3 and len(order) == members)
@@ -1748,7 +1805,7 @@ def _padded(order: Any, members: int, num_rows: int) -> tuple[np.ndarray, int]:
             f"order has shape {order.shape}; expected integers, rows of the data, "
             f"[steps, B], or [K, steps, B] with K = {members}, and not empty"
         )
-    # On a device, a row outside the data would be clamped without a word.
+    # On a device, a row outside the data would be clamped without an error.
     if not 0 <= order.min() <= order.max() < num_rows:
         raise ValueError(
             f"order holds rows {order.min()} to {order.max()}; the data have rows 0 to "
@@ -1760,9 +1817,9 @@ def _padded(order: Any, members: int, num_rows: int) -> tuple[np.ndarray, int]:
 
 
 def _scan_first(f: Callable, carry: PyTree, xs: PyTree, count: Array) -> tuple:
-    """Scan the first `count` of xs, a traced number; what it returns for others is 0.
+    """Scan the first `count` of xs; results for the others are 0.
 
-    Thus one program serves all numbers up to the length of xs.
+    `count` is traced, so one program serves every count up to the length of xs.
     """
 
     def at(i):
@@ -1780,7 +1837,7 @@ def _scan_first(f: Callable, carry: PyTree, xs: PyTree, count: Array) -> tuple:
 
 
 def _check_made(made: PyTree, stateful: bool) -> None:
-    """Raise ValueError for what init_fn returns, if it is no tree of arrays."""
+    """Raise ValueError unless init_fn returned a tree of arrays."""
     if stateful and (type(made) is not tuple or len(made) != 2):
         raise ValueError(
             f"init_fn returns {type(made).__name__}; with stateful=True, expected the "
@@ -1790,30 +1847,30 @@ def _check_made(made: PyTree, stateful: bool) -> None:
         if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
             raise ValueError(
                 f"init_fn returns {type(leaf).__name__} at "
-                f"'{jax.tree_util.keystr(path)}'; expected a tree of arrays: keep "
-                "apart what is none (equinox.partition, flax.nnx.split)"
+                f"'{jax.tree_util.keystr(path)}'; expected a tree of arrays: split "
+                "off other leaves (equinox.partition, flax.nnx.split)"
             )
         _numbers("leaves that init_fn returns", leaf)
 
 
-# A device predicts at most so many chunks per call of a program, and so many that their
-# inputs and outputs take about so many bytes.
+# A device predicts at most _BLOCK_CHUNKS chunks per call of a program, and so many that
+# their inputs and outputs take about _BLOCK_BYTES.
 _BLOCK_CHUNKS, _BLOCK_BYTES = 128, 2**22
 
 
 class _Member(NamedTuple):
     """A member's work on one device, which a trainer maps over all of its members.
 
-    The fields are the trainer's.  Each function takes the member's state, its hyper and
-    the frozen tree, each of these two in a tuple, which is empty where there is none,
-    and its other arguments by name.
+    The fields are the trainer's.  Each function takes the member's state, its hyper,
+    the frozen tree, and its other arguments by name.  Hyper and the frozen tree are
+    each in a tuple, which is empty if there is none.
     """
 
     layout: Layout
-    init_fn: Callable
-    loss_fn: Callable
+    init_fn: InitFn
+    loss_fn: LossFn
     optimizer: OptimizerLike | Callable
-    apply_fn: Callable | None
+    apply_fn: ApplyFn | None
     output: Callable | None
     has_aux: bool
     stateful: bool
@@ -1826,7 +1883,7 @@ class _Member(NamedTuple):
         return _call("optimizer", form, make, *hyper) if hyper else make
 
     def make_step(self, parts, hyper, frozen):
-        """Make the step of a member's replica, on a batch that is in so many parts."""
+        """Make the step of a replica, for a batch that is divided into `parts`."""
         axis, replicas = _axis(self.layout, train=True), self.layout.replicas
         average = _alone
         if replicas > 1:
@@ -1861,7 +1918,7 @@ class _Member(NamedTuple):
         return _scan_first(predict, (), chunks, count)[1]
 
     def predict_chunk(self, model, more, carry, inputs):
-        given = f"of inputs {_form(inputs)}, where one example x is x[None]"
+        given = f"for inputs {_form(inputs)}; one example x is given as x[None]"
         apply = _fast_in_loops(self.apply_fn)
         outputs = _call("apply_fn", given, apply, *model, inputs, *more)
         if self.output is jax.nn.softmax:
@@ -1875,106 +1932,105 @@ class _Member(NamedTuple):
             outputs = outputs.astype(_wide(outputs.dtype))
         outputs = outputs if self.output is None else self.output(outputs)
         chunk = jax.tree.leaves(inputs)[0].shape[0]
-        expected = f"{chunk}, one of each example, in all of them"
+        expected = f"{chunk}, an entry per example, in every leaf"
         _check_axes("outputs", outputs, chunk, expected=expected)
         return carry, outputs
 
     def chunk_of_all(self, model, hyper, frozen, inputs):
-        """Return a chunk of inputs and the outputs of the members on one device."""
+        """Return a chunk of inputs, and the outputs of all members on one device."""
         model, hyper = jax.tree.map(lambda x: x[0], (model, hyper))
         _, outputs = self.predict_chunk(model, (*hyper, *frozen), (), inputs)
         return inputs, [outputs] * self.layout.members_per_device
 
 
 class _Lowered(ValueError):
-    """Raised in place of a call, with the lowered program, where no device is there."""
+    """Raised with the lowered program in place of a call, if no device can run it."""
 
     def __str__(self):
-        return "the devices are a topology's; use Trainer.lower, and compile"
+        return "the devices are a topology's, which cannot run; use Trainer.lower"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Trainer:
     """Train K members on D devices, whatever K and D are: see `layout`.
 
-    What it takes:
+    Args:
+      init_fn: init_fn(key) returns the parameters, a tree of arrays, or with `stateful`
+        (params, model_state).
+      loss_fn, optimizer, has_aux, stateful, microbatch, skip_nonfinite: as in
+        `make_sync_update`; the step is the same.
+      members: the number of models, K.  Each has to fit on one device.
+      devices: the largest number of devices to use, by default all, or the devices
+        themselves, a sequence of one platform.  If there are more devices than members,
+        each sees a part of its member's batch, and losses are averaged.  For a loss
+        that is not a mean over its examples, use at most as many devices as members.
+      apply_fn: apply_fn(params, inputs) returns the outputs to predict; with `stateful`
+        it takes (params, model_state, inputs).  Inputs and outputs are any trees of
+        arrays [B, ...], and an example's output must not depend on other examples.  A
+        device takes `chunk` examples at a time, or a power of two if there are fewer;
+        rows of zeros fill the last chunk.
+      output: a function of apply_fn's outputs: softmax for logits [B, ..., C], or None
+        to return them unchanged.
+      hyper: a tree of arrays [K, ...] in which members differ, besides their keys.
+        Functions then take the member's own, leaves [...], as their last argument:
+        init_fn(key, h), loss_fn(params, *batch, h), apply_fn(params, inputs, h).  And
+        optimizer(h) returns the member's optimizer.
+      frozen: a tree of arrays that all members share and none trains, such as the
+        weights of a pretrained network, with one copy per device.  init_fn, loss_fn and
+        apply_fn then take it as their last argument, after the member's `hyper`.
+      chunk: how many examples a device predicts at a time.
+      at_once: how many of the members that share a device are computed together, by
+        `vmap`; a number above M means all.  This is faster where one member does not
+        fill the device, as often on a GPU.  Batches, activations, gradients and the
+        states at work take the memory of so many members.  Results are those of one
+        member after another, to rounding.
 
-    init_fn(key) -> params
-        A tree of arrays, or with `stateful` (params, model_state).
-    loss_fn, optimizer, has_aux, stateful, microbatch, skip_nonfinite
-        Those of `make_sync_update`, and so is the step.
-    members, devices
-        How many models, each of which has to fit on one device, and on how many devices
-        at most, by default all, or on which: a sequence of devices of one platform.
-        Where there are more devices than members, each sees a part of its member's
-        batch, and losses are averaged: for a loss that is no mean over its examples,
-        pass as many devices as members, or fewer.
-    apply_fn(params, inputs) -> outputs, with `stateful` (params, model_state, inputs)
-        For predicting: any tree of arrays [B, ...] to any such tree, each example by
-        itself: `chunk` at a time on a device, or of fewer a power of two, some of them
-        zeros that fill the last chunk.  `output` is a function of what it returns:
-        softmax for logits [B, ..., C], or None to leave it as it is.
-    hyper
-        A tree of arrays [K, ...], what members differ in besides their key.  With it,
-        the functions take the member's own, leaves [...], as their last argument:
-        `init_fn(key, h)`, `loss_fn(params, *batch, h)`, `apply_fn(params, inputs, h)`;
-        and `optimizer(h)` returns the member's optimizer.
-    frozen
-        A tree of arrays that all members share and none trains, such as the weights of
-        a pretrained network: one copy a device.  With it, `init_fn`, `loss_fn` and
-        `apply_fn` take it as their last argument, after the member's `hyper`.
-    at_once
-        How many of the members that share a device are computed together, by `vmap`;
-        more than there are means all.  A device that one member does not fill, a GPU
-        often, is faster so; batches, activations, gradients and the states at work then
-        take memory for so many members, not one.  Results agree, to rounding, with
-        those of one member after another.
+    `latest` is the state that the last `update` or `epoch` returned, or None.  If
+    Ctrl-C arrives before you assign the result, find it there.
 
-    `latest` is the state that the last `update` or `epoch` returned, or None: what they
-    consumed is lost, but not what they made of it, if Ctrl-C comes before it has a
-    name.  The trainer copies the arrays that it is given, so that to change them later
-    changes nothing.  JAX's own arrays, which cannot change, it shares where they lie on
-    its devices already: give `frozen` and `place` a copy (`jnp.copy`) of an array that
-    its owner will donate or delete.  Else the next call raises JAX's RuntimeError, and
-    the state stays.
+    The trainer copies the arrays that it is given, so later changes to them have no
+    effect.  It shares JAX's own arrays, which cannot change, if they are on its devices
+    already: give `frozen` and `place` a copy (`jnp.copy`) of an array that its owner
+    will donate or delete.  Otherwise the next call raises JAX's RuntimeError, and the
+    state stays.
 
     Where JAX runs in several processes (`jax.distributed`), every process calls the
-    same methods with the same arguments, of which its devices take their part, and has
-    the same results; only states are each process's own.
+    same methods with the same arguments, of which its devices take their part.  Every
+    process has the same results, except that each holds its own part of the states.
 
-    Raises ValueError for members, devices, chunk or at_once below 1 or not whole, more
-    devices than there are, and for a `hyper` or an optimizer that does not fit.  So do
-    the methods, before anything is consumed, for states of another trainer and those
-    that were consumed or have one buffer in two leaves, for integers beyond JAX's type,
-    and for what each of them names.
+    Raises ValueError for members, devices, chunk or at_once that are not ints of 1 or
+    more, for more devices than there are, and for a `hyper` or an optimizer that does
+    not fit.  Before they consume anything, all methods raise ValueError for a state of
+    another trainer, a state that was consumed or has one buffer in two leaves, integers
+    that JAX's type cannot hold, and the errors that each method names.
     """
 
-    init_fn: Callable = dataclasses.field(kw_only=False)  # key -> params, or with state
-    loss_fn: Callable = dataclasses.field(kw_only=False)  # (params, *batch) -> loss
+    init_fn: InitFn = dataclasses.field(kw_only=False)
+    loss_fn: LossFn = dataclasses.field(kw_only=False)
     optimizer: OptimizerLike | Callable = dataclasses.field(kw_only=False)
     members: int  # K
-    apply_fn: Callable | None = None  # (params, inputs) -> outputs
-    output: Callable | None = jax.nn.softmax  # of outputs
-    hyper: PyTree = None  # leaves [K, ...]
-    devices: int | Sequence | None = None  # at most so many, or these; None is all
+    apply_fn: ApplyFn | None = None  # for predicting
+    output: Callable | None = jax.nn.softmax  # of apply_fn's outputs
+    hyper: PyTree = None  # leaves [K, ...], in which members differ
+    devices: int | Sequence | None = None  # at most this many, or these; None is all
     has_aux: bool = False  # the loss is (loss, aux)
     stateful: bool = False  # the loss takes a model state and a key, and returns one
-    microbatch: int | str | None = None  # examples that a device works on at a time
+    microbatch: int | str | None = None  # examples per device at a time; None is all
     skip_nonfinite: bool = False  # a step that is not finite changes nothing
     chunk: int = 32  # examples that a device predicts at a time
     at_once: int = 1  # members of a device that are computed together
-    frozen: PyTree = None  # what all share and none trains
+    frozen: PyTree = None  # arrays that members share and none trains
     latest: TrainState | None = dataclasses.field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         _count("chunk", self.chunk)
         _count("at_once", self.at_once)
         own = jax.tree.map(np.asarray, (self.hyper,) if self._hyper else ())
-        for i in range(self.layout.members if own else 1):  # raises for what cannot be
+        for i in range(self.layout.members if own else 1):  # raises if one cannot be
             hyper = jax.tree.map(operator.itemgetter(i), own)
             self._member.make_step(1, hyper, self._frozen)
 
-    def __repr__(self) -> str:  # on a line, without numbers and addresses
+    def __repr__(self) -> str:  # on one line, without arrays and addresses
         made_of = self.init_fn, self.loss_fn
         names = [getattr(f, "__name__", type(f).__name__) for f in made_of]
         return f"Trainer({', '.join(names)}, {self.layout})"
@@ -1985,7 +2041,7 @@ class Trainer:
 
     @functools.cached_property
     def _devices(self) -> Sequence:
-        """The devices to use at most, of all processes."""
+        """The devices that may be used, of all processes."""
         given: Any = self.devices
         if np.ndim(given) == 0:
             lack = given and _lack(_count("devices", given) // jax.process_count())
@@ -1999,30 +2055,30 @@ class Trainer:
 
     @functools.cached_property
     def _abstract(self) -> bool:
-        """Whether the devices are a description, for which one only compiles."""
-        with contextlib.suppress(RuntimeError):  # of a platform that is not there
+        """Whether the devices are a description, for which one can only compile."""
+        with contextlib.suppress(RuntimeError):  # for a platform that is not there
             return self._devices[0] not in jax.devices(self._devices[0].platform)
         return True
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """K, D, M and R in force, of the devices that JAX has: see `layout`."""
+        """K, D, M and R in force, for the devices that JAX has: see `layout`."""
         processes, devices = jax.process_count(), self._devices
         alike = jax.device_count() == processes * jax.local_device_count()
         if processes > 1 and not (alike and devices == jax.devices()):
             found = f"devices is {len(devices)}; {processes} processes use all of their"
-            raise ValueError(f"{found} {jax.device_count()}, and each as many")
+            raise ValueError(f"{found} {jax.device_count()}, and each has as many")
         return layout(self.members, len(devices), processes)
 
     @functools.cached_property
     def _by_slot(self) -> Any:
-        """Lay slots [D * M, ...] over the devices in use, of this process, to train."""
+        """The sharding of slots [D * M, ...] over this process's devices, to train."""
         several, axis = jax.process_count() > 1, _axis(self.layout, train=True)
         used = self._devices[: self.layout.devices]
         return _sharding(jax.local_devices() if several else used, axis, axis)
 
     def _put(self, tree: PyTree, sharding: Any) -> PyTree:
-        """Put a tree on the devices, or name its form there."""
+        """Put a tree on the devices, or return its form there."""
         if not self._abstract:
             return jax.device_put(tree, sharding)
         form = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
@@ -2034,7 +2090,7 @@ class Trainer:
 
         def lay(x):
             slots = self._put(np.asarray(_numbers(what, x))[member], self._by_slot)
-            return jax.block_until_ready(slots)  # leaf by leaf: one on the host at once
+            return jax.block_until_ready(slots)  # so one leaf at a time is on the host
 
         return jax.tree.map(functools.partial(_on_data, lay), tree)
 
@@ -2047,7 +2103,7 @@ class Trainer:
 
     @functools.cached_property
     def _hyper(self) -> tuple:
-        """The members' hyper, in their slots; empty where they have none."""
+        """The members' hyper in their slots, or an empty tuple."""
         if self.hyper is None:
             return ()
         expected = f"arrays [K, ...], an entry for each of the {self.members} members"
@@ -2056,19 +2112,18 @@ class Trainer:
 
     @functools.cached_property
     def _frozen(self) -> tuple:
-        """What is frozen, on every device; empty where nothing is."""
+        """The frozen tree on every device, or an empty tuple."""
         return () if self.frozen is None else (self._place("frozen", self.frozen),)
 
     @functools.cached_property
     def _programs(self) -> dict:
-        """What is compiled, by the name of the function that it maps."""
+        """Compiled programs, by the name of the function that each maps."""
         return {}
 
     def _map(self, f, state, of_slot, of_all, train=False):
         """Call f(state, hyper, frozen, **of_slot, **of_all), of one member, for all.
 
-        What the arguments are stands at `_over_members`; hyper is one more of a slot,
-        and frozen one of all.
+        `_over_members` explains the arguments; hyper joins of_slot, and frozen of_all.
         """
         if f.__name__ not in self._programs:
             how = self._devices, self.layout, train, self.at_once
@@ -2081,7 +2136,7 @@ class Trainer:
         return _consume(self, program, *args) if train else program(*args)
 
     def _place_state(self, state):
-        """Put a state from elsewhere into the slots, once it is seen to be of these."""
+        """Check that a state belongs to these slots, and put it there."""
         members, _ = _slots(self.layout)
         expected = f"this trainer's {len(members)}: use init, or gather and scatter"
         _check_axes("state", state, len(members), expected=expected)
@@ -2099,17 +2154,17 @@ class Trainer:
     def init(self, key: Array) -> TrainState:
         """Make the members: member i from fold_in(key, i).
 
-        It depends on that and its `hyper` alone: on CPU it ends in the same bits for
-        every number of members and devices with K >= D, and agrees to rounding where it
-        has replicas or `at_once` is above 1, and between one device and several where
-        XLA compiles a network otherwise for these, such as attention.  A loss that
-        draws takes other steps on replicas, unless `microbatch` divides their parts of
-        the batch into parts of one size: see `make_sync_update`.
+        Member i depends on this key and its `hyper` alone.  On CPU it ends in the same
+        bits for all members and devices with K >= D.  It agrees to rounding if it has
+        replicas or `at_once` is above 1, and between one device and several if XLA
+        compiles the network otherwise for several, as for attention.  A loss that draws
+        takes other steps on replicas, unless one size of `microbatch` divides their
+        parts of the batch: see `make_sync_update`.
 
-        Leaves of the state are [D * M, ...], by slot, and by member in `gather`.
+        Leaves of the state are [D * M, ...], by slot; `gather` returns them by member.
 
-        Raises ValueError for what is not one random key, for keys of "rbg" with at_once
-        above 1, and for an init_fn that returns other leaves than arrays.
+        Raises ValueError unless key is one random key, for "rbg" keys with at_once
+        above 1, and for an init_fn that returns leaves other than arrays.
         """
         expected = "expected one random key, such as jax.random.key(0), for all members"
         _call("key", expected, jax.random.split, key)
@@ -2126,8 +2181,8 @@ class Trainer:
         """
 
         def gather(path, x):
-            # An array on several devices keeps its copy on the host, once NumPy has
-            # read it; a second array of the same buffers takes that copy along.
+            # Once NumPy has read it, an array on several devices keeps its host copy.
+            # So a second array of the same buffers is read, and goes with its copy.
             shards = [shard.data for shard in x.addressable_shards]
             x = jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
             copies = _gather_devices(x)  # [D * M, ...]
@@ -2138,8 +2193,8 @@ class Trainer:
                     if name.startswith(".model_state") and own.dtype.kind in "biu":
                         remedy += ", or, if it depends on the batch, make it a float"
                     raise RuntimeError(
-                        f"replicas differ: {name} on device {self._devices[i]} is not "
-                        f"what it is on {self._devices[first]}; {remedy}"
+                        f"replicas differ: {name} on device {self._devices[i]} differs "
+                        f"from its copy on {self._devices[first]}; {remedy}"
                     )
             return _take(copies, self.layout)
 
@@ -2149,10 +2204,10 @@ class Trainer:
         )
 
     def like(self, key: Array | None = None) -> TrainState:
-        """Return the form of what `gather` returns, [K, ...], as `load` takes it.
+        """Return the form of a gathered state, leaves [K, ...], for `load`.
 
-        Leaves are `jax.ShapeDtypeStruct`; nothing is computed.  The state's key is
-        `key`'s kind, by default that of `jax.random.key`.
+        Leaves are `jax.ShapeDtypeStruct`; nothing is computed.  The state's key has the
+        kind of `key`, by default the kind of `jax.random.key(0)`.
         """
 
         def first(hyper, frozen, key):
@@ -2169,8 +2224,8 @@ class Trainer:
     def scatter(self, gathered: TrainState) -> TrainState:
         """Put members, leaves [K, ...], on the devices: the inverse of `gather`.
 
-        They may come from a trainer of as many members on other devices.  Raises
-        ValueError for another number of them, or equal keys.
+        They may come from a trainer with as many members on other devices.  Raises
+        ValueError for another number of members, or equal keys.
         """
         _check_state(gathered)
         expected = f"the trainer's {self.members} members"
@@ -2182,21 +2237,22 @@ class Trainer:
     def lower(self, method: str, *args: PyTree, **options: Any) -> jax.stages.Lowered:
         """Lower the program of init, update, epoch or predict; run and place nothing.
 
-        It takes the arguments of the method without the state, arrays [B, ...] or forms
-        of arrays, `jax.ShapeDtypeStruct`.  The program is for the trainer's devices,
-        and these may be a topology's, which nobody has to own
-        (`jax.experimental.topologies`).  `lower(...).compile().memory_analysis()` says
-        how many bytes the program takes on each.
+        It takes the method's arguments without the state: arrays [B, ...], or their
+        forms, `jax.ShapeDtypeStruct`.  The program is for the trainer's devices, which
+        may be a topology that nobody has to own (`jax.experimental.topologies`).
+        `lower(...).compile().memory_analysis()` says how many bytes the program takes
+        on each device.
 
-        Raises ValueError as the method does, for another method, and where JAX runs in
+        Raises ValueError as the method does, for another method, and if JAX runs in
         several processes.
         """
         if method not in ("init", "update", "epoch", "predict"):
-            raise ValueError(f"method is {method!r}; it has no program to lower")
+            expected = "'init', 'update', 'epoch' or 'predict'"
+            raise ValueError(f"method is {method!r}; expected {expected}")
         if (count := jax.process_count()) > 1:
-            raise ValueError(f"there are {count} processes; lower in one of its own")
+            raise ValueError(f"there are {count} processes; lower in a single one")
 
-        def zeros(x):  # in the memory of one, whatever the shape
+        def zeros(x):  # in the memory of one number, whatever the shape
             return np.broadcast_to(np.zeros((), jnp.result_type(x)), np.shape(x))
 
         twin = copy.copy(self)
@@ -2205,7 +2261,7 @@ class Trainer:
             slots, form = len(_slots(self.layout)[0]), jax.ShapeDtypeStruct
             one = self.like()
             state = jax.tree.map(lambda x: form((slots, *x.shape[1:]), x.dtype), one)
-            vars(twin)["latest"] = state  # as if it were a step's result
+            vars(twin)["latest"] = state  # as if a step had returned it
             args = state, *jax.tree.map(zeros, args)
         try:
             return getattr(twin, method)(*args, **options)
@@ -2219,15 +2275,16 @@ class Trainer:
     ) -> tuple[TrainState, PyTree]:
         """Take a step of every member on one batch, leaves [B, ...]; return the losses.
 
-        B is a member's batch, all its replicas together.  With `per_member`, leaves
-        [K, B, ...], of each on its own.  The result is (state, metrics): the losses
-        [K], or (losses, aux).  `state` is consumed: its buffers are reused.
+        B is a member's batch, which its replicas share.  With `per_member`, leaves are
+        [K, B, ...], a batch for each member.  The result is (state, metrics), where
+        metrics are the losses [K], or (losses, aux).  `state` is consumed: its buffers
+        are reused.
 
-        R replicas take parts of B / P examples, P = gcd(B, R).  Where P < R, some take
-        the same part, which changes no result and takes longer.  Warns of that, and at
-        the first step of members that stay equal: of equal weights, on the same
-        batches, without a key.  There is no warning of a nan in the batch, or of a
-        label outside of 0..C-1: the member's loss is nan from there on.
+        R replicas take parts of B / P examples, P = gcd(B, R).  If P < R, some replicas
+        take the same part, which changes no result and takes longer.  Warns of that,
+        and at the first step if members cannot differ: with equal weights, on the same
+        batches, without a key.  A nan in the batch, or a label outside 0..C-1, gives no
+        warning: the member's loss is nan from there on.
 
         Raises ValueError for a batch that is empty or does not divide into
         micro-batches.
@@ -2246,10 +2303,9 @@ class Trainer:
     def _deal(self, batch: dict, axis: int, own: bool) -> tuple[dict, dict]:
         """Give each slot its part of a batch: (of_slot, of_all), as `_map` takes them.
 
-        The leaves' examples, B of them, stand on the given axis; with `own`, members K
-        stand on the first.  There are P = gcd(B, R) parts: where that is fewer than
-        replicas, R / P of these have the same part, and the mean over replicas is still
-        the mean over the batch.
+        The B examples of each leaf are on the given axis; with `own`, members are on
+        the first.  There are P = gcd(B, R) parts.  If P < R, R / P replicas have the
+        same part, and the mean over replicas is still the mean over the batch.
         """
         (member, replica), replicas = _slots(self.layout), self.layout.replicas
         size = jax.tree.leaves(batch)[0].shape[axis]
@@ -2280,14 +2336,15 @@ class Trainer:
     ) -> tuple[TrainState, PyTree]:
         """Take a step for each row of order, int [steps, B], on those rows of data.
 
-        All in one call.  Members may have their own order, [K, steps, B].  `data` is a
-        tuple of what `loss_fn` takes, trees of arrays [N, ...], which it sees in their
-        dtype: bytes take a quarter of the memory of floats, and are scaled in it.  The
-        result is (state, metrics), with leaves [K, steps].  Orders of up to 256 steps
-        share one compiled program.  An epoch in pieces ends in the same bits as in one
-        call, answers Ctrl-C after each, and agrees with `update` to rounding.  `state`
-        is consumed, replicas take parts of the batch, and warnings are given, as by
-        `update`.
+        One call takes all steps.  Members may have their own order, [K, steps, B].
+        `data` is a tuple of loss_fn's arguments after the parameters, trees of arrays
+        [N, ...].  loss_fn sees their dtype: it can scale bytes, which take a quarter of
+        the memory of floats.  The result is (state, metrics), with leaves [K, steps].
+
+        Orders of up to 256 steps share one compiled program.  An epoch in pieces ends
+        in the same bits as in one call, answers Ctrl-C after each piece, and agrees
+        with `update` to rounding.  As in `update`, `state` is consumed, replicas take
+        parts of the batch, and warnings are given.
 
         Raises ValueError for an order that is empty or has rows outside the data, and
         for data of several lengths.
@@ -2304,17 +2361,18 @@ class Trainer:
         of_all |= {"data": self.place(tuple(data)), "num_steps": np.int32(num_steps)}
         state, metrics = self._map(self._member.epoch, state, given, of_all, train=True)
 
-        def cut(x):  # by indices, they would be moved to the device
+        def cut(x):  # x[:, :num_steps] would move its indices to the device
             return lax.slice_in_dim(x, 0, num_steps, axis=1)
 
         with _no_mesh():
             return state, jax.tree.map(cut, _take(metrics, self.layout))
 
     def place(self, data: PyTree) -> PyTree:
-        """Copy data, a tree of arrays [N, ...], to every device in use, all of it.
+        """Copy all of data, a tree of arrays [N, ...], to every device in use.
 
-        Once, and not again in every call of `epoch`: what is there already stays.  Each
-        device has a copy of its own, virtual ones too: 100 MiB are 800 on eight.
+        Call it once, so that `epoch` need not copy in each call: data that are there
+        already stay.  Each device has its own copy, virtual ones too: 100 MiB take 800
+        MiB on eight.
         """
         return self._place("data", data)
 
@@ -2327,7 +2385,7 @@ class Trainer:
         known = self.members == 1 or self.hyper is not None or self.stateful
         orders = order if np.ndim(order) == 3 else ()  # each member's own
         differ = known or any((x != orders[0]).any() for x in orders)
-        if differ or self.latest is not None:  # it is said once, if at all
+        if differ or self.latest is not None:  # warn at the first step alone
             return
 
         def equal(leaf):
@@ -2338,7 +2396,7 @@ class Trainer:
             warnings.warn(
                 f"the {self.members} members have equal weights, see the same batches "
                 "and use no random key, so they stay equal; have init_fn draw from its "
-                "key, or give each its own order or batches",
+                "key, or give each member its own order or batches",
                 stacklevel=3,
             )
 
@@ -2347,13 +2405,13 @@ class Trainer:
     def predict(self, state: TrainState, inputs: PyTree) -> PyTree:
         """Return the mean over members of output(apply_fn(...)), leaves [N, ...].
 
-        inputs are what `apply_fn` takes, leaves [N, ...].  Leaf by leaf, in float32 at
-        least, on the host; nan where a member's is.  Besides the result, it holds two
-        blocks of all members' outputs, of some thousand examples or a few MiB each, and
-        at least a chunk per replica: lower `chunk` where outputs are larger.
+        inputs are apply_fn's, leaves [N, ...].  Means are taken in float32 at least, on
+        the host, and are nan where a member's output is.  Besides the result, the host
+        holds two blocks of all members' outputs, each of some thousand examples or a
+        few MiB, but at least one chunk per replica: lower `chunk` if outputs are large.
 
-        Raises ValueError for inputs without an example, and for outputs that are not
-        one of each example or no logits for the softmax.
+        Raises ValueError for inputs without an example, for outputs without an entry
+        per example, and for outputs that the softmax cannot take as logits.
         """
 
         def mean(x):
@@ -2372,9 +2430,9 @@ class Trainer:
         return jax.tree.map(lambda *x: np.concatenate(x, axis=1), *blocks)
 
     def _blocks(self, state, inputs):
-        """Yield what members say of a block of the inputs at a time, [K, n, ...].
+        """Yield the members' outputs for the inputs, a block at a time, [K, n, ...].
 
-        A block is so many chunks for each replica, dealt out in turn.
+        A block has the same number of chunks for each replica, dealt out in turn.
         """
         if self.apply_fn is None:
             raise ValueError("predicting takes an apply_fn; give make_trainer one")
@@ -2384,13 +2442,13 @@ class Trainer:
         state = _admit(self, state, self._place_state, consume=False)
         model = (state.params, state.model_state)[: 1 + self.stateful]
         replicas, (_, replica) = self.layout.replicas, _slots(self.layout)
-        # A few rows fill one chunk of a power of two; others share a program.
+        # Few rows fill one chunk of a power of two; all larger numbers share a program.
         chunk, chunks = 2 ** math.ceil(math.log2(-(-num_rows // replicas))), 1
         if chunk >= self.chunk:
             chunk, chunks = self.chunk, self._block_chunks(model, inputs)
         turn, size = replicas * chunk, replicas * chunk * chunks
 
-        def deal(x):  # [n, ...] -> [D * M, chunks, chunk, ...], or of all, no D * M
+        def deal(x):  # [n, ...] -> [D * M, chunks, chunk, ...]; one replica: no D * M
             x = np.asarray(_numbers("inputs", x))
             if len(x) < size:
                 x = np.pad(x, [(0, size - len(x)), *[(0, 0)] * (x.ndim - 1)])
@@ -2418,9 +2476,9 @@ class Trainer:
         yield jax.tree.map(*computing.pop())
 
     def _block_chunks(self, model, inputs) -> int:
-        """Return how many chunks a block has for each replica, for bounded memory.
+        """Return the number of chunks per replica in a block, for bounded memory.
 
-        It is the same for any number of rows: one program serves them all.
+        It does not depend on the number of rows, so one program serves all.
         """
         if "forms" not in self._programs:  # JAX keeps its traces by this function
             self._programs["forms"] = jax.jit(self._member.chunk_of_all).eval_shape
@@ -2435,24 +2493,24 @@ class Trainer:
         return max(1, min(_BLOCK_CHUNKS, _BLOCK_BYTES // max(1, num_bytes)))
 
 
-del Trainer.output  # a default; as an attribute help() would explain JAX's softmax
-make_trainer = Trainer  # the name to make one by
+del Trainer.output  # a default; help() would explain JAX's softmax for the attribute
+make_trainer = Trainer
 
 
 def choose_members(better: ArrayLike, new: TrainState, old: TrainState) -> TrainState:
-    """Take the members of `new` where `better` [K] is true, else those of `old`.
+    """Take members of `new` where `better` [K] is true, and of `old` elsewhere.
 
-    Both are states as `Trainer.gather` returns them, leaves [K, ...], such as those of
-    the last epoch and, of each member, of its lowest validation loss before.  Keys go
-    along.  Raises ValueError for a `better` that is not K booleans, and for states of
-    different forms.
+    Both are states from `Trainer.gather`, leaves [K, ...]: for example, the state after
+    the last epoch, and each member's state at its lowest validation loss.  Keys are
+    taken too.  Raises ValueError for a `better` that is not K booleans, and for states
+    of different forms.
     """
     better = np.asarray(better)
     _check_form("new", new, old)
     _check_axes("states and better", (new, better))
     if better.dtype != bool or better.ndim > 1:
         found = f"{better.dtype}{[*better.shape]}"
-        raise ValueError(f"better is {found}; expected bool[K], one of each member")
+        raise ValueError(f"better is {found}; expected bool[K], one per member")
 
     def choose(new, old):
         stack = jnp.stack if isinstance(new, Array) else np.stack
@@ -2472,16 +2530,23 @@ def epoch_order(
 ) -> np.ndarray:
     """Draw the examples of each step of an epoch, an order for `Trainer.epoch`.
 
-    An epoch goes through every example once.  With `bootstrap` it goes through as many
-    that are drawn from them with replacement, the same in every epoch.  What fills no
-    batch, fewer than `batch_size`, sits the epoch out.
+    An epoch goes through every example once, except examples left over that do not fill
+    a batch.
 
-    Returns int32 [steps, B], or with `members` [K, steps, B]: order and resample are
-    each member's own, and depend on seed, epoch and its number alone.  Without, they
-    are those of member 0.
+    Args:
+      num_examples: N, the number of examples.
+      batch_size: B, at most N.
+      members: K, for an order of each member, which depends on seed, epoch and the
+        member's number alone.  None gives the order of member 0.
+      seed: an int >= 0, another one for other orders and resamples.
+      epoch: the number of the epoch, an int >= 0, for another order in each.
+      bootstrap: whether to draw N examples with replacement, for each member once, and
+        go through these in every epoch.
 
-    Raises ValueError for batches of more than all examples, and for numbers that are
-    not whole or out of range.
+    Returns int32 [steps, B], or with `members` [K, steps, B].
+
+    Raises ValueError for a batch_size above num_examples, and for numbers that are not
+    ints or are out of range.
     """
     if not all(_is_int(n) and 0 <= n < 2**32 for n in (seed, epoch)):
         raise ValueError(f"{seed=}, {epoch=}; expected ints, 0 <= each < 2**32")
@@ -2499,19 +2564,19 @@ def epoch_order(
 
 
 def prefetch(batches: Iterable, size: int = 2) -> Iterator:
-    """Yield the items of `batches`, made up to `size` ahead by a thread.
+    """Yield the items of `batches`, of which a thread makes up to `size` in advance.
 
-    For host batches that are read or made while the devices work on those before:
+    The devices then work while the host reads or makes the next batches:
 
         for batch in prefetch(batches):
             state, losses = trainer.update(state, *batch)
 
-    Order and values stay, where each item is a new one: arrays that are filled again
-    after they were yielded change under the loop.  What `batches` raises, the loop
-    raises in its place.  When the loop is left, the thread ends after the item that it
-    is making, and what it took ahead is lost: go on with a new iterator.  JAX's
-    contexts, such as `jax.enable_x64`, do not reach the thread.  Raises ValueError for
-    a size below 1 or not whole.
+    Order and values stay, if each item is a new one: an array that `batches` fills
+    again changes under the loop.  An error that `batches` raises, the loop raises in
+    its place.  After the loop is left, the thread ends with the item that it is making,
+    and items made in advance are lost: go on with a new iterator.  JAX's contexts, such
+    as `jax.enable_x64`, do not reach the thread.  Raises ValueError for a size that is
+    not an int of 1 or more.
     """
     _count("size", size)
     items, end = iter(batches), object()
@@ -2536,32 +2601,31 @@ def prefetch(batches: Iterable, size: int = 2) -> Iterator:
 
 @contextlib.contextmanager
 def replace_file(path: str | os.PathLike) -> Iterator[Any]:
-    """Open a file for writing bytes that takes its name when it is whole and synced.
+    """Open a file for writing bytes, which takes its name once it is whole and synced.
 
         with replace_file(path) as file:
             file.write(content)
 
-    The order is that of a journal: a temporary file in the same folder, its content
-    synced to the disk, the name replaced, the folder synced.  A crash at any moment
+    The content is written to a temporary file in the same folder and synced to the
+    disk; then the name is replaced, and the folder synced.  A crash at any moment
     leaves the old file or the new one, perhaps beside a temporary `.NAME.*.tmp`, with
     the name's first 60 letters.  The new file has the permissions of the old one.
 
-    Raises ValueError where `path` is something other than a regular file, such as a
-    link or a device, and OSError with `path` and the reason for what the disk refuses;
-    an old file is then as it was (unless it was the folder that could not be synced),
-    and no temporary one is left.
+    Raises ValueError if `path` is not a regular file, such as a link or a device, and
+    OSError, with `path` and the reason, if the disk refuses.  The old file is then as
+    it was (unless only the folder could not be synced), and no temporary one is left.
     """
     path = os.fsdecode(path)
     old = os.lstat(path).st_mode if os.path.lexists(path) else None
     if old and not stat.S_ISREG(old):
         raise ValueError(f"{path} is not a regular file; choose another name")
     folder, name = os.path.split(path)
-    # Of 60 letters, four bytes each at most, so that it is no longer than names may be.
+    # 60 letters of at most four bytes keep the name within the limit for names.
     temporary = os.path.join(folder, f".{name[:60]}.{os.urandom(4).hex()}.tmp")
     opener = functools.partial(os.open, mode=stat.S_IMODE(old or 0o666))
     try:
         with open(temporary, "x+b", opener=opener) as file:
-            if old:  # of whose mode the process may have masked a part
+            if old:  # the process may have masked a part of its mode
                 os.chmod(temporary, stat.S_IMODE(old))
             yield file
             file.flush()
@@ -2576,19 +2640,19 @@ def replace_file(path: str | os.PathLike) -> Iterator[Any]:
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), path) from error
     finally:
-        with contextlib.suppress(OSError):  # it is there where something failed
+        with contextlib.suppress(OSError):  # it exists only if something failed
             os.unlink(temporary)
 
 
-# The safetensors format's names of NumPy's types, but for float8's: its reader for
-# NumPy knows none of these.
+# The safetensors format's names of NumPy's types, except float8, which the format's
+# reader for NumPy does not know.
 _CODES = {"bool": "BOOL", "bfloat16": "BF16", "complex64": "C64"}
 _CODES |= {f"float{n}": f"F{n}" for n in (16, 32, 64)}
 _CODES |= {f"int{n}": f"I{n}" for n in (8, 16, 32, 64)}
 _CODES |= {f"uint{n}": f"U{n}" for n in (8, 16, 32, 64)}
-_START = b'{"__metadata__":{"sha256":"'  # of every header; then come 64 digits
-_DIGEST = slice(8 + len(_START), 8 + len(_START) + 64)  # where these are in a file
-# What JSON, NumPy and JAX raise for headers that `save` does not write.
+_START = b'{"__metadata__":{"sha256":"'  # begins every header; 64 digits follow
+_DIGEST = slice(8 + len(_START), 8 + len(_START) + 64)  # their place in the file
+# Errors of JSON, NumPy and JAX for headers that `save` does not write.
 _WRONG = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 
@@ -2602,14 +2666,14 @@ def _by_path(tree: PyTree) -> dict[str, Any]:
 
 
 def _kind(leaf: Any) -> str:
-    """Name the type of a leaf, or of what `jax.eval_shape` says of it."""
+    """Name the type of a leaf, or of a leaf's form."""
     if _is_key(leaf):
         return f"key<{jax.random.key_impl(jnp.empty((), leaf.dtype))}>"
     return leaf.dtype.name
 
 
 def _storable(leaf: Any) -> np.ndarray:
-    """Return a leaf as the format has it: keys as their data, exotic types as bytes."""
+    """Return a leaf as it is stored: keys as their data, exotic types as bytes."""
     leaf = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
     leaf = np.asarray(leaf, leaf.dtype.newbyteorder("<"), order="C")
     return leaf if leaf.dtype.name in _CODES else leaf[..., None].view(np.uint8)
@@ -2624,7 +2688,7 @@ def _restored(leaf: np.ndarray, kind: str) -> Any:
 
 
 def _head(arrays: dict[str, np.ndarray], kinds: dict[str, str], digest: str) -> bytes:
-    """Return all that stands before the arrays."""
+    """Return the bytes that precede the arrays."""
     types = {name: kind for name, kind in kinds.items() if kind not in _CODES}
     header: dict = {"__metadata__": {"sha256": digest, **types}}
     end = 0
@@ -2640,17 +2704,18 @@ def save(path: str | os.PathLike, tree: PyTree) -> None:
     """Write a tree of arrays to one file, whole or not at all: see `replace_file`.
 
     The file is in the safetensors format (https://github.com/huggingface/safetensors):
-    8 bytes with the length of a header, the header, JSON with each leaf's path in the
-    tree, type, shape and place, and the arrays.  `safetensors.numpy.load_file` and its
-    like for other frameworks read it (bfloat16 in NumPy once JAX is imported).
+    8 bytes hold the length of the header, then comes the header, JSON with the path,
+    type, shape and place of each leaf, and then the arrays.
+    `safetensors.numpy.load_file` and its counterparts for other frameworks read it
+    (bfloat16 in NumPy once JAX is imported).
 
     Types that the format or its reader for NumPy lacks (complex128, float8, int4) are
-    stored as bytes, uint8 [..., bytes of a number], typed random keys as their data,
-    both with the type beside the path in the header's `__metadata__`.  There `sha256`
-    is that of all that follows its own 64 digits.
+    stored as bytes, uint8 [..., bytes per number], and typed random keys as their data.
+    The header's `__metadata__` has their types by path, and `sha256`, the digest of all
+    bytes after its own 64 digits.
 
-    Raises ValueError for leaves that are neither numbers, booleans nor random keys, or
-    masked, and for a path that is no regular file; OSError as `replace_file` does.
+    Raises ValueError for leaves that are masked, or are not numbers, booleans or random
+    keys, and for a path that is not a regular file; OSError as `replace_file` does.
     """
     leaves = _by_path(tree)
     kinds = {name: _kind(leaf) for name, leaf in leaves.items()}
@@ -2664,10 +2729,10 @@ def save(path: str | os.PathLike, tree: PyTree) -> None:
 
 
 def _unpack(file: Any) -> dict[str, Any]:
-    """Return the leaves in a file by path, once it is sound.
+    """Verify a file, and return its leaves by path.
 
-    Raises ValueError for a digest that is not that of the content, and other errors for
-    a header that `save` does not write.
+    Raises ValueError if the digest does not match the content, and other errors for a
+    header that `save` does not write.
     """
     if file.read(_DIGEST.start)[8:] != _START:
         other = "another program, whose files safetensors.numpy.load_file reads"
@@ -2677,7 +2742,7 @@ def _unpack(file: Any) -> dict[str, Any]:
     file.readinto(content.data)
     digest = hashlib.sha256(content[_DIGEST.stop :].data).hexdigest()
     if content[_DIGEST].tobytes() != digest.encode():
-        raise ValueError("damaged or cut short: its digest is not that of its content")
+        raise ValueError("damaged or cut short: its digest does not match its content")
     end = 8 + int.from_bytes(content[:8].tobytes(), "little")
     head = content[:end].tobytes()
     header, names = json.loads(head[8:]), dict(zip(_CODES.values(), _CODES))
@@ -2693,24 +2758,24 @@ def _unpack(file: Any) -> dict[str, Any]:
 
 
 def _forms(leaves: dict[str, Any]) -> dict[str, str]:
-    """Say of what type and shape leaves are."""
+    """Name the type and shape of each leaf."""
     return {name: f"{_kind(x)} {[*x.shape]}" for name, x in leaves.items()}
 
 
 def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
-    """Read what `save` wrote: the tree, with `like`, or a dict of leaves by path.
+    """Read a file of `save`: as a tree like `like`, or as a dict of leaves by path.
 
-    Of `like`, a tree of the same structure, the paths, shapes and types of the leaves
-    matter, not their values.  The digest has to be that of the content before anything
-    is returned.  Leaves are NumPy arrays, which share the memory that the file is read
-    into, and JAX arrays of typed random keys.
+    `like` is a tree of the same structure; the paths, shapes and types of its leaves
+    matter, not their values.  The digest is verified before anything is returned.
+    Leaves are NumPy arrays, which share the memory that the file is read into; typed
+    random keys are JAX arrays.
 
-    Raises ValueError, with the file and what is wrong, for content that is damaged, cut
-    short or foreign, for leaves that are not those of `like`, and for what is not a
-    regular file, links included; OSError if it cannot be read.
+    Raises ValueError, with the path and the fault, for content that is damaged, cut
+    short or foreign, for leaves that differ from those in `like`, and for a path that
+    is not a regular file (a link is not); OSError if it cannot be read.
 
-    A trainer's state is saved as `gather` returns it, and loaded with like=
-    trainer.like().  A state that was saved without `gather` is not lost: load it with
+    Save a trainer's state as `gather` returns it, and load it with like=trainer.like().
+    A state that was saved without `gather` is not lost: load it with
     like=trainer.init(key), by a trainer on as many devices, and gather it.
     """
     if not stat.S_ISREG(os.lstat(path).st_mode):
@@ -2724,9 +2789,9 @@ def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
         return leaves
     ours, theirs = _forms(_by_path(like)), _forms(leaves)
     state = isinstance(like, TrainState)
-    end = "; gather a state before it is saved: see help(load)" if state else ""
+    end = "; gather a state before you save it: see help(load)" if state else ""
     for name in [*ours, *theirs]:
-        form, other = (x.get(name, "not there") for x in (theirs, ours))
+        form, other = (x.get(name, "absent") for x in (theirs, ours))
         if form != other:
             raise ValueError(f"{path}: leaf '{name}' is {form}; expected {other}{end}")
     return jax.tree.unflatten(jax.tree.structure(like), [leaves[n] for n in ours])
@@ -2745,8 +2810,8 @@ class Params(NamedTuple):
 def main(num_devices: int | None = None) -> None:
     """Fit y = 2 x - 1 + noise in sync mode on D devices: JAX's pmap tutorial.
 
-    By default on as many of them all as 128 points split over.  Raises ValueError for
-    others, and for more than there are.
+    By default D is the largest number that divides 128 and the number of devices.
+    Raises ValueError for a D that does not divide 128, or exceeds the devices.
     """
     use_cpu_devices(num_devices)
     d = num_devices or math.gcd(128, jax.local_device_count())
@@ -2773,7 +2838,7 @@ def main(num_devices: int | None = None) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--devices", type=int, metavar="D", help="that divide 128")
+    parser.add_argument("--devices", type=int, metavar="D", help="a divisor of 128")
     try:
         main(parser.parse_args().devices)
     except ValueError as error:

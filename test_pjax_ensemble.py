@@ -118,7 +118,7 @@ def test_usage_in_the_docstring_runs_with_the_module_alone(tmp_path):
     code = r"""
 import pjax_ensemble as pe
 print(pe.__file__)
-usage = pe.__doc__.partition("    import")[2].partition("One call")[0]
+usage = pe.__doc__.partition("    import")[2].partition("`make_sync")[0]
 exec("import" + usage.replace("\n    ", "\n"))
 print(losses.shape, len({*losses[:, 0].tolist()}))
 """
@@ -818,7 +818,7 @@ LATE = jax.__version_info__ < (0, 6)  # which does not say that it has begun
 
 @pytest.mark.skipif(LATE, reason="JAX 0.5.0 does not notice")
 def test_devices_that_are_asked_for_too_late_are_warned_of():
-    with pytest.warns(UserWarning, match="9 devices are asked for; there a") as said:
+    with pytest.warns(UserWarning, match="9 devices requested, 8 a") as said:
         for count in (9, D, 2):
             pe.use_cpu_devices(count)
     assert len(said) == 1 and said[0].filename == __file__
@@ -832,7 +832,7 @@ test_tree_or_number_of_devices_is_refused = refuses(
     *out_of_range("num_devices", None, pe.use_cpu_devices, 0, 2.5, "4", True),
     (lambda: pe.merge(np.zeros(8)), r"shape \(8,\) is not \[D, n, ...\]"),
     (lambda: pe.unreplicate(jnp.zeros(())), r"without axes is not \[D, ...\]"),
-    (lambda: pe.replicate(np.zeros(3), 9), "9 devices are asked for; there are 8"),
+    (lambda: pe.replicate(np.zeros(3), 9), "9 devices requested, 8 available"),
 )
 
 
@@ -1209,7 +1209,7 @@ def test_step_refuses_what_would_end_the_process_or_be_wrong(way):
     for message, bad, rows in (
         ("consumed by an earlier update or epoch; go on with the one", used, batch),
         ("consumed by an", state._replace(opt_state=used.opt_state), batch),
-        (f"{names} of the state are one", state._replace(opt_state=shared), batch),
+        (f"{names} of the state share one", state._replace(opt_state=shared), batch),
         ("batch (is empty|have lengths .*1 or more)", state, [x[:0] for x in batch]),
     ):
         assert re.search(message, said_by(ValueError, update, bad, *rows))
@@ -1975,11 +1975,11 @@ def test_a_program_is_lowered_without_memory_and_for_devices_that_are_not_there(
     assert images.shape in shapes and order.shape in shapes
     assert trainer.latest is None
     said = said_by(ValueError, trainer.lower, "gather")
-    assert said == "method is 'gather'; it has no program to lower"
+    assert said == "method is 'gather'; expected 'init', 'update', 'epoch' or 'predict'"
     bad = said_by(ValueError, trainer.lower, "update", *data[:1], order)
     assert "first axes of the batch" in bad
     vars(trainer)["_abstract"] = True  # as for a topology's
-    assert "are a topology's; use T" in said_by(ValueError, trainer.init, KEY)
+    assert "topology's, which cannot run; use T" in said_by(ValueError, trainer.init, KEY)
 
 
 @cases("members, devices, at_once", (5, 3, 1), (4, 1, 3))
@@ -2187,11 +2187,11 @@ def test_predictions_are_any_tree_of_any_tree(members, devices):
         assert_close(finite(trainer.predict(state, inputs)), finite(mean))
 
 
-SOFTMAX, ALONE = jax.nn.softmax, r"outputs have .*\[\(\)\]; expected 32, one"
+SOFTMAX, ALONE = jax.nn.softmax, r"outputs have .*\[\(\)\]; expected 32, an"
 REFUSED_OUTPUTS = [
-    (lambda p, x: (x * p, x), SOFTMAX, r"\('float32\[32, 4\]', .*\) of .* output=None"),
-    (lambda p, x: x[:, 0] * p, SOFTMAX, r"\[32\] of .* x\[None\]; the softmax takes"),
-    (lambda p, x: x[..., None] * p, SOFTMAX, r"float32\[32, 4, 1\] of .*; the softmax"),
+    (lambda p, x: (x * p, x), SOFTMAX, r"\('float32\[32, 4\]', .*\) for .* output=None"),
+    (lambda p, x: x[:, 0] * p, SOFTMAX, r"\[32\] for .* x\[None\]; the softmax takes"),
+    (lambda p, x: x[..., None] * p, SOFTMAX, r"float32\[32, 4, 1\] for .*; the softmax"),
     (lambda p, x: (x * p).mean(), None, ALONE),
     (lambda p, x: x * p, jnp.mean, ALONE),
 ]
@@ -2793,7 +2793,7 @@ for fails in (False, True):
     other, state = trainer_of(loss_fn)
     if fails:
         trainer, bad = trainer_of(failing_loss)
-        for said in ("RuntimeError: a callback", "failed, with what was saved"):
+        for said in ("RuntimeError: a callback", "failed, with a saved one"):
             try:
                 jax.block_until_ready(trainer.update(bad, x))
             except Exception as error:
@@ -3066,7 +3066,7 @@ test_trainer_is_not_made_of = refuses(
     *out_of_range("chunk", None, lambda n: making(chunk=n)(), 0),
     *out_of_range("at_once", None, lambda n: making(at_once=n)(), *NO_COUNTS),
     *out_of_range("microbatch", None, lambda n: making(microbatch=n)(), 0, "all"),
-    (making(devices=9), "9 devices are asked for; there are 8"),
+    (making(devices=9), "9 devices requested, 8 available"),
     (making(devices=[]), r"devices are \[\]; expected one or more, each once"),
     (making(devices=jax.devices()[:1] * 2), "devices are .* each once, of one plat"),
     (making(devices=[mock.Mock(platform=x) for x in "ab"]), "are .*of one platform"),
@@ -3146,7 +3146,7 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         ("batch: requires grad.*; expected", trainer.update, *data[:1], Attached()),
         ("state is traced", lambda s: jax.jit(trainer.predict)(s, data[0])),
         *long_double(lambda x: (trainer.update, *data[:1], data[1].astype(x))),
-        (r"apply_fn: .*\[2, 8, 1\], where one", trainer.predict, data[0][0]),
+        (r"apply_fn: .*\[2, 8, 1\]; one", trainer.predict, data[0][0]),
         ("axes of the batch have lengths", trainer.update, data[0][:8], data[1][:4]),
         (r"\[\(8,\)\]; expected this trainer's 4: use", other.update, *data),
         ("expected this trainer's", other.predict, data[0]),
@@ -3450,12 +3450,12 @@ def test_safetensors_reads_a_checkpoint(tmp_path):
 
 @cases(
     "like, message",
-    ({"b": A, "k": K}, "leaf '['b']' is not there; expected float32 [2, 3]"),
+    ({"b": A, "k": K}, "leaf '['b']' is absent; expected float32 [2, 3]"),
     ({"a": A.T, "k": K}, "leaf '['a']' is float32 [2, 3]; expected float32 [3, 2]"),
     ({"a": A.astype(int), "k": K}, "'['a']' is float32 [2, 3]; expected int64 [2"),
     ({"a": A, "k": jax.random.key(1, impl="rbg")}, "2> []; expected key<rbg> []"),
     ({"a": A, "k": jax.random.key_data(K)}, "2> []; expected uint32 [2]"),
-    ((), "leaf '['a']' is float32 [2, 3]; expected not there"),
+    ((), "leaf '['a']' is float32 [2, 3]; expected absent"),
 )
 def test_load_names_the_leaf_that_is_another(tmp_path, like, message):
     path = tmp_path / "x"
@@ -3468,7 +3468,7 @@ def test_a_state_that_was_saved_without_gather_is_not_lost(tmp_path):
     trainer, state = begin(noisy_trainer(2, 4))
     path = tmp_path / "x"
     pe.save(path, state)
-    message = r"key<threefry2x32> \[4\]; .* \[2\]; gather a state before it is saved"
+    message = r"key<threefry2x32> \[4\]; .* \[2\]; gather a state before you save it"
     like = trainer.like()._replace(params=(), opt_state=(), model_state=())
     pe.save(tmp_path / "key", state._replace(params=(), opt_state=(), model_state=()))
     assert re.search(message, said_by(ValueError, pe.load, tmp_path / "key", like))

@@ -726,7 +726,7 @@ def test_finished_run_predicts_what_it_reported_and_recorded(whole_run, small_fo
     for images in x / 255, x[:, 1:], x[0, ..., 0], x.astype(int):
         said = f"images are {images.dtype} {list(images.shape)}; expected uint8 [N, 28"
         assert said in said_by(ValueError, run.predict, images)
-    with pytest.raises(ValueError, match="9 devices are asked for; there are 8"):
+    with pytest.raises(ValueError, match="9 devices requested, 8 available"):
         tm.load_run(whole_run, 9)
 
 
