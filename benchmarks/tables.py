@@ -84,7 +84,7 @@ def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sets", nargs="+", metavar="NAME", help="default: all")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
-    parser.add_argument("--splits", type=int, default=10, help="the first so many")
+    parser.add_argument("--splits", type=int, default=10, help="how many per set")
     args, folder = parser.parse_args(argv), Path(os.environ.get("UCI_DIR", "."))
     there = sorted(path.parent.name for path in folder.glob("*/test_rows.txt"))
     pe.use_cpu_devices()
