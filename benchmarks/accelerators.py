@@ -1,6 +1,6 @@
-"""Compile a trainer's programs for GPUs and TPUs that are not there; print their sizes.
+"""Compile a trainer's programs for absent GPUs and TPUs, and print their sizes.
 
-The compilers are the accelerators' own, each in an environment of its own:
+The compilers are the accelerators' own.  Install each in its own environment:
 
     python -m pip install 'jax[tpu]'
     python -m pip install jax jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12
@@ -9,18 +9,19 @@ The compilers are the accelerators' own, each in an environment of its own:
     python benchmarks/accelerators.py h100:8 v5e:2x4 --networks cnn --programs update
     python benchmarks/accelerators.py --quick  # one small update per compiler
 
-A row per program has the seconds to compile it, and megabytes per device: arguments,
-temporary ones, and all together, these also in states of one member (its parameters and
-its optimizer's state).  Then come counts, per `update`, or per step of `epoch`: loops
-whose end XLA does not know, so that each turn begins by asking (`epoch` and `predict`
-have one per member, over the steps and over the examples); meetings of devices, and
-the megabytes that a device gives to them; kernels started.  The last two columns are
-XLA's estimates for TPUs, billions of operations and gigabytes accessed.  They count the
-body of a loop once: one turn over members, one step of an epoch.
+One row per program has the seconds to compile it and its megabytes per device: for
+arguments, for temporary arrays, and in total, the total also in units of one member's
+state (its parameters and its optimizer's state).  Then come counts, per `update` or per
+step of `epoch`: "endless" loops, whose length XLA does not know, so that every turn
+begins with a check (`epoch` and `predict` have one per member, over the steps and over
+the examples); meetings of devices, and the megabytes that a device contributes to them;
+and started kernels.  The last two columns are XLA's estimates for TPUs: billions of
+operations, and gigabytes accessed.  They count the body of a loop once: one turn over
+members, one step of an epoch.
 
-Nothing runs.  For GPUs, cuBLAS computes products, in 34 MB of its own: to choose among
-kernels, XLA would try them on a GPU.  The status is 1 where a program does not compile,
-or an update has a loop whose end is not known.
+Nothing runs.  On GPUs, cuBLAS computes products, in 34 MB of its own, since XLA would
+have to try kernels on a GPU to choose among them.  The status is 1 if a program does
+not compile, or if an update has an endless loop.
 """
 
 import argparse
@@ -56,9 +57,9 @@ H100 = """gpu_device_info {
 }
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 }"""
 SETTINGS = {
-    # No trials on a GPU, without which some of XLA's own kernels do not compile.
+    # No trials on a GPU; without trials, some of XLA's own kernels do not compile.
     "XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false",
-    # libtpu would ask a TPU's machine for these.
+    # Otherwise libtpu asks a TPU's machine for these.
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -69,7 +70,7 @@ COMPILERS = {"jax_cuda12_plugin": GPUS, "libtpu": TPUS}
 
 
 def devices_of(name: str) -> list:
-    """Return the devices of a system as its compiler describes them."""
+    """Return a system's devices, as its compiler describes them."""
     if name in TPUS:
         return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
     count = f"1x1x{name.partition(':')[2]}"  # slices, hosts in each, GPUs in each
@@ -86,10 +87,10 @@ class Network(NamedTuple):
     init: Callable
     logits: Callable
     optimizer: Any
-    batch: int  # of a member; in sync mode of a device
+    batch: int  # per member; in sync mode per device
     data: tuple  # forms of inputs and labels, [N, ...]
-    per_device: int = 8  # members, where there are several
-    sync: bool = False  # also as one model on all devices
+    per_device: int = 8  # members per device, if there are several
+    sync: bool = False  # whether also as one model on all devices
 
 
 def form(*shape: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
@@ -109,7 +110,7 @@ def cnn(params, images):
     return pe.cnn(params, images.astype(jnp.float32) / 255)
 
 
-def wide_init(key):  # nothing but kernels, 9 million parameters
+def wide_init(key):  # only kernels, 9 million parameters
     return [pe.conv_init(k, 512, 512, bias=False) for k in jax.random.split(key, 4)]
 
 
@@ -152,7 +153,7 @@ NETWORKS = {
 
 
 def make(name: str, **how: Any) -> pe.Trainer:
-    if name == "batchnorm":  # the script's
+    if name == "batchnorm":  # the script's network
         sizes = {"image_shape": (28, 28, 1), "classes": range(10)}
         members, devices = how["members"], how["devices"]
         return tm.make_trainer(tm.RECIPES[name], members, devices, 1, sizes)
@@ -165,7 +166,7 @@ def make(name: str, **how: Any) -> pe.Trainer:
 
 
 def layouts(name: str, num_devices: int) -> list[tuple[int, int]]:
-    """Return the members, and how many are computed at once, of each trainer."""
+    """Return each trainer's number of members, and how many are computed at once."""
     network = NETWORKS[name]
     found, most = [(1, 1)] * network.sync, network.per_device
     if most:
@@ -185,7 +186,7 @@ CALLS = r"(?:body|to_apply|calls|computations?)=(\{[^}]*\}|[^,\s]+)"
 
 
 def read(text: str) -> tuple[dict[str, list[tuple]], str]:
-    """Return operations (name, shape, opcode, rest) by computation, and the entry."""
+    """Return operations (name, shape, opcode, rest) per computation, and the entry."""
     computations: dict[str, list[tuple]] = {}
     entry = ""
     for line in text.splitlines():
@@ -198,17 +199,17 @@ def read(text: str) -> tuple[dict[str, list[tuple]], str]:
 
 
 def num_bytes(shape: str) -> int:
-    """Return the bytes of a shape, of all parts of a tuple."""
+    """Return the bytes of a shape, or of all parts of a tuple."""
     parts = re.findall(r"(pred|[a-z]+(\d+))\w*\[([\d,]*)\]", shape)
     sizes = [(int(bits or 8), axes.split(",")) for _, bits, axes in parts]
     return sum(b * math.prod(map(int, filter(None, n))) // 8 for b, n in sizes)
 
 
 def turns(loop: str, condition: list[tuple]) -> int | None:
-    """Return how often a loop runs, or None where XLA does not know it."""
+    """Return how often a loop runs, or None if XLA does not know."""
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop):
         return int(known[1])
-    # On TPUs: while its counter, which begins at 0, is below a constant.
+    # On TPUs a loop runs while its counter, from 0, is below a constant.
     ends = {name: rest for name, _, opcode, rest in condition if opcode == "constant"}
     *_, opcode, rest = condition[-1]
     names = re.findall(r"[\w.-]+", rest.partition(")")[0])
@@ -249,7 +250,7 @@ COLUMNS = f"{COLUMNS} | meetings | MB | kernels | Gop | GB"
 def cells_of(
     name: str, devices: list, program: str, members: int, at_once: int
 ) -> list:
-    """Compile a program; return the entries of the columns."""
+    """Compile a program; return its entries for the columns."""
     *_, batch, data, _, _ = NETWORKS[name]
     batch *= len(devices) if members == 1 else 1
     given = {"init": (jax.random.key(0),), "predict": data[:1]}
@@ -284,7 +285,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=[*NETWORKS])
     programs = ["init", "update", "epoch", "predict"]
     parser.add_argument("--programs", nargs="+", choices=programs, default=programs)
-    parser.add_argument("--quick", action="store_true", help="a small update of each")
+    parser.add_argument("--quick", action="store_true", help="one small update each")
     args = parser.parse_args()
     if not there or not {*args.devices} <= {*known}:
         parser.error(f"the compilers that are installed know {known or 'no devices'}")

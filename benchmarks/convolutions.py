@@ -1,15 +1,17 @@
-"""Train and predict with others' convolutions on a CPU, beside `jit` by hand.
+"""Compare training and predicting with Flax's and Equinox's convolutions with `jit`.
 
     python benchmarks/convolutions.py [NAME ...] [--rounds 5] [--steps 4]
     python benchmarks/convolutions.py --check [300] [--first 0]
 
-Four members on two virtual devices.  A round takes so many steps in `epoch` and, member
-after member, in a `jit` by hand; and predicts 512 images in `predict_members`, in the
-`jit` of a member, one after another, and in `jit(vmap)`, in turn.  Medians, a row a
-network: steps of all members a second, images a second, and ours beside by hand.
+Four members run on two virtual CPU devices.  A round takes the given number of steps in
+`epoch` and, one member after another, in a `jit` written by hand.  Then it predicts 512
+images in `predict_members`, in a `jit` of one member after another, and in `jit(vmap)`.
+One row per network has medians: steps of all members per second, images per second, and
+our speed over the speed by hand.
 
-With --check it compares random convolutions and their gradients with sums in float64,
-from the first seed on, prints the wrong ones' seeds, and fails if there are any.
+With --check, the script compares random convolutions and their gradients with sums in
+float64, from the first seed on, prints the seeds of wrong ones, and fails if there are
+any.
 """
 
 import argparse
@@ -34,8 +36,8 @@ MEMBERS, BATCH, IMAGES, SHAPE = 4, 32, 512, (16, 16, 3)
 
 class Linen(nn.Module):
     axes: int = 2  # of images
-    groups: int = 1  # of the second layer; with several, and scanned, the first strides
-    scanned: int = 0  # more layers, in a scan, each rematerialized
+    groups: int = 1  # of the second layer; if several or scanned, the first strides
+    scanned: int = 0  # further layers in a scan, each rematerialized
 
     @nn.compact
     def __call__(self, x):
@@ -119,7 +121,7 @@ NETWORKS = {
 
 
 def compare(make, rounds: int, steps: int) -> list[list[float]]:
-    """Return seconds of `epoch` and by hand; of predicting, by hand and by vmap."""
+    """Return seconds of training, ours and by hand, and of predicting in three ways."""
     (init, apply), rng = make(), np.random.default_rng(0)
     images = rng.normal(size=(IMAGES, *SHAPE)).astype(np.float32)
     labels, optimizer = rng.integers(10, size=IMAGES), optax.sgd(0.01, momentum=0.9)
@@ -165,12 +167,12 @@ def compare(make, rounds: int, steps: int) -> list[list[float]]:
         clock.append(now())
         for taken, (begin, end) in zip(times, itertools.pairwise(clock)):
             taken.append(end - begin)
-    return [taken[1:] for taken in times]  # the first compiles
+    return [taken[1:] for taken in times]  # the first round compiles
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="how the networks' names begin")
+    parser.add_argument("names", nargs="*", help="the beginnings of networks' names")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--check", type=int, nargs="?", const=300, metavar="N")

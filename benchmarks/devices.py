@@ -1,23 +1,25 @@
-"""Run the README and the script on machines of 1, 2, 3, ... cores, or other seeds.
+"""Run the README and the script as on 1, 2, 3, ... cores, or with other seeds.
 
     python benchmarks/devices.py
     python benchmarks/devices.py 3 16
     python benchmarks/devices.py --seeds 10
 
-Each runs in a process of its own that is told of so many cores, and divides its CPU
-into as many virtual devices: `COMMANDS`, on few generated digits, and the README's
-Python, all of its blocks in order as they stand.  Each has to end with status 0, and
-the README's in the numbers that it says, to `PRINTED`; else the status is 1, after
-lines that say why.
+The runs are `COMMANDS`, on a few generated digits, and the README's Python, all blocks
+in order as they stand.  Each runs in its own process, which is told of that many cores
+and divides its CPU into as many virtual devices.  Each has to end with status 0, and
+the README's Python has to print the README's numbers within the tolerances of
+`PRINTED`; otherwise the status is 1, after lines that give the reasons.
 
-A row a machine has the layout of the README's five members; NLL and accuracy of their
-ensemble, and the lowest and highest NLL of a member; what is kept, and wrong; and the
-largest difference of a weight, after `STEPS` steps, from that on the first machine, in
-proportion to the largest of its array.
+The table has one row per machine: the layout of the README's five members; NLL and
+accuracy of their ensemble; the lowest and highest NLL of a member; the share of
+examples kept, and the wrong share among them; and the largest difference of a weight,
+after `STEPS` steps, from the weight on the first machine, relative to the largest
+weight of its array.
 
 With `--seeds` the README's example runs with seeds 0, 1, ... of data, weights and
-batches.  A row a seed has NLLs; areas under the curve of errors over what is kept, of
-the 1,500 examples that found no threshold; what is kept, and wrong.
+batches.  One row per seed has NLLs; areas under the curve of the error over the share
+kept, for the 1,500 examples that did not set the threshold; and the shares kept and
+wrong.
 """
 
 import argparse
@@ -43,9 +45,9 @@ COMMANDS = [
     "--mode ensemble",
     "--mode sync",
 ]
-# What the README prints, in order, each with how far off it may be.
+# The numbers that the README prints, in order, each with its tolerance.
 PRINTED = [("NLL", 0.02), ("accuracy", 0.01)] * 6 + [("kept", 0.03), ("wrong", 0.01)]
-RISK = 0.05  # that its threshold is found for
+RISK = 0.05  # for which the README finds its threshold
 STEPS = 5
 CHILD = """
 import os, runpy, sys
@@ -55,7 +57,7 @@ sys.path.insert(0, sys.argv[2])
 del sys.argv[:3]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-# The README's trainer again, for so few steps that rounding has not grown yet.
+# The README's trainer again, for so few steps that rounding errors stay small.
 FIRST_STEPS = f"""
 first = trainer.init(jax.random.key(0))
 first, _ = trainer.epoch(first, (x[:200], y[:200]), order[:{STEPS}])
@@ -70,12 +72,12 @@ for each in [*probs[:, None], probs]:  # the members, and last their ensemble
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
-    """Return the blocks of a page's text: each one's language, or "", and its code."""
+    """Return the language of each block of a page, or "", and the block's code."""
     return re.findall(r"^```(\w*)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
 
 
 def read_readme() -> tuple[list[str], np.ndarray]:
-    """Return the README's blocks of Python, and the numbers that it says they print."""
+    """Return the README's blocks of Python, and the numbers it shows as printed."""
     page = blocks((ROOT / "README.md").read_text("utf-8"))
     code = [lines for language, lines in page if language == "python"]
     return code, numbers("".join(lines for language, lines in page if not language))
@@ -86,49 +88,50 @@ def numbers(text: str) -> np.ndarray:
 
 
 def run(cores: int, folder: Path, script: Path, *flags: str) -> str:
-    """Run a script in `folder`, as on so many cores, and return what it prints."""
+    """Run a script in `folder`, as on that many cores, and return its output."""
     command = [sys.executable, "-c", CHILD, str(cores), str(ROOT), str(script), *flags]
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, cwd=folder, env=env, text=True, capture_output=True)
     if done.returncode:
         lines = done.stderr.splitlines() or ["nothing"]
         what = " ".join([script.name, *flags])
-        raise RuntimeError(f"{what}: status {done.returncode}, after {lines[-1]}")
+        status = done.returncode
+        raise RuntimeError(f"{what} ended with status {status}, after {lines[-1]}")
     return done.stdout
 
 
 def first_steps(cores: int, folder: Path, code: list[str]) -> tuple[str, dict]:
-    """Run blocks of the README; return what they print, and weights by their names."""
+    """Run blocks of the README; return their output, and the weights by name."""
     (folder / "readme.py").write_text("\n".join([*code, FIRST_STEPS]), "utf-8")
     printed = run(cores, folder, folder / "readme.py")
     return printed, pe.load(folder / "first.safetensors")
 
 
 def difference(weights: dict, others: dict) -> float:
-    """Return the largest difference, in proportion to the largest of its array."""
+    """Return the largest difference, relative to the largest number of its array."""
     pairs = [(weights[name], others[name]) for name in others]
     return max(float(abs(a - b).max() / abs(b).max()) for a, b in pairs)
 
 
 def complaints(printed: np.ndarray, said: np.ndarray) -> list[str]:
-    """Say which numbers that the README's Python printed are not those it says."""
+    """Name the printed numbers that differ from the numbers in the README."""
     if not len(printed) == len(said) == len(PRINTED):
-        return [f"the README prints {len(printed)} numbers, and says {len(said)}"]
+        return [f"the README's code prints {len(printed)} numbers, not {len(said)}"]
     return [
-        f"{name} {a}, and the README says {b}"
+        f"{name} is {a}; the README says {b}"
         for (name, tolerance), a, b in zip(PRINTED, printed, said)
         if abs(a - b) > tolerance
     ]
 
 
 def beside(scores: np.ndarray, digits: int) -> list[str]:
-    """Return an ensemble's score, the last, and the lowest and highest of a member."""
+    """Return the ensemble's score, which is last, and the range of its members'."""
     *members, ensemble = (f"{score:.{digits}f}" for score in scores)
     return [ensemble, f"{min(members)} to {max(members)}"]
 
 
 def try_seeds(code: list[str], count: int) -> bool:
-    """Run the README's example with other seeds, and print a row of each."""
+    """Run the README's example with other seeds, and print a row per seed."""
     columns = "NLL", "a member's", "area", "a member's"
     print_head("seed", *columns, "kept, wrong")
     better = np.zeros(3, int)

@@ -1,12 +1,13 @@
-"""Break files, disks and processes on purpose, and count what is noticed.
+"""Break files, disks and processes on purpose, and count which faults are noticed.
 
     python benchmarks/faults.py                   every trial, at length
-    python benchmarks/faults.py flips lengths     these alone
-    python benchmarks/faults.py --quick           all of them, for a look
+    python benchmarks/faults.py flips lengths     only these
+    python benchmarks/faults.py --quick           every trial, in short
 
-Damaged or hostile checkpoints and IDX files must be refused by an error that names the
-file, and nothing else; a `save` that is killed or fails must leave the old tree or the
-new one, whole.  Prints a line for each trial; exits with 1 if any of them failed.
+The library must refuse damaged or hostile checkpoints and IDX files by an error that
+names the file, and by no other exception.  A `save` that is killed or fails must leave
+the whole old tree or the whole new one.  The script prints a line per trial, and exits
+with status 1 if any trial failed.
 """
 
 import argparse
@@ -43,20 +44,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import pjax_ensemble as pe
 import train_mnist
 
-# What may come of a trial, in the words of the printed line.
+# The outcomes of a trial, in the words of the printed line.
 OTHER = "loaded with other values"
-FOREIGN = "foreign exceptions"  # or such as do not name the file and a reason
+FOREIGN = "foreign exceptions"  # or messages without the file or a reason
 SLOW = "slow"
 LARGE = "too much memory"
 EQUAL = "loaded with equal values"
 REFUSED = "refused"
 
-SECONDS = 2  # that a refusal may take
-SPARE_BYTES = 2_000_000  # that `load` may take beside three times the data
+SECONDS = 2  # the limit for a refusal
+SPARE_BYTES = 2_000_000  # for `load`, besides six times the data
 
 
 # ---------------------------------------------------------------------------------
-# Trees, what is in them, and what comes of loading them
+# Trees, their values, and outcomes of loading them
 # ---------------------------------------------------------------------------------
 
 
@@ -78,9 +79,9 @@ def make_tree(seed: int, size: int = 128) -> pe.TrainState:
 
 
 def values_of(tree: Any) -> list[tuple]:
-    """Return type, shape and bytes of every leaf: equal for equal leaves alone.
+    """Return type, shape and bytes of every leaf; only equal leaves have them equal.
 
-    They are sorted, so that a tree has those of the dict of its leaves.
+    They are sorted, so that a tree and the dict of its leaves have the same values.
     """
     values = []
     for leaf in jax.tree.leaves(tree):
@@ -91,7 +92,7 @@ def values_of(tree: Any) -> list[tuple]:
 
 
 def saved(path: Path, tree: Any) -> bytes:
-    """Save a tree; return the content, seen to load: else no trial says much."""
+    """Save a tree and return the file's content, after a check that it loads."""
     pe.save(path, tree)
     for like in (tree, None):
         if values_of(pe.load(path, like)) != values_of(tree):
@@ -100,7 +101,7 @@ def saved(path: Path, tree: Any) -> bytes:
 
 
 def seal(content: bytes) -> bytes:
-    """Put the digest that the content asks for in its place."""
+    """Replace the digest by the correct one for the content."""
     digest = hashlib.sha256(content[pe._DIGEST.stop :]).hexdigest().encode()
     return content[: pe._DIGEST.start] + digest + content[pe._DIGEST.stop :]
 
@@ -108,10 +109,10 @@ def seal(content: bytes) -> bytes:
 def judge(
     call: Callable, path: Path, refusal: type, accept: Callable, most: int = SPARE_BYTES
 ) -> tuple[str, Any]:
-    """Return what came of a call that reads or writes `path`, and the detail.
+    """Return the outcome of a call that reads or writes `path`, and a detail.
 
-    `accept` says what comes of a value that the call returns.  `most` is how many bytes
-    Python and NumPy may hold at a time.
+    `accept` returns the outcome for a value that the call returns.  `most` is the limit
+    of bytes that Python and NumPy may hold at a time.
     """
     tracemalloc.start()
     started = time.perf_counter()
@@ -132,7 +133,7 @@ def judge(
 
 
 def judge_loads(label: str, path: Path, tree: Any) -> Iterator[tuple]:
-    """Yield what comes of loading `path` as `tree`, and as what it says it is."""
+    """Yield the outcomes of loading `path` as `tree`, and as a dict by its header."""
     values = values_of(tree)
     most = 6 * sum(len(content) for *_, content in values) + SPARE_BYTES
 
@@ -149,9 +150,9 @@ def judge_loads(label: str, path: Path, tree: Any) -> Iterator[tuple]:
 def damage(
     folder: Path, make: Callable, size: int = 128, **options: Any
 ) -> Iterator[tuple]:
-    """Load what `make` yields (label, bytes) of the content of a checkpoint.
+    """Load each (label, bytes) that `make` yields from a checkpoint's content.
 
-    The checkpoint is of a tree with an array of `size` floats.
+    The checkpoint has a tree with an array of `size` floats.
     """
     tree, path = make_tree(0, size), folder / "state"
     for label, damaged in make(saved(path, tree), **options):
@@ -160,12 +161,12 @@ def damage(
 
 
 # ---------------------------------------------------------------------------------
-# Trials: damage by chance
+# Trials: random damage
 # ---------------------------------------------------------------------------------
 
 
 def flips(content: bytes, step: int = 1) -> Iterator[tuple[str, bytes]]:
-    """Flip every bit, or every `step`-th."""
+    """Flip every `step`-th bit, one at a time."""
     for bit in range(0, 8 * len(content), step):
         damaged = bytearray(content)
         damaged[bit // 8] ^= 1 << bit % 8
@@ -173,7 +174,7 @@ def flips(content: bytes, step: int = 1) -> Iterator[tuple[str, bytes]]:
 
 
 def lengths(content: bytes, step: int = 1) -> Iterator[tuple[str, bytes]]:
-    """Cut at every `step`-th length, and add up to 64 bytes."""
+    """Cut the content to every `step`-th length, and add up to 64 bytes."""
     for length in range(0, len(content), step):
         yield f"{length} bytes", content[:length]
     for length in range(1, 65):
@@ -211,13 +212,13 @@ def mutations(content: bytes, trials: int) -> Iterator[tuple[str, bytes]]:
 
 
 def sealed(content: bytes, trials: int) -> Iterator[tuple[str, bytes]]:
-    """Make the digest right again: other values are then as good."""
+    """Make the digest of mutations correct again, so that other values may load."""
     for label, damaged in mutations(content, trials):
         yield label, seal(damaged)
 
 
 def idx(folder: Path, trials: int, name: str) -> Iterator[tuple]:
-    """Mutate an IDX file, gzipped or not: `read_idx` returns, or says why not."""
+    """Mutate an IDX file, gzipped or not; `read_idx` reads it or raises a Failure."""
     images = np.random.default_rng(0).integers(0, 4, (20, 28, 28), np.uint8) * 60
     content = struct.pack(">4I", 0x803, *images.shape) + images.tobytes()
     path = folder / name
@@ -238,11 +239,11 @@ def idx(folder: Path, trials: int, name: str) -> Iterator[tuple]:
 
 
 # ---------------------------------------------------------------------------------
-# Trials: files made to do harm
+# Trials: hostile files
 # ---------------------------------------------------------------------------------
 
 
-# What a header says of a leaf, put in place of what is true.  {at}: where it begins.
+# False header entries of a leaf, in place of the true ones.  {at}: its first byte.
 LIES = {
     "dtype": ('"F64"', '"BOOL"', '"F8_E4M3"', '"object"', "null", "[]", "{}"),
     "shape": (
@@ -256,7 +257,7 @@ LIES = {
 
 
 def hostile(content: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield files made of a checkpoint's content, nearly all with a right digest."""
+    """Yield files made from a checkpoint, nearly all with a correct digest."""
     end = 8 + int.from_bytes(content[:8], "little")
     text, data = content[8:end].rstrip(), content[end:]
 
@@ -301,7 +302,7 @@ def hostile(content: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def places(folder: Path) -> Iterator[tuple]:
-    """Load what is no file of normal size, and save to what is no regular file."""
+    """Load links, pipes, devices, huge and empty files; save to irregular ones."""
     tree = make_tree(0)
     saved(folder / "sound", tree)
     (folder / "link").symlink_to("sound")
@@ -316,7 +317,7 @@ def places(folder: Path) -> Iterator[tuple]:
     for path in *map(folder.joinpath, names), Path("/dev/zero"), Path("/dev/full"):
         if path.name == "sound" or (path.parent != folder and not path.exists()):
             continue
-        signal.alarm(20 * SECONDS)  # ends the process where a pipe hangs
+        signal.alarm(20 * SECONDS)  # ends the process if a pipe hangs
         yield from judge_loads(path.name, path, tree)
         before = path.lstat()
         if path.parent == folder and not stat.S_ISREG(before.st_mode):
@@ -343,10 +344,10 @@ def run_child(call: str) -> subprocess.CompletedProcess:
 
 
 def save_watched(path: str, seed: int, stop: tuple | None = None) -> None:
-    """Save a tree and print the system calls that it took, in order.
+    """Save a tree and print the system calls that `save` made, in order.
 
-    A child process: at `stop`, the number of a call and "before" it or "amid" (a write
-    that gets half way), it kills itself.
+    This runs in a child process, which kills itself at `stop`: the number of a call,
+    and "before" the call or "amid" it, after half of a write.
     """
     events = []
 
@@ -356,7 +357,7 @@ def save_watched(path: str, seed: int, stop: tuple | None = None) -> None:
         events.append(event)
         return call(*args, **options)
 
-    class File(io.FileIO):  # without a buffer: what is written is the kernel's
+    class File(io.FileIO):  # without a buffer: each write goes to the kernel
         def write(self, content: Any) -> int:
             if stop == (len(events), "amid"):
                 super().write(memoryview(content)[: len(content) // 2])
@@ -372,9 +373,10 @@ def save_watched(path: str, seed: int, stop: tuple | None = None) -> None:
 
 
 def save_each(saves: list[tuple]) -> None:
-    """Call `save_watched` with each, and print the statuses with which they end.
+    """Call `save_watched` with each tuple in a fork, and print the exit statuses.
 
-    A child process: it forks one for each, as it has not run JAX and has no threads.
+    This runs in a child process that has not run JAX and has no threads, so that it can
+    fork.
     """
     fork = multiprocessing.get_context("fork")
     forks = [fork.Process(target=save_watched, args=args) for args in saves]
@@ -388,9 +390,10 @@ SAVED = ("the old tree", "the new tree")
 
 
 def save_points(folder: Path, writes: int | None = None) -> Iterator[tuple]:
-    """Kill `save` at its every step, where there is an older file of that name.
+    """Kill `save` at every step, while an older file has the name.
 
-    `writes` limits at how many of the writes; the first and the last are among them.
+    `writes` limits the number of writes at which it is killed; they include the first
+    and the last.
     """
     child = run_child(f"save_watched({str(folder / 'state')!r}, 0)")
     events = [*json.loads(child.stdout), "end"]
@@ -424,7 +427,7 @@ def save_points(folder: Path, writes: int | None = None) -> Iterator[tuple]:
 
 
 def failing(name: str, number: int, passing: int = 0) -> Callable:
-    """Let a function of `os` pass so many times, then fail."""
+    """Return a patch by which a function of `os` passes `passing` times, then fails."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(number, os.strerror(number))
@@ -438,8 +441,8 @@ def failing(name: str, number: int, passing: int = 0) -> Callable:
 
 @contextlib.contextmanager
 def limited(num_bytes: int) -> Iterator[None]:
-    """Let no file grow beyond so many bytes."""
-    import resource  # which Windows lacks
+    """Limit every file to this many bytes."""
+    import resource  # Windows lacks it
 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
@@ -449,7 +452,7 @@ def limited(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-FULL = "/dev/full"  # a disk that is full, on Linux
+FULL = "/dev/full"  # behaves as a full disk, on Linux
 
 
 def full(folder: Path) -> Any:
@@ -464,10 +467,10 @@ class Refusal(NamedTuple):
     number: int  # of the error
     during: Callable = contextlib.nullcontext  # folder -> context in which to save
     name: str = "state"
-    late: bool = False  # the name is replaced already: the tree may be the new one
+    late: bool = False  # after the rename, so the tree may be the new one
 
 
-LARGER = 50_000  # floats of the tree that is saved where it does not fit
+LARGER = 50_000  # floats in the tree that does not fit on the disk
 REFUSALS = {
     "a limit of 0 bytes": Refusal(errno.EFBIG, lambda _: limited(0)),
     "a limit amid the header": Refusal(errno.EFBIG, lambda _: limited(100)),
@@ -486,7 +489,7 @@ if os.path.exists(FULL):
 
 
 def disk(folder: Path) -> Iterator[tuple]:
-    """Save where it cannot succeed: OSError says so, and the old file is as it was."""
+    """Save where the disk refuses: an OSError is raised and the old file stays."""
     old = make_tree(0)
     for case, refusal in REFUSALS.items():
         place = folder / case.replace(" ", "_")
@@ -513,8 +516,8 @@ def disk(folder: Path) -> Iterator[tuple]:
 
 
 class Trial(NamedTuple):
-    outcomes: Callable  # folder -> tuples: which one, what came of it, detail
-    good: tuple[str, ...]  # what may come of it
+    outcomes: Callable  # folder -> tuples: label, outcome, detail
+    good: tuple[str, ...]  # the outcomes that pass
     long: dict  # further arguments of `outcomes`
     quick: dict
 
@@ -538,7 +541,7 @@ if os.name == "posix":  # Windows has no pipes in folders, no SIGKILL, no such l
 
 
 def run(name: str, quick: bool) -> tuple[dict[str, int], list[str]]:
-    """Return how often each outcome of a trial came, and a line for each bad one."""
+    """Return the count of each outcome of a trial, and a line per bad one."""
     trial, memory = TRIALS[name], "/dev/shm"
     place = memory if os.access(memory, os.W_OK | os.X_OK) else None
     with tempfile.TemporaryDirectory(prefix="faults.", dir=place) as folder:
@@ -553,10 +556,10 @@ def run(name: str, quick: bool) -> tuple[dict[str, int], list[str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(TRIALS))
-    parser.add_argument("--quick", action="store_true", help="few of each, for a look")
+    parser.add_argument("--quick", action="store_true", help="few cases per trial")
     args = parser.parse_args()
     if unknown := set(args.names) - set(TRIALS):
-        parser.error(f"no trial {unknown.pop()}; there are {', '.join(TRIALS)}")
+        parser.error(f"there is no trial {unknown.pop()}, only {', '.join(TRIALS)}")
     pe.use_cpu_devices(1)
     failed = 0
     for name in args.names or TRIALS:

@@ -1,4 +1,4 @@
-"""Interrupt whole training runs, again and again, and compare how they end.
+"""Interrupt whole training runs, again and again, and compare their ends.
 
     python benchmarks/interrupts.py kill --trials 500
     python benchmarks/interrupts.py stop --trials 20
@@ -7,22 +7,23 @@
 
 kill: runs of train_mnist.py that save every few steps are killed (SIGKILL) at random
 moments and resumed until they end.  After each kill every checkpoint has to load, and
-the newest to be at most one interval behind the steps that were done; at the end the
-last checkpoint has to be that of a run that nobody interrupted, byte for byte.
+the newest has to be at most one interval behind the finished steps.  At the end the
+last checkpoint has to equal the checkpoint of an uninterrupted run, byte for byte.
 
-stop: the same with SIGTERM, which has to end a run with status 143 and no step lost
-(or with the signal itself, before the script has come as far as to listen).
+stop: the same with SIGTERM, which has to end a run with status 143 and lose no step
+(or to end it by the signal itself, before the script begins to listen).
 
 cell: loops of `update` and `epoch`, as in a notebook's cell, are interrupted (SIGINT)
-at random moments and go on from `trainer.latest`, which has to be there each time, and
-at the end, with every step taken once, in the bits of a loop that nobody interrupted.
-One that comes while Python collects garbage or ends a generator, it may drop.
+at random moments and continue from `trainer.latest`, which has to be usable each time.
+At the end every step has been taken once, and the bits have to equal the bits of an
+uninterrupted loop.  Python may drop an interrupt that comes while it collects garbage
+or ends a generator.
 
-processes: runs of two processes, one after another, have to end, and in the same bytes
-as one process with as many devices.
+processes: runs of two processes, one after another, have to end, in the same bytes as a
+run of one process with as many devices.
 
-kill, stop and processes train on a small data set of generated digits, with several
-runs at once where asked (--jobs).
+kill, stop and processes train on a small data set of generated digits.  kill and stop
+take several runs at once by --jobs.
 """
 
 import argparse
@@ -60,7 +61,7 @@ FLAGS = [
     *("--batch-size", "32", "--network", "batchnorm", "--train-size", "512"),
     *("--save-every", str(INTERVAL / STEPS_AN_EPOCH)),
 ]
-# Runs the script, and leaves in a file how many steps are done.
+# Runs the script, and keeps the number of finished steps in a file.
 WORKER = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
@@ -84,7 +85,7 @@ def write_data(folder: Path) -> None:
 
 
 def start(folder: Path, data: Path, *flags: str) -> subprocess.Popen:
-    """Start a run in `folder`, with the compiled programs of earlier ones."""
+    """Start a run in `folder`, with the compiled programs of earlier runs."""
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-c", WORKER, str(ROOT), str(folder / "steps"), *FLAGS]
     command += ["--data-dir", str(data), "--workdir", str(folder), *flags]
@@ -101,7 +102,7 @@ def start(folder: Path, data: Path, *flags: str) -> subprocess.Popen:
 def last_checkpoint(folder: Path, epochs: int = EPOCHS) -> bytes:
     (steps, newest), *_ = tm.checkpoints(folder)
     if steps != epochs * STEPS_AN_EPOCH:
-        raise RuntimeError(f"{folder} ends with {newest.name}: see its log")
+        raise RuntimeError(f"{folder} ends with {newest.name}; see its log")
     return newest.read_bytes()
 
 
@@ -109,7 +110,8 @@ def last_checkpoint(folder: Path, epochs: int = EPOCHS) -> bytes:
 def prepared(epochs: int = EPOCHS) -> Iterator[tuple[Path, Path, bytes, float]]:
     """Yield a folder, data, and a whole run's last checkpoint and seconds.
 
-    The second of two runs finds the compiled programs of the first, as those after it.
+    The run is the second of two: like all later runs, it finds the compiled programs of
+    the first.
     """
     with tempfile.TemporaryDirectory() as name:
         data, whole = Path(name, "data"), Path(name, "whole")
@@ -125,7 +127,7 @@ def prepared(epochs: int = EPOCHS) -> Iterator[tuple[Path, Path, bytes, float]]:
 
 
 def look(folder: Path, interval: int) -> dict[str, int]:
-    """Count what is wrong with the checkpoints of a run that was interrupted."""
+    """Count the faults in the checkpoints of an interrupted run."""
     found, wrong = tm.checkpoints(folder), []
     for _, path in found:
         try:
@@ -141,7 +143,7 @@ def look(folder: Path, interval: int) -> dict[str, int]:
 
 def interrupt(how: signal.Signals, trials: int, jobs: int) -> dict:
     """Send SIGKILL or SIGTERM to runs at random moments, resume; return the counts."""
-    # -15 is a process that has not come as far as to listen.
+    # -15 is the status of a process that did not yet listen.
     interval, ends = (0, (143, -15)) if how == signal.SIGTERM else (INTERVAL, (-9,))
     names = "signals", "before", "unloadable", "lost", "ended", "different", "refused"
     total = collections.Counter(dict.fromkeys(names, 0))
@@ -179,8 +181,8 @@ def interrupt(how: signal.Signals, trials: int, jobs: int) -> dict:
 def make_loop(members: int, how: str, read: bool) -> tuple[pe.Trainer, Callable]:
     """Return a trainer on two devices, and train(state, num_steps) -> state.
 
-    It takes the steps that a state lacks to `num_steps`, by `update` on batches of
-    `prefetch` or by `epoch` in pieces of 4, and reads the losses of each call or not.
+    `train` takes the steps that a state lacks to `num_steps`, by `update` on batches of
+    `prefetch` or by `epoch` in pieces of 4.  With `read` it reads each call's losses.
     """
     generator = np.random.default_rng(0)
     x, y = generator.normal(size=(2, 256, 8)).astype(np.float32)
@@ -213,8 +215,8 @@ def make_loop(members: int, how: str, read: bool) -> tuple[pe.Trainer, Callable]
 def interrupt_loop(trainer: pe.Trainer, train: Callable) -> dict:
     """Interrupt a loop at random moments until it ends; return the counts.
 
-    A SIGINT comes up to `LOOP_SECONDS` after the loop began or went on, if that has not
-    ended by then.
+    A SIGINT comes within `LOOP_SECONDS` after the loop began or continued, unless the
+    loop ends before.
     """
     sent: list = []
 
@@ -225,7 +227,7 @@ def interrupt_loop(trainer: pe.Trainer, train: Callable) -> dict:
     def bits(state):
         return [leaf.tobytes() for leaf in jax.tree.leaves(trainer.gather(state)[:3])]
 
-    def begin():  # whose state is `latest` before a signal comes
+    def begin():  # sets `latest` before a signal comes
         return train(trainer.init(jax.random.key(0)), 4)
 
     counts = {"interrupts": 0, "lost": 0}
@@ -237,7 +239,7 @@ def interrupt_loop(trainer: pe.Trainer, train: Callable) -> dict:
             state = train(state)
             timer.cancel()
             timer.join()
-            time.sleep(0.01)  # in which a signal arrives
+            time.sleep(0.01)  # time for a signal to arrive
             ended = True
         except KeyboardInterrupt:
             counts["interrupts"] += 1
@@ -253,9 +255,9 @@ STAGES = itertools.cycle(("returns", "raises"))
 
 
 def raise_at_second(number: int, frame: object) -> None:
-    """Handle interrupts as asyncio does: one that returns, and then one that raises.
+    """Handle interrupts as asyncio does: return at the first, raise at the second.
 
-    Whoever presses Ctrl-C again does so at once: the second comes in the same call.
+    The second is sent at once, so that it comes within the same call.
     """
     if next(STAGES) == "raises":
         raise KeyboardInterrupt
@@ -264,13 +266,13 @@ def raise_at_second(number: int, frame: object) -> None:
 
 
 def cell(trials: int) -> dict:
-    """Interrupt loops of all forms, so often in all or a little more."""
+    """Interrupt loops of all forms, at least `trials` times in total."""
     pe.use_cpu_devices(2)
     names = "loops", "interrupts", "dropped", "lost", "different"
     total = collections.Counter(dict.fromkeys(names, 0))
     handlers = signal.default_int_handler, raise_at_second
     forms = [*itertools.product((1, 4), ("update", "epoch"), (True, False), handlers)]
-    # A shell has what runs in its background ignore it.
+    # A shell lets its background processes ignore SIGINT.
     old = signal.getsignal(signal.SIGINT)
     for number, (*form, handler) in enumerate(forms, 1):
         signal.signal(signal.SIGINT, handler)

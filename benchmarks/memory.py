@@ -3,14 +3,14 @@
     python benchmarks/memory.py                       # eight members on one device
     python benchmarks/memory.py --devices 2 --at-once 4
 
-Each row is a call and the most memory that the process held during it, on devices and
-host together (a CPU is both), in states of one member: its parameters and its
-momentum.  K states are the least for K members.  The result of `gather` and
-`load` counts too, and so does the argument of `save` and `scatter`.  The last line is
-the time of an `update`, per member, beside the time with one member alone.
+One row per call has the most memory that the process held during the call, on devices
+and host together (a CPU is both).  The unit is the state of one member: its parameters
+and its momentum.  K members need at least K states.  The results of `gather` and `load`
+count too, and so do the arguments of `save` and `scatter`.  The last line compares the
+time of an `update`, per member, with the time for one member alone.
 
-Memory is the peak of the resident set since the call began, less that before
-`init`; only Linux tells it.
+Memory is the peak of the resident set since the call began, minus the resident set
+before `init`; only Linux reports it.
 """
 
 import argparse
@@ -53,13 +53,13 @@ def make(members: int, args: argparse.Namespace) -> pe.Trainer:
 
 
 def status(name: str) -> int:
-    """Return a number of bytes that Linux knows of this process."""
+    """Return an entry of Linux's status of this process, in bytes."""
     text = Path("/proc/self/status").read_text()
     return 1024 * int(re.search(rf"{name}:\s+(\d+) kB", text)[1])
 
 
 def peak(call, *args):
-    """Call, and return the result with the most resident memory meanwhile, in bytes."""
+    """Return a call's result, and the peak of resident memory during it, in bytes."""
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak until now
     result = jax.block_until_ready(call(*args))
     return result, status("VmHWM")
@@ -100,7 +100,7 @@ def peaks(args: argparse.Namespace) -> None:
 
 
 def seconds(args: argparse.Namespace) -> None:
-    """Print the time of an update, per member, beside that of one member alone."""
+    """Compare the time of an update, per member, with the time for one alone."""
     x = np.ones((8, args.width), np.float32)
     times: dict[int, list] = {1: [], args.members: []}
     trainers = {members: make(members, args) for members in times}
@@ -122,14 +122,14 @@ def main() -> None:
     parser.add_argument("--members", type=int, default=8, metavar="K")
     parser.add_argument("--devices", type=int, default=1, metavar="D")
     parser.add_argument("--at-once", type=int, default=1, metavar="N")
-    parser.add_argument("--width", type=int, default=1500, help="of six layers")
-    parser.add_argument("--folder", help="for a checkpoint of all members, in passing")
+    parser.add_argument("--width", type=int, default=1500, help="of the six layers")
+    parser.add_argument("--folder", help="for a temporary checkpoint of all members")
     parser.add_argument("--part", choices=["peaks", "seconds"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
         pe.use_cpu_devices(args.devices)
         return globals()[args.part](args)
-    # A process each; what is freed goes back to the system at once.
+    # Each part has its own process, which returns freed memory to the system at once.
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
     for part in "peaks", "seconds":
         command = [sys.executable, __file__, *sys.argv[1:], "--part", part]

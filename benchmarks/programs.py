@@ -1,14 +1,15 @@
-"""Try whether trainers that are gone leave anything behind in their process.
+"""Test whether deleted trainers leave anything behind in their process.
 
     JAX_PLATFORMS=cpu python benchmarks/programs.py
 
-One after another in one process, trainers of five members on four virtual devices are
-made, used by every method that compiles a program, and dropped.  Every so many of them
-a row says what is left: the maps of memory that the process has, of which Linux gives
-it 65,530, and its resident memory (both on Linux alone), and how many of the trainers'
-states, and of the objects that their losses hold, are still alive.  The status is 1,
-after a line that says why, where one is alive, or where from the first row to the last
-there are more maps than `MORE_MAPS` or more memory than `MORE_MEMORY` of the first.
+Trainers of five members on four virtual devices are made one after another in one
+process, used by every method that compiles a program, and deleted.  After every
+`--every` trainers a row counts the rest: the memory maps of the process, of which Linux
+allows 65,530, and its resident memory (both only on Linux); and how many of the
+trainers' states, and of the objects that their losses hold, are still alive.  If any is
+alive, or if from the first row to the last the maps grow by more than `MORE_MAPS` or
+the memory by more than the share `MORE_MEMORY`, the status is 1, after a line with the
+reason.
 """
 
 import argparse
@@ -28,28 +29,28 @@ import speed
 import pjax_ensemble as pe
 
 MEMBERS, DEVICES = 5, 4
-MORE_MAPS, MORE_MEMORY = 50, 0.5  # a share
+MORE_MAPS, MORE_MEMORY = 50, 0.5  # a number, and a share of the first row's
 PROC = Path("/proc/self/maps")  # on Linux
 
 
 class Row(NamedTuple):
-    """What there is after so many trainers; nan is what only Linux tells."""
+    """The process after some trainers; nan where only Linux reports a number."""
 
     trainers: int
     maps: float
     memory: float  # resident, MB
-    states: int  # of dropped trainers, alive
+    states: int  # of deleted trainers, still alive
     functions: int
 
 
 class Held:
-    """What a loss function holds, in place of a user's data or model."""
+    """An object that a loss function holds, in place of a user's data or model."""
 
     weight = 0.5
 
 
 def use_trainer(seed: int) -> tuple[weakref.ref, weakref.ref]:
-    """Make a trainer and use it; refer to its state and to what its loss holds."""
+    """Make and use a trainer; return weak references to its state and `Held`."""
     held = Held()
     x = np.random.default_rng(seed).normal(size=(64, 3)).astype(np.float32)
     y = x.sum(axis=1)
@@ -71,7 +72,7 @@ def use_trainer(seed: int) -> tuple[weakref.ref, weakref.ref]:
 
 
 def run(trainers: int, every: int) -> Iterator[Row]:
-    """Use so many trainers, and yield a row after `every` of them."""
+    """Use this many trainers, and yield a row after every `every` of them."""
     references = []
     for number in range(1, trainers + 1):
         references.append(use_trainer(number))
@@ -82,7 +83,7 @@ def run(trainers: int, every: int) -> Iterator[Row]:
 
 
 def measure_process() -> tuple[float, float]:
-    """Return this process's maps of memory, and its resident memory in MB."""
+    """Return how many memory maps this process has, and its resident memory in MB."""
     if not PROC.exists():
         return math.nan, math.nan
     pages = int(PROC.with_name("statm").read_text().split()[1])
@@ -90,13 +91,13 @@ def measure_process() -> tuple[float, float]:
 
 
 def complaint(first: Row, last: Row) -> str | None:
-    """Say what trainers left behind between two rows, if they did."""
+    """Return a sentence about the growth between two rows, or None if there is none."""
     if last.states or last.functions:
         return f"{last.states} states and {last.functions} functions are still alive"
     if last.maps - first.maps > MORE_MAPS:
-        return f"{last.maps - first.maps} maps of memory more than at first"
+        return f"there are {last.maps - first.maps} more memory maps than at first"
     if last.memory > (1 + MORE_MEMORY) * first.memory:
-        return f"{last.memory - first.memory:.0f} MB more than at first"
+        return f"there are {last.memory - first.memory:.0f} MB more than at first"
     return None
 
 
@@ -106,7 +107,8 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=50)
     args = parser.parse_args()
     if not 1 <= args.every <= args.trainers:
-        parser.error("expected 1 <= --every <= --trainers")
+        found = f"--every is {args.every}"
+        parser.error(f"{found}; expected 1 <= --every <= --trainers, {args.trainers}")
     pe.use_cpu_devices(DEVICES)
     names = "trainers", "maps", "resident, MB", "states alive", "functions alive"
     speed.print_head(*names)

@@ -2,14 +2,14 @@
 
     MNIST_DIR=... python benchmarks/recipe.py --epochs 3 --one-by-one
 
-Trains four learning rates on four batch orders, 16 members at once, by the recipe of
-train_mnist.py on MNIST's first 50,000 training images, and scores the last 10,000,
-never the test images: a row a rate, mean and standard deviation over its members, and
-their ensemble.  At every rate, order j and the weights that it starts from are those of
-the script's member j.
+One trainer has 16 members: four learning rates on each of four batch orders, by the
+recipe of train_mnist.py.  They train on MNIST's first 50,000 training images and are
+scored on the last 10,000, never on the test images.  One row per rate has mean and
+standard deviation over its members, and their ensemble.  At every rate, the member of
+order j has the order and the starting weights of the script's member j.
 
-Seconds are from the starting weights to the probabilities on the 10,000 images: they
-include compiling, training and predicting.
+The seconds include compiling, training and predicting: they count from the starting
+weights to the probabilities on the 10,000 images.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import ensemble_metrics as em
 import pjax_ensemble as pe
 import train_mnist as tm
 
-VALIDATION = 10_000  # training images, the last ones
+VALIDATION = 10_000  # the last training images
 FACTORS = 0.25, 0.5, 1, 2  # of the recipe's learning rate
 ORDERS = 4
 COLUMNS = "a member's accuracy, %", "its NLL", "accuracy, %", "NLL", "ECE"
@@ -33,8 +33,8 @@ COLUMNS = "a member's accuracy, %", "its NLL", "accuracy, %", "NLL", "ECE"
 def sweep(recipe, rates, num_orders, data, images, at_once=True, devices=None):
     """Train each rate on each order, all at once or one after another.
 
-    Returns probabilities on `images` [K, N, C], all orders of the first rate first, and
-    the seconds.
+    Returns the probabilities on `images`, [K, N, C], with all orders of the first rate
+    first, and the seconds.
     """
     rate, number = np.repeat(rates, num_orders), np.tile(range(num_orders), len(rates))
     members, size, batch = len(rate), len(data.train_images), recipe.batch_size
@@ -60,12 +60,12 @@ def sweep(recipe, rates, num_orders, data, images, at_once=True, devices=None):
 
 
 def spread(values: Sequence[float], digits: int) -> str:
-    """Write the mean and the standard deviation."""
+    """Format the mean and the standard deviation."""
     return f"{np.mean(values):.{digits}f} ± {np.std(values, ddof=1):.{digits}f}"
 
 
 def cells(probs: np.ndarray, labels: np.ndarray) -> list[str]:
-    """Return a rate's cells of the table: its members' scores, and their ensemble's."""
+    """Return a rate's cells: scores of its members and of their ensemble."""
     report = em.ensemble_report(probs, labels)
     accuracies, losses, *_ = zip(*(scores.values() for scores in report["member"]))
     accuracy, nll, _, calibration = report["ensemble"].values()
@@ -76,7 +76,7 @@ def cells(probs: np.ndarray, labels: np.ndarray) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=tm.at_least(1), help="default: the recipe's")
-    where = "train each member by itself too, on all devices"
+    where = "also train each member by itself, on all devices"
     parser.add_argument("--one-by-one", action="store_true", help=where)
     args, recipe = parser.parse_args(argv), tm.RECIPES["cnn"]
     recipe = recipe._replace(epochs=args.epochs or recipe.epochs)

@@ -1,14 +1,14 @@
-"""Measure training throughput beside other systems, in one run, in turn.
+"""Compare training throughput with other systems, in one run, in turn.
 
     python -m pip install '.[bench]'
     MNIST_DIR=... UCI_DIR=... python benchmarks/speed.py --json speed.json
 
-Every system is a process of its own (benchmarks/peers) that warms up and then waits.
-Rounds of a fixed number of steps go around the systems of a group, in an order drawn
-anew for each, as a system may leave the machine slower for the next; a figure is the
-median over the rounds, in member-images trained per second, or member-rows where the
-data are rows.  In one group a round is a whole job, from the start of its process to
-its end, in seconds.  One group runs when it is named, for an accelerator:
+Every system is its own process (benchmarks/peers), which warms up and then waits.  The
+systems of a group take turns at rounds of a fixed number of steps.  Every round draws a
+new order, since a system may leave the machine slower for the next one.  A figure is
+the median over the rounds, in member-images trained per second, or in member-rows if
+the data are rows.  In one group a round is a whole job, from the start of its process
+to its end, in seconds.  The last group, for an accelerator, runs only if it is named:
 
     MNIST_DIR=... python benchmarks/speed.py --group 8 --platform cuda
 """
@@ -28,12 +28,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-# Where the scripts beside this one, which import it, find the modules.
+# So that the scripts beside this one, which import it, find the modules.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 PEERS = Path(__file__).resolve().parent / "peers"
 MATMUL = "rate of a float32 matrix product, GFLOP/s"
-TRAINING_GFLOP = 0.0274  # of the CNN, an image
+TRAINING_GFLOP = 0.0274  # of the CNN, per image
 
 JOBS = {
     "pjax_ensemble, train_mnist.py": (
@@ -43,7 +43,7 @@ JOBS = {
     "Flax ensembling guide": "flax_guide.py --whole-job",
 }
 
-# A group's first system is ours; the others are what it is compared with.
+# A group's first system is ours, and is compared with the others.
 GROUPS = {
     "CNN, K = 2, batch 128": {
         "pjax_ensemble, epoch": "ours.py --members 2 --steps 120",
@@ -107,10 +107,10 @@ GROUPS = {
 
 
 def launch(command: str, **pipes) -> subprocess.Popen:
-    """Start a script of a peer, its errors into a file that `fail` reads."""
+    """Start a peer's script, and send its errors to a file that `fail` reads."""
     script, *options = command.split()
     path = (PEERS / script).resolve()
-    errors = tempfile.TemporaryFile()  # noqa: SIM115, it lives as the process does
+    errors = tempfile.TemporaryFile()  # noqa: SIM115, it lives as long as the process
     command = [sys.executable, path, *options]
     process = subprocess.Popen(command, stderr=errors, text=True, **pipes)
     process.stderr = errors
@@ -118,7 +118,7 @@ def launch(command: str, **pipes) -> subprocess.Popen:
 
 
 def fail(process: subprocess.Popen, name: str) -> NoReturn:
-    """Exit with the status of a process that ended early, and its last words."""
+    """Exit with the status and the last words of a process that ended early."""
     process.stderr.seek(0)
     lines = process.stderr.read().decode(errors="replace").split("\n")
     words = next(filter(str.strip, reversed(lines)), "it said nothing")
@@ -126,7 +126,7 @@ def fail(process: subprocess.Popen, name: str) -> NoReturn:
 
 
 def start(name: str, command: str) -> tuple[subprocess.Popen, dict]:
-    """Start a peer; return it and what it says once it is warm."""
+    """Start a peer; return it and its message after warming up."""
     peer = launch(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     return peer, answer(peer, name)
 
@@ -147,13 +147,13 @@ def finish(process: subprocess.Popen) -> float:
 
 
 def measure(systems: dict, rounds: int) -> dict:
-    """Run rounds in turn; return rates, peak memory and versions by system."""
+    """Run rounds in turn; return rates, peak memory and versions per system."""
     peers = {name: start(name, command) for name, command in systems.items()}
     rates = {name: [] for name in peers}
     for number in range(rounds):
         turns = random.Random(number).sample(list(peers.items()), len(peers))
         for name, (peer, hello) in turns:
-            with contextlib.suppress(BrokenPipeError):  # it has ended: `answer` says so
+            with contextlib.suppress(BrokenPipeError):  # it ended, as `answer` reports
                 peer.stdin.write("round\n")
                 peer.stdin.flush()
             said = answer(peer, name)
@@ -179,7 +179,7 @@ def run_job(name: str, command: str) -> tuple[float, float]:
 
 
 def measure_jobs(rounds: int) -> dict:
-    """Run whole jobs in turn; return seconds and peak memory by system."""
+    """Run whole jobs in turn; return seconds and peak memory per system."""
     results = {name: {"seconds": [], "peak_memory_gb": []} for name in JOBS}
     for _ in range(rounds):
         for name, command in JOBS.items():
@@ -201,7 +201,7 @@ def print_row(*cells) -> None:
 
 
 def print_head(*names: str) -> None:
-    """Begin a table, by the names of its columns."""
+    """Begin a table with the names of its columns."""
     print_row(*names)
     print(f"|{'---|' * len(names)}", flush=True)
 
@@ -240,9 +240,9 @@ def print_jobs(results: dict) -> None:
 
 
 def check_data(commands: list[str]) -> None:
-    """Exit with a line if what the commands read is missing or damaged.
+    """Exit with a line if the data of the commands are missing or damaged.
 
-    Transformers read nothing, small networks the concrete set, and others MNIST.
+    Transformers read no files, small networks read the concrete set, and others MNIST.
     """
     sys.path.insert(0, str(PEERS))
     import common
@@ -256,7 +256,7 @@ def check_data(commands: list[str]) -> None:
 
 @contextlib.contextmanager
 def one_line(*errors: type) -> Iterator[None]:
-    """Exit with what such an error says, in a line."""
+    """Exit with the message of such an error, on one line."""
     try:
         yield
     except errors as error:
@@ -265,29 +265,29 @@ def one_line(*errors: type) -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7, help="two of whole jobs")
+    parser.add_argument("--rounds", type=int, default=7, help="whole jobs: 2 at most")
     last = len(GROUPS)
     parser.add_argument(
         "--group",
         type=int,
         nargs="+",
         default=range(1, last),
-        help=f"some of the groups 1 to {last}, of which 7 are whole jobs and {last} is "
-        "for an accelerator (default: all but that)",
+        help=f"some of the groups 1 to {last}; group 7 has whole jobs; group {last} is "
+        f"for an accelerator (default: all but group {last})",
     )
     parser.add_argument(
-        "--platform", help="of JAX: cpu, cuda, ... (default: what it finds)"
+        "--platform", help="JAX's platform: cpu, cuda, ... (default: JAX's choice)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     for number in args.group:
         if not 1 <= number <= last:
-            raise SystemExit(f"--group {number}: there are groups 1 to {last}")
+            raise SystemExit(f"--group is {number}; expected groups from 1 to {last}")
     groups = [list(GROUPS.items())[number - 1] for number in sorted(set(args.group))]
     check_data([each for _, systems in groups for each in systems.values()])
     if args.platform:
         os.environ["JAX_PLATFORMS"] = args.platform
-    # The systems of a group share an accelerator, each with the memory that it needs.
+    # The systems of a group share an accelerator; each takes only the memory it needs.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     processor = platform.processor() or platform.machine()
     machine = f"{processor}, {os.cpu_count()} cores"

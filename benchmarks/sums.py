@@ -1,6 +1,6 @@
 """Compare convolutions of any form, and their gradients, with sums in float64.
 
-`convolutions.py --check` does many; seeds make the cases.
+`convolutions.py --check` compares many; a seed determines each case.
 """
 
 import jax
@@ -10,12 +10,12 @@ from jax import lax
 
 import pjax_ensemble as pe
 
-# The most that `error` may be: float32 rounds every sum of two, here and in plain JAX.
+# The largest `error` allowed: float32 rounds every addition, here and in plain JAX.
 LIMITS = {"float32": 32, "float16": 2, "bfloat16": 2}
 
 
 def split(x, axes, whole, parts):
-    """Return x with groups first, from axes 0 and 1 in `whole` and `parts` groups."""
+    """Split axes 0 and 1 into `whole` and `parts` groups, and put the groups first."""
     x = x.transpose(axes)
     (m, n), rest = x.shape[:2], x.shape[2:]
     x = x.reshape(whole, m // whole, parts, n // parts, *rest)
@@ -30,7 +30,7 @@ def join(x, axes, whole, parts):
 
 
 def sums(x, kernel, cotangent, how):
-    """Return a convolution and both of its gradients, a sum per entry of the window."""
+    """Return a convolution and its two gradients, summed over the window's entries."""
     x_axes, kernel_axes, y_axes = how["dimension_numbers"]
     images, features = how["batch_group_count"], how["feature_group_count"]
     groups = images * features
@@ -59,7 +59,7 @@ def sums(x, kernel, cotangent, how):
 
 
 def draw(seed):
-    """Return images, kernel and cotangent of a random convolution, and its form."""
+    """Return images, kernel and cotangent of a random convolution, and its options."""
     rng = np.random.default_rng(seed)
 
     def pick(*options):
@@ -70,7 +70,7 @@ def draw(seed):
 
     axes, dtype = pick(1, 2, 3), pick(*map(jnp.dtype, LIMITS))
     images, features = pick((1, 1), (1, 1), (1, pick(2, 3, 8)), (pick(2, 3), 1))
-    more = pick((1,), (1, 1, 2, 3))  # strides and dilations, of every second one
+    more = pick((1,), (1, 1, 2, 3))  # strides and dilations, in half of the cases
     how = dict(
         window_strides=each(*more),
         lhs_dilation=each(*more[:3]),
@@ -100,11 +100,11 @@ def draw(seed):
 
 
 def error(seed):
-    """Return the type, and the worst error in proportion to the type's epsilon.
+    """Return the type, and the worst error in units of the type's epsilon.
 
-    The error of an entry is taken beside the size that the sum has where its terms are
-    as large with signs at random.  A convolution is done twice in a loop, as a trainer
-    does it, and the program twice: memory that nobody wrote holds another number then.
+    An entry's error is relative to the size that its sum would have if its terms had
+    random signs.  The convolution runs twice in a loop, as in a trainer, and the
+    program runs twice, since uninitialized memory then holds other numbers.
     """
     args, how = draw(seed)
 
@@ -130,7 +130,7 @@ def error(seed):
 
 
 def check(count, first=0):
-    """Compare so many convolutions, print errors, and return the wrong ones' seeds."""
+    """Compare `count` convolutions, print errors, and return the wrong ones' seeds."""
     worst, wrong = dict.fromkeys(LIMITS, 0.0), []
     for seed in range(first, first + count):
         name, off = error(seed)

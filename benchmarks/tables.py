@@ -1,14 +1,16 @@
-"""Intervals for tables: examples/tabular.py beside a forest and boosting under MAPIE.
+"""Compare intervals of examples/tabular.py with a forest and boosting under MAPIE.
 
     python -m pip install '.[bench]'
     UCI_DIR=... python benchmarks/tables.py
 
-Three of scikit-learn's sets, in five folds twice, and those of UCI_DIR, on their first
-splits.  A set is a folder there with data.txt, a row an example, the last column the
-target, and test_rows.txt, a line a split: its test rows, from 0; the others train.
-Scikit-learn's estimators have their defaults, and MAPIE's cross-conformal intervals
-(CV+, Barber et al. 2021) with its five folds.  Seconds are to fit and to predict a
-split; ours compile at the first of a set.
+The data are three of scikit-learn's sets, in five folds twice, and the sets in UCI_DIR,
+on their first splits.  A set there is a folder with two files.  data.txt has one row
+per example, with the target in the last column.  test_rows.txt has one line per split,
+the numbers of its test rows, from 0; the other rows train.
+
+Scikit-learn's estimators have their defaults.  MAPIE gives them cross-conformal
+intervals (CV+, Barber et al. 2021) with its five folds.  The seconds are the time to
+fit and predict a split; the ensemble compiles in the first split of a set.
 """
 
 import argparse
@@ -82,7 +84,7 @@ def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sets", nargs="+", metavar="NAME", help="default: all")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
-    parser.add_argument("--splits", type=int, default=10, help="so many, the first")
+    parser.add_argument("--splits", type=int, default=10, help="how many per set")
     args, folder = parser.parse_args(argv), Path(os.environ.get("UCI_DIR", "."))
     there = sorted(path.parent.name for path in folder.glob("*/test_rows.txt"))
     pe.use_cpu_devices()

@@ -1,4 +1,4 @@
-"""Tests of the scripts beside this file; what takes long has a short form here."""
+"""Tests of the scripts beside this file; long trials have short forms here."""
 
 import argparse
 import concurrent.futures
@@ -57,8 +57,8 @@ def test_memory_has_a_row_for_each_call_and_a_time_for_each_member(tmp_path, cap
     assert array.nbytes <= most
 
 
-# A loop of eight turns, as the compiler for GPUs prints it; one of three, as that
-# for TPUs does; and one whose end is not known.
+# Three loops: of eight turns, as the compiler for GPUs prints it; of three, as the
+# compiler for TPUs does; and of unknown length.
 HLO = """HloModule jit_f, is_scheduled=true
 
 %fused (p: f32[4]) -> f32[4] {
@@ -104,9 +104,9 @@ def test_compiled_programs_are_counted_turn_by_turn():
     found = accelerators.count(*accelerators.read(HLO))
     turns = 8 + 3 + 1
     expected = dict(endless=1, meetings=turns + 1, bytes=28 * turns + 32)
-    # A meeting and a fusion per turn; two branches, each of one; the custom call.
+    # Per turn a meeting and a fusion; a kernel in each branch; the custom call.
     assert found == expected | dict(kernels=2 * turns + 2 + 1)
-    # On a CPU the optimizer's loop has an end that is hidden, for each member once.
+    # On a CPU the length of the optimizer's loop is hidden, once per member.
     devices = jax.devices()[:2]
     _, *sizes, states, endless, meetings, megabytes, kernels, _, _ = (
         accelerators.cells_of("small", devices, "update", 4, 1)
@@ -122,7 +122,7 @@ def test_compiled_programs_are_counted_turn_by_turn():
 
 @posix
 def test_interrupted_loops_go_on_from_the_latest_state():
-    """The trial of benchmarks/interrupts.py, in its short form."""
+    """This is the short form of the trial in benchmarks/interrupts.py."""
     counts = interruptions.cell(trials=8)
     assert counts["interrupts"] >= 8 and not counts["lost"] + counts["different"]
 
@@ -138,7 +138,7 @@ def test_trainers_that_are_dropped_leave_nothing_alive():
 
 @pytest.fixture
 def linear(monkeypatch):
-    """Put a linear model in the place of the CNN."""
+    """Replace the CNN by a linear model."""
     model = tm.Network(
         lambda key, **form: (jax.random.normal(key, (784, 10)) / 28, ()),
         lambda w, _, images, key=None: (images.reshape(len(images), 784) @ w, ()),
@@ -153,8 +153,8 @@ def test_sweep_trains_each_rate_on_each_order_as_the_script_does(linear):
     probs, _ = recipes.sweep(recipe, rates, 2, *what, devices=1)
     alone, _ = recipes.sweep(recipe, rates, 1, *what, at_once=False, devices=1)
     assert_array_equal(probs[0], alone[0])
-    # Of the second rate; all but the last start from the weights, and train on the
-    # order, of member 0.
+    # These members have the second rate; all but the last have member 0's starting
+    # weights and order.
     recipe = recipe._replace(learning_rate=rates[1])
     trainer, number = tm.make_trainer(recipe, 4, 1, 10, data.form()), [0, 0, 0, 1]
     start = trainer.gather(trainer.init(jax.random.key(0)))
@@ -212,7 +212,7 @@ def test_shifts_turn_to_the_left_and_move_around_the_edge():
 
 @pytest.fixture(scope="module")
 def untrained(tmp_path_factory, small_folder):
-    """Return the folder of a run of one model, of no epochs."""
+    """Return the folder of a run of one model, after no epochs."""
     folder = tmp_path_factory.mktemp("untrained")
     flags = words("--mode sync --network tiny --epochs 0 --workdir", folder)
     assert tm.main([*flags, "--data-dir", str(small_folder)]) == 0
@@ -222,7 +222,7 @@ def untrained(tmp_path_factory, small_folder):
 def test_shift_prints_and_draws_the_scores_of_runs(
     tmp_path, capsys, whole_run, untrained, small_folder, drawn
 ):
-    """benchmarks/uncertainty.py shift in its short form."""
+    """This is the short form of benchmarks/uncertainty.py shift."""
     runs = words("shift", whole_run, "--long", untrained)
     uncertainty.main([*runs, "--plot", str(tmp_path / "shift.png")])
     data, cells = tm.load_mnist(small_folder), []
@@ -279,7 +279,7 @@ def test_labels_are_those_that_the_ensemble_is_least_sure_of(linear):
 def test_label_prints_and_draws_errors_by_strategy(
     small_folder, tmp_path, capsys, drawn, linear, monkeypatch
 ):
-    """benchmarks/uncertainty.py label in its short form."""
+    """This is the short form of benchmarks/uncertainty.py label."""
     monkeypatch.setenv("MNIST_DIR", str(small_folder))
     seen, learn, whole = [], uncertainty.learn, tm.load_mnist(small_folder)
 
@@ -299,7 +299,7 @@ def test_label_prints_and_draws_errors_by_strategy(
     for labels, row in zip((20, 40, 60), 100 * np.stack(seen, axis=1)):
         cells = (f"{e.mean():.2f} ({e.min():.2f} to {e.max():.2f})" for e in row)
         assert f"| {' | '.join([str(labels), *cells])} |\n" in out
-    assert len({tuple(errors[0]) for errors in seen}) == 1  # the same start
+    assert len({tuple(errors[0]) for errors in seen}) == 1  # they start alike
 
 
 def test_labels_needed_are_the_first_that_reach_the_target(capsys):
@@ -310,7 +310,7 @@ def test_labels_needed_are_the_first_that_reach_the_target(capsys):
     assert b.startswith("b: more than 60 by the mean of seeds (more than 60, ")
 
 
-# Of the two that are equal one is wrong, and of the next two.
+# One of the two examples with doubt 2 is wrong, and one of the two with doubt 4.
 DOUBT, WRONG = np.array([1.0, 2, 2, 3, 4, 4, 5]), np.array([0, 0, 1, 0, 0, 1, 0])
 
 
@@ -334,7 +334,7 @@ def test_bound_takes_2995_images_without_an_error():
 
 
 def probs_and_labels(*shape):
-    """Draw probabilities [..., N, C], and labels [N] that have those of the mean."""
+    """Draw probabilities [..., N, C], and labels [N] by the mean's probabilities."""
     probs, draw = random_probs(0, *shape), np.random.default_rng(1)
     means = probs.reshape(-1, *shape[-2:]).mean(axis=0)
     return probs, np.array([draw.choice(len(p), p=p) for p in means])
@@ -342,7 +342,7 @@ def probs_and_labels(*shape):
 
 def test_decisions_are_those_of_loops():
     probs, labels = probs_and_labels(300, 10)
-    known, theirs = probs[:200], labels[:200]  # of the new ones too: bounds are met
+    known, theirs = probs[:200], labels[:200]  # also new ones, so that bounds are met
     both = np.concatenate([known, probs]), np.concatenate([theirs, labels])
     doubt, wrong = 1 - probs.max(axis=-1), probs.argmax(axis=-1) != labels
     with mock.patch.object(uncertainty, "ALLOWED", 0.5):
@@ -366,7 +366,7 @@ def test_decisions_are_those_of_loops():
         assert 0 < len(own) < 300
         expected[f"kept{how}, %"] = len(own) / 3
         expected[f"their error{how}, %"] = 100 * np.mean(own)
-    # The 199th smallest of 200 at 99%; there is none at 99.9%.
+    # At 99% the bound is the 199th smallest of 200; at 99.9% there is none.
     far = sorted(1 - p[c] for p, c in zip(known, theirs))
     for share, bound in ("99.0%", far[198]), ("99.9%", 1):
         sets = [np.flatnonzero(1 - p <= bound) for p in probs]
@@ -381,7 +381,7 @@ def test_decisions_are_those_of_loops():
 def test_decide_prints_and_draws_what_images_that_were_left_out_say(
     tmp_path, capsys, whole_run, small_folder, drawn
 ):
-    """benchmarks/uncertainty.py decide in its short form."""
+    """This is the short form of benchmarks/uncertainty.py decide."""
     uncertainty.main(words("decide", whole_run, "--plot", tmp_path / "decide.png"))
     out, kept = capsys.readouterr().out, [[], []]
     data, run = tm.load_mnist(small_folder), tm.load_run(whole_run)
@@ -678,12 +678,12 @@ def test_speed_says_in_a_line_why_it_stops(tmp_path, monkeypatch):
     monkeypatch.setenv("MNIST_DIR", str(tmp_path / "none"))
     with monkeypatch.context() as patch:  # before anything starts
         patch.setattr(speed.subprocess, "Popen", None)
-        assert refused("9") == "--group 9: there are groups 1 to 8"
+        assert refused("9") == "--group is 9; expected groups from 1 to 8"
         assert refused("5").startswith(f"{data}: cannot reshape array of size 3 into")
-        assert refused("7").startswith(f"MNIST_DIR is {tmp_path / 'none'}, no folder;")
+        assert refused("7").startswith(f"MNIST_DIR is {tmp_path}/none, not a folder;")
         monkeypatch.delenv("UCI_DIR")
         assert refused("5").startswith("UCI_DIR is not set; set it to the folder")
-    peer = "a peer", "../speed.py --nope"  # of whose words the last line tells
+    peer = "a peer", "../speed.py --nope"  # whose last line is quoted
     for stopped in said(speed.measure, dict([peer]), 1), said(speed.run_job, *peer):
         words = "speed.py: error: unrecognized arguments: --nope"
         assert stopped == f"a peer ended with status 2: {words}"
@@ -691,14 +691,14 @@ def test_speed_says_in_a_line_why_it_stops(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", faults.TRIALS)
 def test_damage_is_refused_and_nothing_is_lost(name):
-    """The trials of benchmarks/faults.py, in their short form."""
+    """These are the short forms of the trials in benchmarks/faults.py."""
     counts, failures = faults.run(name, quick=True)
     assert sum(counts.values()) and not failures, failures
 
 
 @linux
 def test_readme_starts_alike_on_any_number_of_cores(tmp_path, monkeypatch):
-    """benchmarks/devices.py in its short form: the README's first example."""
+    """This is the short form of benchmarks/devices.py: the README's first example."""
     code, said = machines.read_readme()
     short = [block.replace("(500, 50)", "(5, 50)") for block in code[:2]]
     assert short != code[:2]

@@ -1,7 +1,8 @@
 """Peer: members of our CNN in plain JAX, one member's training mapped (mapped_jax.py).
 
-Network, loss and settings are those of ours.py, ``optax.sgd`` (learning rate 0.1,
-momentum 0.9) among them, but for the micro-batches: a step takes its batch whole.
+Network, loss and settings are as in ours.py, also the optimizer: ``optax.sgd`` with
+learning rate 0.1 and momentum 0.9. But a step takes its whole batch, without
+micro-batches.
 """
 
 import common

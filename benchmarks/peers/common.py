@@ -1,7 +1,7 @@
-"""What all peers do alike: read their numbers and MNIST, and run rounds when told to.
+"""Functions that all peers share: read options and MNIST, and run rounds on request.
 
-A peer is a process that stays: it warms up, and then runs a round of steps for each
-line that it reads, so that rounds of several systems can be timed in turn.
+A peer is a process that warms up, stays, and runs one round of steps for each line that
+it reads, so that rounds of several systems can be timed in turn.
 """
 
 import argparse
@@ -21,9 +21,9 @@ import train_mnist
 
 
 def arguments(doc, flags=(), **numbers):
-    """Read `--steps`, `--batch` and the other given numbers, and flags.
+    """Parse the options `--steps`, `--batch`, the other given numbers, and flags.
 
-    `--devices`, where it is among them, divides the CPU.
+    `--devices`, if it is among them, divides the CPU.
     """
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     for name, default in {"steps": 50, "batch": 128, **numbers}.items():
@@ -41,8 +41,8 @@ def folder(variable):
     """Return the folder that an environment variable names; exit if it names none."""
     path = os.environ.get(variable)
     if not path or not os.path.isdir(path):
-        is_what = f"is {path}, no folder" if path else "is not set"
-        raise SystemExit(f"{variable} {is_what}; set it to the folder of the data")
+        found = f"is {path}, not a folder" if path else "is not set"
+        raise SystemExit(f"{variable} {found}; set it to the folder of the data")
     return Path(path)
 
 
@@ -54,7 +54,7 @@ def load_mnist():
 
 
 def endless_order(num_rows, batch, members):
-    """Yield the rows of a step, [members, batch], each member in its random order."""
+    """Yield rows per step, [members, batch], in a random order for each member."""
     rng = np.random.default_rng(0)
     steps = num_rows // batch
     while True:
@@ -77,10 +77,10 @@ def timed(run, steps):
 def serve(run, args, packages, per_step=None, time_compile=False):
     """Run a round for each line of input, and print its seconds and mean loss.
 
-    `run(steps)` returns the mean loss when every result is there.  A step takes so many
-    images, or a batch for each member.  A first round, which compiles, is not counted;
-    `time_compile` reports by how much it is longer than a second one, which is not
-    counted either.
+    `run(steps)` returns the mean loss once every result is ready.  A step takes
+    `per_step` images, or by default a batch per member.  A first round compiles, and is
+    not counted; `time_compile` reports by how much it is longer than a second round,
+    which is not counted either.
     """
     first = timed(run, args.steps)
     hello = {
@@ -98,9 +98,9 @@ def serve(run, args, packages, per_step=None, time_compile=False):
 
 
 def serve_epochs(train, state, num_rows, args, packages):
-    """Serve rounds, of which one call of `train(state, rows)` takes all steps in JAX.
+    """Serve rounds; one call of `train(state, rows)` takes all steps of a round in JAX.
 
-    It returns the state in which the next round begins, and losses.
+    The call returns the state in which the next round begins, and losses.
     """
     order = endless_order(num_rows, args.batch, args.members)
 
@@ -116,7 +116,7 @@ def serve_epochs(train, state, num_rows, args, packages):
 def serve_steps(step, state, batches, args, packages, wait=None, **options):
     """Serve rounds of calls `step(state, *batch)` of JAX, which return state and loss.
 
-    Every `wait`-th is waited for.  The options are those of `serve`.
+    The loop waits for every `wait`-th call.  `serve` has the other options.
     """
 
     def run(steps):

@@ -1,9 +1,10 @@
 """Peer: an Equinox ensemble, ``eqx.filter_vmap`` over the models of K members.
 
-As Equinox's documents do it: the models are made by a mapped constructor, a model sees
-one image (channels first) and is mapped over its batch, and one ``eqx.filter_jit`` step
-maps gradient and ``optax.sgd`` (learning rate 0.1, momentum 0.9) over the members on
-one device. float32; host batches, in an own random order for each member.
+The script follows Equinox's documentation: a mapped constructor makes the models, a
+model takes one image (channels first) and is mapped over its batch, and one
+``eqx.filter_jit`` step maps gradient and ``optax.sgd`` (learning rate 0.1, momentum
+0.9) over the members on one device. It uses float32 and host batches, with a separate
+random order for each member.
 """
 
 import common

@@ -1,12 +1,12 @@
-"""Peer: Flax's guide "Ensembling on multiple devices", as its reader would run it.
+"""Peer: Flax's guide "Ensembling on multiple devices", as a reader would run it.
 
-One linen CNN per device under ``jax.pmap``: every step takes one batch, replicated to
-all members, through a pmapped gradient call and then a pmapped update of a
-``TrainState``. The settings are those of the guide and of the MNIST example that it
-builds on: SGD at 0.1 with momentum 0.9, images as one float32 JAX array on the first
-device, an order from ``jax.random.permutation`` per epoch. ``--whole-job`` trains two
-epochs, each with the guide's test pass: gradients and all, over the 10,000 test images
-at once.
+There is one linen CNN per device under ``jax.pmap``. Every step takes one batch,
+replicated to all members, through a pmapped gradient call and then a pmapped update of
+a ``TrainState``. The guide, and the MNIST example that it builds on, have the settings:
+SGD at 0.1 with momentum 0.9, images as one float32 JAX array on the first device, and
+an order from ``jax.random.permutation`` per epoch. ``--whole-job`` trains two epochs,
+each with the guide's test pass, which also computes gradients, over all 10,000 test
+images at once.
 """
 
 import functools
@@ -114,7 +114,7 @@ def main():
 
     num_images = len(train_ds["image"])
     for _ in epoch_order(key, num_images, args.batch):
-        pass  # compiles every shape in which an order is cut into its rows
+        pass  # iterating compiles every shape by which an order is cut into rows
     order = endless_order(key, num_images, args.batch)
 
     def run(steps):

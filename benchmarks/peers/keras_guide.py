@@ -1,13 +1,13 @@
 """Peer: Keras's guide "Multi-GPU distributed training with JAX", on D CPU devices.
 
-One model, trained data-parallel: its variables are replicated over a mesh, each batch
-is split over it with ``jax.device_put``, and a jitted step calls
-``model.stateless_call`` and ``optimizer.stateless_apply``. The guide's own small
-convolutional network with batch normalization and dropout, Adam at 0.001 and batches of
-64. Three things differ: batches are slices of the float32 NumPy images in place of
-tf.data; the call passes ``training=True``, without which, as the guide has it, batch
-normalization and dropout are as they are for inference; and every eighth step is waited
-for.
+One model is trained data-parallel: its variables are replicated over a mesh,
+``jax.device_put`` splits each batch over the mesh, and a jitted step calls
+``model.stateless_call`` and ``optimizer.stateless_apply``. The network is the guide's
+own small convolutional one with batch normalization and dropout, under Adam at 0.001
+with batches of 64. Three things differ from the guide. Batches are slices of the
+float32 NumPy images, without tf.data. The call passes ``training=True``; the guide
+omits it, so its batch normalization and dropout behave as in inference. And the loop
+waits for every eighth step.
 """
 
 import os
@@ -86,7 +86,7 @@ def main():
         return train_step(state, jax.device_put(x, data_sharding), y)
 
     batches, packages = endless_batches(images, labels, args.batch), ["jax", "keras"]
-    # XLA:CPU aborts when too many steps pile up.
+    # XLA:CPU aborts if too many steps pile up.
     options = {"wait": 8, "per_step": args.batch}
     common.serve_steps(step, state, batches, args, packages, **options)
 

@@ -1,10 +1,10 @@
-"""What the peers in plain JAX do alike: a member's training, mapped over the members.
+"""Shared by the peers in plain JAX: a member's training, mapped over the members.
 
-As JAX's documents have it: a member's steps are one function, a ``lax.scan`` of an
-Optax optimizer over its order. It is mapped over the members by ``jit(vmap(...))`` on
-one device, or with ``--devices D`` by ``pmap(vmap(...))``, an equal part of the members
-on each. With ``--at-once 1`` it is mapped by ``lax.map`` in place of ``vmap``, and with
-``--at-once N`` by ``lax.map`` with that ``batch_size``.
+This follows JAX's documentation: a member's steps are one function, a ``lax.scan`` of
+an Optax optimizer over the member's order. ``jit(vmap(...))`` maps it over the members
+on one device. With ``--devices D``, ``pmap(vmap(...))`` puts an equal part of the
+members on each device. With ``--at-once 1``, ``lax.map`` replaces ``vmap``, and with
+``--at-once N``, ``lax.map`` has ``batch_size=N``.
 """
 
 import common
@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-OPTIONS = {"devices": 1, "at_once": 0}  # 0 is all
+OPTIONS = {"devices": 1, "at_once": 0}  # 0 means all
 
 
 def make_train_member(loss_fn, optimizer):
-    """Return the function of a member's (params, opt_state), its order and the data."""
+    """Return a function of a member's (params, opt_state), its order and the data."""
 
     def train_member(carry, order, x, y):
         def step(carry, rows):
@@ -31,16 +31,17 @@ def make_train_member(loss_fn, optimizer):
 
 
 def leading(args):
-    """Return the axes that stand for the members: [K], or [D, K / D]."""
+    """Return the members' axes: [K], or [D, K / D]."""
     if args.devices == 1:
         return (args.members,)
     return args.devices, args.members // args.devices
 
 
 def over_members(function, args):
-    """Map a function of one member; the result is one of (own, shared).
+    """Map a function of one member over the members; return a function (own, shared).
 
-    `own` are arguments with the leading axes, `shared` those that members have alike.
+    `own` has the arguments with the members' axes, `shared` the arguments that all
+    members share.
     """
     batch_size = args.at_once if args.at_once > 1 else None
 
@@ -58,7 +59,7 @@ def over_members(function, args):
 
 
 def serve(init, loss_fn, optimizer, data, args, *packages):
-    """Serve rounds of steps, each from the states in which the last one ended."""
+    """Serve rounds of steps; each round starts from the states of the last one."""
 
     def init_member(key):
         params = init(key)

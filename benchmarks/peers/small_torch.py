@@ -1,8 +1,8 @@
 """Peer: a hundred small networks (small.py) in PyTorch, mapped or in a Python loop.
 
-As torch_members.py has it, with ``torch.optim.Adam``, fused where it is mapped. One
-intra-op thread: more are no faster on products so small, and many times slower where
-other processes compute.
+torch_members.py has both ways; the optimizer is ``torch.optim.Adam``, fused if it is
+mapped. There is one intra-op thread: more threads are no faster on such small products,
+and many times slower if other processes compute.
 """
 
 import functools
@@ -16,7 +16,7 @@ from torch import nn
 
 
 def make_model():
-    """Make a member, with weights as the other peers draw them (He et al. 2015)."""
+    """Make a member, with weights drawn as in the other peers (He et al. 2015)."""
     inputs, hidden, outputs = small.SIZES
     layers = nn.Linear(inputs, hidden), nn.Linear(hidden, outputs)
     for layer in layers:
@@ -28,7 +28,7 @@ def make_model():
 def loss_of(outputs, y):
     mean, spread = outputs.unbind(-1)
     variance = F.softplus(spread) + small.LEAST_VARIANCE
-    # F.gaussian_nll_loss looks at its values, which vmap does not allow.
+    # F.gaussian_nll_loss branches on its values, which vmap does not allow.
     return ((2 * math.pi * variance).log() + (y - mean) ** 2 / variance).mean() / 2
 
 

@@ -1,7 +1,7 @@
 """Peer: an ensemble of CNNs in PyTorch, mapped or in a loop (torch_members.py).
 
-Channels first, ``torch.optim.SGD`` (learning rate 0.1, momentum 0.9), an own random
-order of the images for each member.
+Images have channels first, the optimizer is ``torch.optim.SGD`` (learning rate 0.1,
+momentum 0.9), and each member has its own random order of the images.
 """
 
 import functools

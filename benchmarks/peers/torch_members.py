@@ -1,12 +1,13 @@
-"""What the PyTorch peers do alike: a step of K modules, mapped or in a Python loop.
+"""Shared by the PyTorch peers: a step of K modules, mapped or in a Python loop.
 
-Mapped, as the tutorial "Model ensembling" has it: the states of the modules are
-stacked, and ``torch.func.vmap`` maps one ``grad_and_value`` over them, a batch for
-each; one optimizer updates the stacked tensors, which is each member's own, as SGD and
-Adam are elementwise. In a loop, as most users write it: every step takes each module in
-turn through its batch, forward, backward and update, with an optimizer of its own.
-float32 on the CPU; the data are one tensor, from which batches are indexed, which costs
-less than a ``DataLoader``; one intra-op thread for each core that the process may use.
+The mapped step follows the tutorial "Model ensembling": the states of the modules are
+stacked, and ``torch.func.vmap`` maps one ``grad_and_value`` over them, with a batch for
+each. One optimizer updates the stacked tensors; since SGD and Adam are elementwise,
+this equals one optimizer per member. The loop is the usual one: in every step, each
+module in turn takes its batch forward and backward, and its own optimizer updates it.
+Both use float32 on the CPU. Batches are indexed from one tensor with all data, which
+costs less than a ``DataLoader``. There is one intra-op thread for each core that the
+process may use.
 """
 
 import copy
@@ -18,7 +19,7 @@ from torch.func import functional_call, grad_and_value, stack_module_state, vmap
 
 
 def mapped_step(models, loss_of, make_optimizer):
-    """Return the step of batches [K, B, ...] that returns each member's loss [K]."""
+    """Return a step of batches [K, B, ...] that returns each member's loss, [K]."""
     params, _ = stack_module_state(models)
     optimizer = make_optimizer(params.values())
     skeleton = copy.deepcopy(models[0]).to("meta")
@@ -40,7 +41,7 @@ def mapped_step(models, loss_of, make_optimizer):
 
 
 def loop_step(models, loss_of, make_optimizer):
-    """Return the step that `mapped_step` returns, as a loop over the modules."""
+    """Return the same step as `mapped_step` does, as a loop over the modules."""
     optimizers = [make_optimizer(model.parameters()) for model in models]
 
     def step(x, y):
@@ -57,7 +58,7 @@ def loop_step(models, loss_of, make_optimizer):
 
 
 def serve(make_model, loss_of, make_optimizer, data, args, make_step=mapped_step):
-    """Serve rounds of steps, each from the states in which the last one ended."""
+    """Serve rounds of steps; each round starts from the states of the last one."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     torch.manual_seed(0)
     x, y = data

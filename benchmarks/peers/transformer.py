@@ -1,10 +1,11 @@
-"""What the peers of the small transformers do alike: the data and the settings.
+"""Shared by the peers of the small transformers: the data and the settings.
 
-A member has two layers of width 64 with 4 heads, each an attention to the tokens before
-and a hidden layer of 256 with relu, normalized first; positions are learned. It learns
-the next of 64 tokens, in sequences of 32, by Adam at 0.001 in batches of 32, in an own
-random order. The sequences are made up: a token follows from the one before it by a
-rule, a permutation of all tokens, but for one in ten, which is drawn at random.
+A member has two layers of width 64 with 4 heads. Each layer has causal attention and a
+hidden layer of 256 with relu, and normalizes before both; positions are learned. A
+member learns to predict the next of 64 tokens, in sequences of 32, by Adam at 0.001 in
+batches of 32, in its own random order. The sequences are made up: each token follows
+from the previous one by a fixed permutation of all tokens, except one in ten, which is
+drawn at random.
 """
 
 import common
@@ -21,7 +22,7 @@ def arguments(doc, **numbers):
 
 
 def make_sequences():
-    """Return tokens and those that follow, both int32 [SEQUENCES, LENGTH]."""
+    """Return tokens and the tokens that follow, both int32 [SEQUENCES, LENGTH]."""
     rng = np.random.default_rng(0)
     rule = rng.permutation(VOCABULARY)
     tokens = rng.integers(VOCABULARY, size=(SEQUENCES, LENGTH + 1), dtype=np.int32)

@@ -1,7 +1,7 @@
 """Peer: the small transformers (transformer.py) in PyTorch, mapped (torch_members.py).
 
-Attention is written out in products and a softmax, which ``torch.func.vmap`` maps as it
-stands. Layers are drawn as PyTorch draws them, and ``torch.optim.Adam`` is fused.
+Attention is written out as products and a softmax, which ``torch.func.vmap`` can map.
+PyTorch's defaults draw the layers, and ``torch.optim.Adam`` is fused.
 """
 
 import functools
