@@ -67,7 +67,8 @@ def _real(name: str, x: Any, dtype: Any = np.float64) -> np.ndarray:
         x = np.ma.asarray(x)
     except (RuntimeError, TypeError, ValueError) as error:  # a tensor, a ragged list
         said = str(error).partition("\n")[0]
-        remedy = "for a PyTorch tensor pass x.detach().cpu(), for bfloat16 x.float()"
+        remedy = "pass rows of one length; for a PyTorch tensor pass x.detach().cpu()"
+        remedy += ", for bfloat16 x.float()"
         raise ValueError(f"{name} cannot become an array: {said}; {remedy}") from error
     real = np.can_cast(x.dtype, np.float64, "same_kind")
     if not real or np.ma.is_masked(x):
@@ -292,7 +293,7 @@ def ensemble_report(member_probs: Any, labels: Any) -> dict:
 
 
 def _gaussian_scores(mean, variance, targets) -> dict:
-    """Score Gaussians [N] by targets [N]; `regression_report` has the formulas."""
+    """Score Gaussians by targets of their shape, as `regression_report` defines it."""
     errors, deviation = targets - mean, np.sqrt(variance)
     far = np.abs(errors) / deviation
     bounds = {p: statistics.NormalDist().inv_cdf(0.5 + p / 200) for p in (50, 90, 95)}
@@ -328,11 +329,11 @@ def regression_report(means: Any, variances: Any, targets: Any) -> dict:
     means, variances = _real("means", means, None), _real("variances", variances, None)
     targets = _real("targets", targets)
     alike = means.shape == variances.shape and means.shape[1:] == targets.shape
-    if means.ndim != 2 or not alike or 0 in means.shape:
+    if means.ndim < 2 or not alike or 0 in means.shape:
         raise ValueError(
             f"means have shape {means.shape}, variances {variances.shape} and targets "
-            f"{targets.shape}; expected [K, N], [K, N] and [N], none of them empty; "
-            "drop a last axis of 1 by [..., 0]"
+            f"{targets.shape}; expected [K, N, ...], [K, N, ...] and [N, ...], none of "
+            "them empty; drop a last axis of 1 by [..., 0]"
         )
     member, by_size = [], []
     mean = noise = squares = np.zeros(targets.shape)
@@ -340,10 +341,10 @@ def regression_report(means: Any, variances: Any, targets: Any) -> dict:
         own, variance = (np.asarray(x, np.float64) for x in both)
         finite = np.isfinite(own) & np.isfinite(variance) & np.isfinite(targets)
         if not (good := finite & (variance > 0)).all():
-            n = good.argmin()
-            found = f"mean {own[n]}, variance {variance[n]}, target {targets[n]}"
-            expected = "finite numbers, a variance above 0"
-            raise ValueError(f"member {k}, example {n}: {found}; expected {expected}")
+            i = np.unravel_index(good.argmin(), good.shape)
+            found = f"is {own[i]}, its variance {variance[i]}, its target {targets[i]}"
+            expected = "finite numbers, and a variance above 0"
+            raise ValueError(f"means{[k, *map(int, i)]} {found}; expected {expected}")
         member.append(_gaussian_scores(own, variance, targets))
         # The mean and the squared deviations from it, added up, of k members become
         # those of k + 1 (Welford 1962).
@@ -365,9 +366,11 @@ def regression_report(means: Any, variances: Any, targets: Any) -> dict:
 def _one_axis(name: str, scores: Any) -> np.ndarray:
     """Return scores [n] in float64, or raise ValueError."""
     scores = _real(name, scores)
-    if scores.ndim != 1 or np.isnan(scores).any():
-        found = f"shape {scores.shape} and {np.isnan(scores).sum()} nan"
-        raise ValueError(f"{name} have {found}; expected [n], without nan")
+    if scores.ndim != 1:
+        expected = "expected [n]; from [n, H] take one column, [:, h]"
+        raise ValueError(f"{name} have shape {scores.shape}; {expected}")
+    if np.isnan(scores).any():
+        raise ValueError(f"{name} have {np.isnan(scores).sum()} nan; expected none")
     return scores
 
 
@@ -446,7 +449,7 @@ def risk_threshold(
     scores, wrong = _one_axis("uncertainty", uncertainty), _real("wrong", wrong, None)
     if wrong.dtype != bool or wrong.shape != scores.shape:
         found = f"wrong is {wrong.dtype}{[*wrong.shape]}"
-        raise ValueError(f"{found}; expected bool{[*scores.shape]}, as uncertainty")
+        raise ValueError(f"{found}; expected bool{[*scores.shape]}, one per example")
     _check_range("risk", risk, 1, low=1e-9)
     _check_range("confidence", confidence, 1, low=1e-9)
     order = np.argsort(scores)

@@ -140,29 +140,35 @@ WRONG = {  # changes to those arrays, and what is said of them
         *((change, LABELS_ARE) for change in (np.float64, np.diag, lambda y: y[1:])),
     ],
     "means": [
-        (lambda x: x * np.inf, "member 0, example 0: mean inf, variance 1.0, target 1"),
+        (
+            lambda x: x * np.inf,
+            r"means\[0, 0\] is inf, its variance 1.0, its target 1.0",
+        ),
         (lambda x: x[..., None], r"means have shape \(1, 2, 1\), .*; drop a last axis"),
     ],
     "variances": [
-        *((lambda x, v=v: x * v, f"variance {v}, target") for v in (0.0, -1.0, np.inf)),
-        (lambda x: x * [1, np.nan], "member 0, example 1: .*variance nan"),
-        (
-            lambda x: x[:, :1],
-            r"variances \(1, 1\) and targets \(2,\); expected \[K, N\]",
-        ),
+        *((lambda x, v=v: x * v, f"variance {v}, its t") for v in (0.0, -1.0, np.inf)),
+        (lambda x: x * [1, np.nan], r"means\[0, 1\] is 1.0, its variance nan"),
+        (lambda x: x[:, :1], r"variances \(1, 1\) and targets \(2,\); expected \[K"),
     ],
     "targets": [
         (lambda x: x * np.nan, "target nan; expected finite numbers"),
-        (lambda x: x[0], r"targets \(\); expected \[K, N\], \[K, N\] and \[N\]"),
+        (
+            lambda x: x[0],
+            r"targets \(\); .* \[K, N, ...\], \[K, N, ...\] and \[N, ...\]",
+        ),
     ],
     "wrong": [
-        (lambda x: x + 0, r"wrong is int64\[3\]; expected bool\[3\], as uncertainty"),
+        (lambda x: x + 0, r"wrong is int64\[3\]; expected bool\[3\], one per example"),
         (lambda x: x[:1], r"wrong is bool\[1\]; expected bool\[3\]"),
     ],
 }
 SCORES = [
-    (lambda x: x[None], r"have shape \(1, 3\) and 0 nan; expected \[n\], without nan"),
-    (lambda x: x * [1, np.nan, 1], r"have shape \(3,\) and 1 nan"),
+    (
+        lambda x: x[None],
+        r"have shape \(1, 3\); expected \[n\]; from .* one column, \[:, h",
+    ),
+    (lambda x: x * [1, np.nan, 1], "have 1 nan; expected none"),
 ]
 EMPTY = (lambda x: x[:0], r"there are \d scores_in and \d scores_out; expected one or")
 WRONG |= dict.fromkeys(("scores", "uncertainty"), SCORES)
@@ -353,15 +359,17 @@ def gaussian_scores_by_loops(mean, variance, targets):
     }
 
 
-@cases("members, offset", (1, 0), (3, 2**20))
-def test_regression_report_equals_loops_for_members_and_sizes(members, offset):
+@cases("members, offset, shape", (1, 0, [60]), (3, 2**20, [60]), (3, 0, [5, 4, 3]))
+def test_regression_report_equals_loops_for_members_and_sizes(members, offset, shape):
     draw = np.random.default_rng(0)
     # Multiples of 1 / 1024, so that adding the offset rounds nothing off.
     targets, means = (
         draw.integers(-4000, 4000, (*k, 60)) / 1024 for k in ((), [members])
     )
     variances = draw.uniform(0.1, 3, means.shape)
-    report = regression(means + offset, variances, targets + offset)
+    arrays = means + offset, variances, (targets + offset)[None]
+    means_of, variances_of, (targets_of,) = (x.reshape(-1, *shape) for x in arrays)
+    report = regression(means_of, variances_of, targets_of)
     totals = (np.cumsum(x, axis=0) for x in (means, variances + means**2))
     mean, square = (total / np.c_[1 : members + 1] for total in totals)
     sizes = zip(mean, square - mean**2)
@@ -377,15 +385,25 @@ def test_regression_report_equals_loops_for_members_and_sizes(members, offset):
     assert regression([[0]], [[1]], edge)["ensemble"]["coverage"]["50%"] == 1
 
 
-ZEROS, NONE = np.zeros((2, 2)), np.ones((1, 0))
+ZEROS, NONE, COLUMN = np.zeros((2, 2)), np.ones((1, 0)), np.ones((2, 3, 1))
 
 test_means_and_variances_that_do_not_fit_are_named = refuses(
-    (lambda: regression(ZEROS, np.eye(2), ZEROS[0]), "member 0, example 1: .*ance 0.0"),
-    (lambda: regression(ZEROS, np.eye(2)[::-1], ZEROS[0]), "member 0, example 0: "),
-    (lambda: regression(ZEROS, np.tri(2).T, ZEROS[0]), "member 1, example 0: "),
+    (lambda: regression(ZEROS, np.eye(2), ZEROS[0]), r"s\[0, 1\] is 0.0, its .*ce 0.0"),
+    (lambda: regression(ZEROS, np.eye(2)[::-1], ZEROS[0]), r"means\[0, 0\] is 0.0, "),
+    (lambda: regression(ZEROS, np.tri(2).T, ZEROS[0]), r"means\[1, 0\] is 0.0, "),
+    (lambda: regression([ZEROS], [np.tri(2)], ZEROS), r"means\[0, 0, 1\] is 0.0, its"),
     (lambda: regression(NONE, NONE, []), "expected .*, none of them empty"),
     (lambda: regression(ZEROS[:0], ZEROS[:0], ZEROS[0]), "none of them empty"),
-    (lambda: regression(THREE, THREE, 1), r"shape \(3,\), .* expected \[K, N\], "),
+    (lambda: regression(THREE, THREE, 1), r"shape \(3,\), .* expected \[K, N, ...\], "),
+    (
+        lambda: regression(COLUMN, COLUMN, THREE),
+        r"\(3,\); .*a last axis of 1 by \[\.\.\.",
+    ),
+    (
+        lambda: regression(COLUMN[..., 0], COLUMN[..., 0], COLUMN[0]),
+        r"targets \(3, 1\);",
+    ),
+    (lambda: regression(COLUMN, COLUMN[..., 0], COLUMN[0]), r"variances \(2, 3\) and"),
 )
 
 
