@@ -127,12 +127,15 @@ METRICS = [  # and the arrays that they take, by the names in their messages
 LABELS_ARE = r"labels are \w+\[.+\]; expected integers \[3\], class indices"
 WRONG = {  # changes to those arrays, and what is said of them
     "probabilities": [
-        (lambda p: 8 * p, r"\[0.*\] begin with \d.* add up to 8.0; pass softmax"),
+        (
+            lambda p: 8 * p,
+            r"\[0.*\] begin with \d.* add up to 8.0; expected .*; pass softmax",
+        ),
         (lambda p: p * np.nan, "begin with nan and add up to nan"),
         (lambda p: p + np.array([1, -1]), r"begin with 1\.\d+ and add up to 1.0"),
         (lambda p: p[..., :0], r"shape \(.*, 0\); expected \["),
         (lambda p: p[..., 0, 0].sum(), r"shape \(\); expected \["),
-        (lambda p: [[1], [1, 0]], "cannot become an array: setting an array"),
+        (lambda p: [[1], [1, 0]], "an array: setting an .*; pass rows of one length; "),
     ],
     "labels": [
         (lambda y: y - 1, r"labels lie in -1\.\.0; the classes are 0\.\.1"),
