@@ -83,7 +83,7 @@ def test_metrics_of_numbers_of_any_type_are_of_float64(form):
     assert em.mutual_information([form(probs[0])] * 3).max() < 1e-7
 
 
-def test_memory_of_a_metric_is_that_of_a_block():
+def test_metric_takes_the_memory_of_a_block():
     draw, shape = np.random.default_rng(0), (4, 20_000, 50)
     probs = draw.dirichlet(np.ones(50), shape[:2]).astype(np.float32)  # 15 MiB
     labels = np.where(draw.random(20_000) < 0.1, probs[0].argmax(axis=-1), 0)
@@ -108,7 +108,7 @@ SURE, FAR = np.array([[0.75, 0.25]] * 3), np.full((2, 40_000, 2), 0.5)
 FAR[1, -1] = 1
 ONE_HOT, LABELS = np.eye(4)[:3], np.array([0, 0, 1])
 
-METRICS = [  # and the arrays that they take, by the names in their messages
+METRICS = [  # with the arrays that they take, by the names in the messages
     (em.predictive_entropy, {"probabilities": HALVES}),
     (em.mutual_information, {"probabilities": HALVES}),
     (
@@ -125,7 +125,7 @@ METRICS = [  # and the arrays that they take, by the names in their messages
 ]
 
 LABELS_ARE = r"labels are \w+\[.+\]; expected integers \[3\], class indices"
-WRONG = {  # changes to those arrays, and what is said of them
+WRONG = {  # changes to these arrays, and the errors that they raise
     "probabilities": [
         (
             lambda p: 8 * p,
@@ -325,9 +325,9 @@ def test_report_of_certain_members_is_finite():
     assert em.ensemble_report([right], [0])["disagreement"] == 0
 
 
-# Two members, eight examples, three classes, and what scikit-learn 1.9.1
-# (accuracy_score, log_loss, brier_score_loss) and TorchMetrics 1.9.0 on torch 2.13
-# (MulticlassCalibrationError, 15 bins, in float32) say of them and of their mean.
+# Two members, eight examples, three classes, and the scores of the members and of their
+# mean by scikit-learn 1.9.1 (accuracy_score, log_loss, brier_score_loss) and
+# TorchMetrics 1.9.0 on torch 2.13 (MulticlassCalibrationError, 15 bins, in float32).
 # fmt: off
 FIXED_PROBS = np.array([
     71, 19, 10,  25, 55, 20,  5, 15, 80,  43, 41, 16,
@@ -432,7 +432,7 @@ ERRORS = [0.3, 1.2, 0.7, 2.1, 0.4, 0.9, 0.1, 1.6, 0.8, 0.2]
 
 @cases(
     "scores, coverage, expected",
-    # What SplitConformalRegressor of MAPIE 1.6.0 says of them
+    # SplitConformalRegressor of MAPIE 1.6.0 returns these three.
     (ERRORS, 0.5, 0.8),
     (ERRORS, 0.8, 1.6),
     (ERRORS, 0.9, 2.1),
@@ -440,7 +440,7 @@ ERRORS = [0.3, 1.2, 0.7, 2.1, 0.4, 0.9, 0.1, 1.6, 0.8, 0.2]
     (range(1, 100), 0.55, 55),  # 100 * 0.55 is 55.00000000000001
     (range(1, 100), 1 - 0.9, 10),  # 9.999999999999998
     (range(9), np.float32(0.9), 8),
-    (range(8), 0.9, np.inf),  # of nine, one is to be let through
+    (range(8), 0.9, np.inf),  # 90% of nine scores takes the ninth
     ([], 0.9, np.inf),
     ([np.inf, 1], 0.5, np.inf),
     ([3, 1], 0, 1),
@@ -452,7 +452,7 @@ def test_conformal_quantile_is_a_score_by_its_rank(scores, coverage, expected):
 @pytest.mark.parametrize("n", [20, 500])
 def test_conformal_quantile_holds_for_new_scores_as_often_as_the_theory_says(n):
     draw = np.random.default_rng(n)
-    # The quantile of uniform scores is the share of new ones that it holds for.
+    # The quantile of uniform scores is the fraction of new scores that it bounds.
     held = [em.conformal_quantile(draw.uniform(size=n)) for _ in range(2000)]
     error = np.std(held) / math.sqrt(len(held))
     expected = math.ceil((n + 1) * 9 / 10) / (n + 1)
@@ -460,7 +460,7 @@ def test_conformal_quantile_holds_for_new_scores_as_often_as_the_theory_says(n):
 
 
 def threshold_by_scipy(uncertainty, wrong, risk, confidence):
-    """Test one number after another of those kept, by SciPy's binomial."""
+    """Test one count of kept examples after another, by SciPy's binomial."""
     binom = pytest.importorskip("scipy.stats").binom
     values = np.unique(uncertainty)
     kept = uncertainty <= values[:, None]
@@ -473,7 +473,7 @@ def threshold_by_scipy(uncertainty, wrong, risk, confidence):
 
 
 @cases("n", 0, 40, 400, 2000)
-def test_risk_threshold_is_that_of_binomial_tests_in_sequence(n):
+def test_risk_threshold_equals_binomial_tests_in_sequence(n):
     draw, found = np.random.default_rng(n), set()
     for power, decimals, risk, confidence in itertools.product(
         (0.5, 3), (2, 9), (0.01, 0.1, 0.4), (0.5, 0.95)
@@ -485,13 +485,25 @@ def test_risk_threshold_is_that_of_binomial_tests_in_sequence(n):
         assert threshold == threshold_by_scipy(uncertainty, wrong, **options)
         found.add(threshold)
     assert n < 400 or len(found) > 4
-    # Half of 80 are no fewer than it takes, 28: so many is the first number tested.
+    # 29 examples could pass; the first test is of 40, half of the 80.
     assert em.risk_threshold(np.arange(80), np.arange(80) >= 40, risk=0.1) == 39
 
 
+@cases(
+    "n, errors, expected",
+    (298, 0, -np.inf),  # 0.99^298 is above 0.05
+    (299, 0, 298),
+    (944, 1, -np.inf),  # the first test is of 472, half of them
+    (1193, 1, 1192),  # the first test is of 597
+    (1193, 2, -np.inf),
+)
+def test_risk_threshold_needs_299_examples_and_more_with_an_error(n, errors, expected):
+    assert em.risk_threshold(range(n), np.arange(n) < errors) == expected
+
+
 def test_what_is_kept_errs_more_than_the_risk_as_seldom_as_it_says():
-    # An example of uncertainty u is wrong with probability u^6 / 2, so that of those up
-    # to t a fraction of t^6 / 14 is: 1% where t^6 = 0.14.
+    # An example of uncertainty u is wrong with probability u^6 / 2, so a fraction of
+    # t^6 / 14 of the examples up to t is wrong: 1% where t^6 = 0.14.
     draw, could = np.random.default_rng(0), 0.14 ** (1 / 6)
     thresholds = []
     for _ in range(1000):
@@ -518,12 +530,12 @@ def test_temper_takes_powers_of_probabilities():
 
 
 @pytest.mark.usefixtures("block_sizes")
-def test_temperature_is_that_of_others_and_of_the_smallest_likelihood_loss():
-    # Of TemperatureScaling, netcal 1.4.0, and it gives 1 / temperature
+def test_temperature_equals_netcal_and_minimizes_the_likelihood_loss():
+    # From TemperatureScaling of netcal 1.4.0, which returns 1 / temperature
     theirs, mean = [1.7999928, 1.2852887], FIXED_PROBS.mean(axis=0)
     for probs, inverse in zip([*FIXED_PROBS, mean], [*theirs, 2.1739141]):
         assert_allclose(1 / em.fit_temperature(probs, FIXED_LABELS), inverse, rtol=2e-5)
-    # For alike rows, that by which the probability is the frequency: log odds divided
+    # For equal rows the best probability is the frequency: divide the log odds
     found = em.fit_temperature([[0.8, 0.2]] * 4, [0, 1, 0, 0])
     assert_allclose(found, np.log(4) / np.log(3), rtol=1e-8)
     optimize, special = map(pytest.importorskip, ("scipy.optimize", "scipy.special"))
@@ -538,11 +550,11 @@ def test_temperature_is_that_of_others_and_of_the_smallest_likelihood_loss():
     best = optimize.minimize_scalar(loss, (0, 3), tol=1e-10).x
     assert_allclose(em.fit_temperature(probs, labels), np.exp(best), rtol=1e-6)
 
-    def slope(inverse, logs):  # of the loss, by 1 / temperature
+    def slope(inverse, logs):  # derivative of the loss by 1 / temperature
         powers = special.softmax(inverse * logs, axis=1)
         return np.sum(powers * logs, axis=1).mean() - logs[rows, labels].mean()
 
-    for temperature in (0.0036, 0.1, 10, 64):  # the last is less, as p = 0 counts
+    for temperature in (0.0036, 0.1, 10, 64):  # p = 0 counts: less than 64
         tempered = em.temper(probs, np.exp(best) / temperature)
         logs = np.log(np.maximum(tempered, np.finfo(np.float32).tiny))
         root = optimize.brentq(slope, 0, 1e3, logs, xtol=1e-15, rtol=1e-14)
