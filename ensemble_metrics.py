@@ -1,5 +1,5 @@
 # Copyright (c) 2026 The pjax_ensemble authors.  SPDX-License-Identifier: MIT
-"""Judge the probabilities of any library, with NumPy alone: this file stands alone.
+"""Judge the probabilities of any library.  This file needs NumPy alone.
 
 Copy it beside scikit-learn, PyTorch or JAX.  It reports how accurate and calibrated an
 ensemble is, and finds thresholds by which to decide.
@@ -18,9 +18,9 @@ ensemble is, and finds thresholds by which to decide.
     decided = unsure[1000:] <= threshold  # 79%, of which 3% are wrong
 
 Letters: K members, N examples, C classes.  Labels are integers; entropies and losses
-are in nats.  Arrays may be lists, NumPy's, JAX's or PyTorch's (`x.detach().cpu()`), of
-any real type.  Everything is computed on the host, a block of examples at a time, in
-float64.
+are in nats.  An argument may be a list, or an array of NumPy, JAX or PyTorch
+(`x.detach().cpu()`), of any real type.  Everything is computed on the host, a block of
+examples at a time, in float64.
 
 Contents: Probabilities, Uncertainty, Reports, Decisions.
 """
@@ -67,7 +67,8 @@ def _real(name: str, x: Any, dtype: Any = np.float64) -> np.ndarray:
         x = np.ma.asarray(x)
     except (RuntimeError, TypeError, ValueError) as error:  # a tensor, a ragged list
         said = str(error).partition("\n")[0]
-        remedy = "for a PyTorch tensor pass x.detach().cpu(), for bfloat16 x.float()"
+        remedy = "pass rows of one length; for a PyTorch tensor pass x.detach().cpu(), "
+        remedy += "for bfloat16 x.float()"
         raise ValueError(f"{name} cannot become an array: {said}; {remedy}") from error
     real = np.can_cast(x.dtype, np.float64, "same_kind")
     if not real or np.ma.is_masked(x):
@@ -104,14 +105,16 @@ def _blocks(probs: np.ndarray, members: int = 1) -> Iterator:
         rows = slice(start, start + size)
         block = np.asarray(flat[:, rows], np.float64)
         sums = block.sum(axis=-1)
-        # Negated, so that nan is wrong too.
+        # Negated, so that nan counts as wrong too.
         wrong = ~((np.abs(sums - 1) < 1e-3) & (block.min(axis=-1) >= 0))
         if wrong.any():
             k, n = np.argwhere(wrong)[0]
             i = np.unravel_index(k * flat.shape[1] + start + n, probs.shape[:-1])
             found = f"begin with {block[k, n, 0]} and add up to {sums[k, n]}"
-            expected = "pass softmax(logits), computed in float32"
-            raise ValueError(f"probabilities{[*map(int, i)]} {found}; {expected}")
+            raise ValueError(
+                f"probabilities{[*map(int, i)]} {found}; expected numbers >= 0 whose "
+                "sum is 1; pass softmax(logits), computed in float32"
+            )
         yield rows, block
 
 
@@ -141,7 +144,7 @@ def _log(probs: np.ndarray) -> np.ndarray:
 def _entropy(probs: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return -sum_c p_c log p_c in nats, with 0 log 0 = 0: [..., C] -> [...].
 
-    Logarithms are in float32, or in `dtype`, the probabilities' own, if it is wider.
+    Logarithms are in float32, or in `dtype`, the probabilities' own type, if wider.
     """
     logs = _log(probs.astype(np.promote_types(dtype, np.float32)))
     return -np.einsum("...c,...c->...", probs, logs)
@@ -176,9 +179,9 @@ def predictive_entropy(member_probs: Any) -> np.ndarray:
 def mutual_information(member_probs: Any) -> np.ndarray:
     """Return H(mean_k p_k) - mean_k H(p_k) in nats: [K, N, C] -> [N].
 
-    This part of the predictive entropy is disagreement between members (Depeweg et al.
-    2018, eq. 3): it measures epistemic uncertainty, and is 0 where members are equal.
-    Raises ValueError as `predictive_entropy` does.
+    The result is the part of the predictive entropy that comes from disagreement
+    between members (Depeweg et al. 2018, eq. 3): it measures epistemic uncertainty, and
+    is 0 where members are equal.  Raises ValueError as `predictive_entropy` does.
     """
     return _uncertainty(member_probs)[1]
 
@@ -194,11 +197,11 @@ _NUM_BINS = 15  # as in Guo et al. 2017
 def reliability(probs: Any, labels: Any) -> np.ndarray:
     """Return a reliability diagram's counts, confidences and accuracies [3, 15].
 
-    probs [..., C], labels [...].  A column describes the examples whose largest
-    probability lies in one of 15 bins of equal width, [l, u), the last closed: their
-    count, their confidence (the mean of that probability), and their accuracy, the
-    fraction whose most probable class is the label (Guo et al. 2017, section 2).  An
-    empty bin's confidence and accuracy are nan.
+    probs are [..., C], labels [...].  The largest probability of an example puts it
+    into one of 15 bins [l, u) of equal width; the last bin is closed.  A column has a
+    bin's count, its confidence (the mean of that probability) and its accuracy, the
+    fraction of examples whose most probable class is the label (Guo et al. 2017,
+    section 2).  An empty bin's confidence and accuracy are nan.
 
     Raises ValueError for probabilities and labels that `ensemble_report` refuses.
     """
@@ -214,7 +217,7 @@ def _sums(probs: np.ndarray, labels: np.ndarray) -> np.ndarray:
     """Add up the terms of scores, by bins: [S, n, C] and [n] -> [S, 5, 15].
 
     An example's terms are 1, its confidence, whether it is right, -log p_label and its
-    Brier score; `reliability` defines the bins, of the confidence.
+    Brier score; `reliability` defines the bins.
     """
     confidence, right = probs.max(axis=-1), probs.argmax(axis=-1) == labels
     p_label = probs[:, np.arange(len(labels)), labels]
@@ -246,7 +249,7 @@ def ensemble_report(member_probs: Any, labels: Any) -> dict:
     The ensemble's probabilities are the members' mean (Lakshminarayanan et al. 2017,
     section 2.4).  The report is computed on the host, a block of examples at a time, in
     float64; entropies take logarithms in float32 unless the probabilities are wider.
-    Keys, with means over examples:
+    The keys, whose values are means over examples:
 
     `ensemble`, `member` [K], `by_size` [K] (the first 1..K members), each with
       accuracy                    fraction whose most probable class is the label
@@ -258,10 +261,12 @@ def ensemble_report(member_probs: Any, labels: Any) -> dict:
                                   (Guo et al. 2017, eq. 3)
     `disagreement`                fraction of examples on which two members predict
                                   different classes, mean over pairs; 0 for K = 1
-    `predictive_entropy`          from the function with that name, nats
-    `mutual_information`          its part that is disagreement, nats
+    `predictive_entropy`          mean of the function with that name, nats
+    `mutual_information`          the part of it that is disagreement, nats
 
-    All axes between K and C index examples, as in tokens [K, N, T, C], labels [N, T].
+    All axes between K and C index examples, as in tokens [K, N, T, C] with labels
+    [N, T].
+
     Raises ValueError for other shapes, labels outside 0..C-1, no examples, entries that
     are masked or not real, and probabilities that are negative or not finite, or whose
     sum is off 1 by 1e-3 or more.
@@ -292,7 +297,7 @@ def ensemble_report(member_probs: Any, labels: Any) -> dict:
 
 
 def _gaussian_scores(mean, variance, targets) -> dict:
-    """Score Gaussians [N] by targets [N]; `regression_report` has the formulas."""
+    """Score Gaussians by targets of their shape, as `regression_report` defines it."""
     errors, deviation = targets - mean, np.sqrt(variance)
     far = np.abs(errors) / deviation
     bounds = {p: statistics.NormalDist().inv_cdf(0.5 + p / 200) for p in (50, 90, 95)}
@@ -307,20 +312,22 @@ def _gaussian_scores(mean, variance, targets) -> dict:
 def regression_report(means: Any, variances: Any, targets: Any) -> dict:
     """Report the accuracy, calibration and disagreement of an ensemble of Gaussians.
 
-    means and variances [K, N] are the members', targets [N].  The ensemble's mean and
-    variance are the mixture's: the mean of the means, and the mean of the variances
-    plus the variance of the means (Lakshminarayanan et al. 2017, section 2.4).  The
-    report, a dict of numbers, is computed on the host in float64.  Keys, with means
-    over examples, in units of the targets:
+    means and variances [K, N] are the members', targets [N].  Further axes index
+    examples too, as in a forecast of H horizons, [K, N, H] with targets [N, H]; for a
+    report on one horizon pass [..., h] of all three.  The ensemble's mean and variance
+    are the mixture's: the mean of the means, and the mean of the variances plus the
+    variance of the means (Lakshminarayanan et al. 2017, section 2.4).  The report, a
+    dict of numbers, is computed on the host in float64.  The keys, whose values are
+    means over examples, in units of the targets:
 
     `ensemble`, `member` [K], `by_size` [K] (the first 1..K members), each with
       root_mean_squared_error     sqrt of the mean of (target - mean)^2
       negative_log_likelihood     -log N(target; mean, variance), nats
-      coverage                    fraction of targets in the Gaussian's central 50%,
-                                  90% and 95% intervals, by these names
-    `predictive_variance`         the ensemble's, in squared units: the sum of
-    `mean_of_variances`           the noise that members expect, and
-    `variance_of_means`           their disagreement; 0 for K = 1
+      coverage                    fraction of targets in the Gaussian's central
+                                  interval, for each of "50%", "90%" and "95%"
+    `predictive_variance`         the sum of the next two; all three in squared units
+    `mean_of_variances`           the noise that the members expect
+    `variance_of_means`           the members' disagreement; 0 for K = 1
 
     Raises ValueError for other shapes, no examples, entries that are masked, not real
     or not finite, and a variance that is not above 0.
@@ -328,11 +335,11 @@ def regression_report(means: Any, variances: Any, targets: Any) -> dict:
     means, variances = _real("means", means, None), _real("variances", variances, None)
     targets = _real("targets", targets)
     alike = means.shape == variances.shape and means.shape[1:] == targets.shape
-    if means.ndim != 2 or not alike or 0 in means.shape:
+    if means.ndim < 2 or not alike or 0 in means.shape:
         raise ValueError(
             f"means have shape {means.shape}, variances {variances.shape} and targets "
-            f"{targets.shape}; expected [K, N], [K, N] and [N], none of them empty; "
-            "drop a last axis of 1 by [..., 0]"
+            f"{targets.shape}; expected [K, N, ...], [K, N, ...] and [N, ...], none of "
+            "them empty; drop a last axis of 1 by [..., 0]"
         )
     member, by_size = [], []
     mean = noise = squares = np.zeros(targets.shape)
@@ -340,13 +347,13 @@ def regression_report(means: Any, variances: Any, targets: Any) -> dict:
         own, variance = (np.asarray(x, np.float64) for x in both)
         finite = np.isfinite(own) & np.isfinite(variance) & np.isfinite(targets)
         if not (good := finite & (variance > 0)).all():
-            n = good.argmin()
-            found = f"mean {own[n]}, variance {variance[n]}, target {targets[n]}"
-            expected = "finite numbers, a variance above 0"
-            raise ValueError(f"member {k}, example {n}: {found}; expected {expected}")
+            i = np.unravel_index(good.argmin(), good.shape)
+            found = f"is {own[i]}, its variance {variance[i]}, its target {targets[i]}"
+            expected = "finite numbers, and a variance above 0"
+            raise ValueError(f"means{[k, *map(int, i)]} {found}; expected {expected}")
         member.append(_gaussian_scores(own, variance, targets))
-        # The mean and the squared deviations from it, added up, of k members become
-        # those of k + 1 (Welford 1962).
+        # Go from k members to k + 1: update the mean, and the sum of the squared
+        # deviations from it (Welford 1962).
         off, noise = own - mean, noise + variance
         mean = mean + off / (k + 1)
         squares = squares + off * (own - mean)
@@ -365,9 +372,11 @@ def regression_report(means: Any, variances: Any, targets: Any) -> dict:
 def _one_axis(name: str, scores: Any) -> np.ndarray:
     """Return scores [n] in float64, or raise ValueError."""
     scores = _real(name, scores)
-    if scores.ndim != 1 or np.isnan(scores).any():
-        found = f"shape {scores.shape} and {np.isnan(scores).sum()} nan"
-        raise ValueError(f"{name} have {found}; expected [n], without nan")
+    if scores.ndim != 1:
+        expected = "expected [n]; from [n, H] take one column, [:, h]"
+        raise ValueError(f"{name} have shape {scores.shape}; {expected}")
+    if np.isnan(scores).any():
+        raise ValueError(f"{name} have {np.isnan(scores).sum()} nan; expected none")
     return scores
 
 
@@ -375,10 +384,10 @@ def auroc(scores_in: Any, scores_out: Any) -> float:
     """Return the area under the ROC curve of a score that detects outliers.
 
     scores_in [N] are an uncertainty, such as `predictive_entropy` or
-    `mutual_information`, of examples like the training data; scores_out [N'] are that
-    of outliers, and should be higher.  The area is P(out > in) + P(out = in) / 2 for a
-    random pair, the Mann-Whitney statistic (Hanley and McNeil 1982): 0.5 is chance, 1 a
-    perfect detector.
+    `mutual_information`, of examples like the training data; scores_out [N'] are the
+    same uncertainty of outliers, and should be higher.  The area is P(out > in) +
+    P(out = in) / 2 for a random pair, the Mann-Whitney statistic (Hanley and McNeil
+    1982): 0.5 is chance, 1 a perfect detector.
 
     Raises ValueError for scores that are empty, not of one axis, masked, not real, or
     nan.
@@ -401,16 +410,18 @@ def conformal_quantile(scores: Any, coverage: float = 0.9) -> float:
     """Return a bound that at least a fraction `coverage` of new scores meets.
 
     scores [n] measure the error on a calibration set: labeled examples, held out of
-    training.  The bound q is the ceil((n + 1) coverage)-th smallest score.  It holds
-    for the score of one more such example with at least that probability, and at most
-    1 / (n + 1) more where no scores are equal (split conformal prediction: Vovk et al.
-    2005; Lei et al. 2018, theorem 2.2).  It is infinite where n is too small, below
-    coverage / (1 - coverage).
+    training.  The bound q is the ceil((n + 1) coverage)-th smallest score.  The score
+    of one more such example is at most q with a probability of at least `coverage`, and
+    of at most `coverage` + 1 / (n + 1) where no scores are equal (split conformal
+    prediction: Vovk et al. 2005; Lei et al. 2018, theorem 2.2).  The bound is infinite
+    where n is below coverage / (1 - coverage).
 
-    For the score 1 - p_label, the classes with 1 - p <= q are a set that holds the
-    label; for the score |target - mean| / deviation, mean +- q deviation holds the
-    target.  The probability is over draws of all the examples: it says nothing about a
-    single example, nor about examples unlike these.
+    With the score 1 - p_label, the classes with 1 - p <= q are a set that holds the
+    label; with the score |target - mean| / deviation, mean +- q deviation holds the
+    target.  With several outputs, the quantile of scores[:, h] bounds output h, and the
+    quantile of scores.max(axis=1) all outputs at once.  The probability is over draws
+    of all the examples: it says nothing about a single example, nor about examples
+    unlike these.
 
     Raises ValueError for scores that are not [n], masked, not real, or nan, and for a
     coverage outside [0, 1).
@@ -427,18 +438,28 @@ def risk_threshold(
 ) -> float:
     """Return the largest uncertainty to decide at, so that few decisions are wrong.
 
-    uncertainty [n] and wrong [n], booleans, describe a calibration set: labeled
-    examples, held out of training.  Among new examples like these whose uncertainty is
-    at most the threshold, at most a fraction `risk` is wrong: with probability
-    `confidence` over draws of the n, if risk grows with uncertainty (Geifman and
-    El-Yaniv 2017).  The threshold is minus infinity where none has this property: with
-    the defaults it takes 299 examples, none wrong.
+    An example is decided, or kept, where its uncertainty is at most the threshold.
+    Among new examples that are kept, at most a fraction `risk` is wrong, with
+    probability `confidence` over draws of the calibration set, if risk grows with
+    uncertainty (Geifman and El-Yaniv 2017).
 
-    The surest examples are kept, and more as long as so few errors among them would be
-    improbable, at most 1 - confidence, if their risk were higher (Clopper and Pearson
-    1934).  Counts of kept examples are tested in order, from twice the smallest count
-    that could pass, or from n / 2 if that is fewer: n alone fixes the sequence, so the
-    first failure ends it (Angelopoulos et al. 2021, "Learn then test").
+    Args:
+      uncertainty: Numbers [n] for a calibration set: labeled examples like the new
+        ones, held out of training.
+      wrong: Booleans [n]: whether the prediction for each of these examples is wrong.
+      risk: The largest fraction of wrong decisions, in (0, 1).
+      confidence: The probability that this fraction holds, in (0, 1).
+
+    Returns:
+      The threshold, or minus infinity, which keeps no example, where none has this
+      property.  The smallest calibration set with a threshold has n examples, none of
+      them wrong, where (1 - risk)^n <= 1 - confidence: 299 with the defaults.
+
+    Examples are kept from the surest on, as long as so few errors among them would have
+    at most the probability 1 - confidence if their risk were higher (Clopper and
+    Pearson 1934).  Counts of kept examples are tested in order, from twice the smallest
+    count that could pass, or from n / 2 if that is fewer: n alone fixes the sequence,
+    so the first failure ends it (Angelopoulos et al. 2021, "Learn then test").
 
     Raises ValueError for uncertainty that is not [n], masked, not real, or nan, for
     wrong that is not n booleans, and for a risk or a confidence outside (0, 1).
@@ -446,7 +467,7 @@ def risk_threshold(
     scores, wrong = _one_axis("uncertainty", uncertainty), _real("wrong", wrong, None)
     if wrong.dtype != bool or wrong.shape != scores.shape:
         found = f"wrong is {wrong.dtype}{[*wrong.shape]}"
-        raise ValueError(f"{found}; expected bool{[*scores.shape]}, as uncertainty")
+        raise ValueError(f"{found}; expected bool{[*scores.shape]}, one per example")
     _check_range("risk", risk, 1, low=1e-9)
     _check_range("confidence", confidence, 1, low=1e-9)
     order = np.argsort(scores)
@@ -498,11 +519,11 @@ def fit_temperature(probs: Any, labels: Any) -> float:
     """Return the temperature by which `temper` gives the smallest NLL on these labels.
 
     probs [n, C] and labels [n], or with more axes, describe a calibration set: labeled
-    examples, held out of training.  Give an ensemble's mean, which is less sure than
-    its members (Rahaman and Thiery 2021).  A temperature far from 1 is worth having
-    from a few hundred examples on (Guo et al. 2017 take 5,000).  The NLL is convex in
-    1 / temperature: Newton's method, kept between bounds, finds the zero of its slope
-    to nine digits.
+    examples, held out of training.  For an ensemble pass the members' mean, which is
+    less sure than the members (Rahaman and Thiery 2021).  A temperature far from 1
+    helps from a few hundred examples on (Guo et al. 2017 take 5,000).  The NLL is
+    convex in 1 / temperature: Newton's method, kept between bounds, finds the zero of
+    its slope to nine digits.
 
     Raises ValueError for probabilities and labels that `ensemble_report` refuses, and
     where no temperature is best: if every label is a most probable class, a lower one
@@ -511,7 +532,7 @@ def fit_temperature(probs: Any, labels: Any) -> float:
     probs = _probabilities(probs)
     labels = _class_indices(labels, probs)
 
-    def slope(inverse):  # the NLL's two derivatives by it, and the labels missed
+    def slope(inverse):  # the NLL's first two derivatives, and the labels missed
         found = 0
         for rows, (block,) in _blocks(probs):
             logs = _log(block)

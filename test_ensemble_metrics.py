@@ -83,7 +83,7 @@ def test_metrics_of_numbers_of_any_type_are_of_float64(form):
     assert em.mutual_information([form(probs[0])] * 3).max() < 1e-7
 
 
-def test_memory_of_a_metric_is_that_of_a_block():
+def test_metric_takes_the_memory_of_a_block():
     draw, shape = np.random.default_rng(0), (4, 20_000, 50)
     probs = draw.dirichlet(np.ones(50), shape[:2]).astype(np.float32)  # 15 MiB
     labels = np.where(draw.random(20_000) < 0.1, probs[0].argmax(axis=-1), 0)
@@ -108,7 +108,7 @@ SURE, FAR = np.array([[0.75, 0.25]] * 3), np.full((2, 40_000, 2), 0.5)
 FAR[1, -1] = 1
 ONE_HOT, LABELS = np.eye(4)[:3], np.array([0, 0, 1])
 
-METRICS = [  # and the arrays that they take, by the names in their messages
+METRICS = [  # with the arrays that they take, by the names in the messages
     (em.predictive_entropy, {"probabilities": HALVES}),
     (em.mutual_information, {"probabilities": HALVES}),
     (
@@ -125,14 +125,17 @@ METRICS = [  # and the arrays that they take, by the names in their messages
 ]
 
 LABELS_ARE = r"labels are \w+\[.+\]; expected integers \[3\], class indices"
-WRONG = {  # changes to those arrays, and what is said of them
+WRONG = {  # changes to these arrays, and the errors that they raise
     "probabilities": [
-        (lambda p: 8 * p, r"\[0.*\] begin with \d.* add up to 8.0; pass softmax"),
+        (
+            lambda p: 8 * p,
+            r"\[0.*\] begin with \d.* add up to 8.0; expected .*; pass softmax",
+        ),
         (lambda p: p * np.nan, "begin with nan and add up to nan"),
         (lambda p: p + np.array([1, -1]), r"begin with 1\.\d+ and add up to 1.0"),
         (lambda p: p[..., :0], r"shape \(.*, 0\); expected \["),
         (lambda p: p[..., 0, 0].sum(), r"shape \(\); expected \["),
-        (lambda p: [[1], [1, 0]], "cannot become an array: setting an array"),
+        (lambda p: [[1], [1, 0]], "an array: setting an .*; pass rows of one length; "),
     ],
     "labels": [
         (lambda y: y - 1, r"labels lie in -1\.\.0; the classes are 0\.\.1"),
@@ -140,29 +143,35 @@ WRONG = {  # changes to those arrays, and what is said of them
         *((change, LABELS_ARE) for change in (np.float64, np.diag, lambda y: y[1:])),
     ],
     "means": [
-        (lambda x: x * np.inf, "member 0, example 0: mean inf, variance 1.0, target 1"),
+        (
+            lambda x: x * np.inf,
+            r"means\[0, 0\] is inf, its variance 1.0, its target 1.0",
+        ),
         (lambda x: x[..., None], r"means have shape \(1, 2, 1\), .*; drop a last axis"),
     ],
     "variances": [
-        *((lambda x, v=v: x * v, f"variance {v}, target") for v in (0.0, -1.0, np.inf)),
-        (lambda x: x * [1, np.nan], "member 0, example 1: .*variance nan"),
-        (
-            lambda x: x[:, :1],
-            r"variances \(1, 1\) and targets \(2,\); expected \[K, N\]",
-        ),
+        *((lambda x, v=v: x * v, f"variance {v}, its t") for v in (0.0, -1.0, np.inf)),
+        (lambda x: x * [1, np.nan], r"means\[0, 1\] is 1.0, its variance nan"),
+        (lambda x: x[:, :1], r"variances \(1, 1\) and targets \(2,\); expected \[K"),
     ],
     "targets": [
         (lambda x: x * np.nan, "target nan; expected finite numbers"),
-        (lambda x: x[0], r"targets \(\); expected \[K, N\], \[K, N\] and \[N\]"),
+        (
+            lambda x: x[0],
+            r"targets \(\); .* \[K, N, ...\], \[K, N, ...\] and \[N, ...\]",
+        ),
     ],
     "wrong": [
-        (lambda x: x + 0, r"wrong is int64\[3\]; expected bool\[3\], as uncertainty"),
+        (lambda x: x + 0, r"wrong is int64\[3\]; expected bool\[3\], one per example"),
         (lambda x: x[:1], r"wrong is bool\[1\]; expected bool\[3\]"),
     ],
 }
 SCORES = [
-    (lambda x: x[None], r"have shape \(1, 3\) and 0 nan; expected \[n\], without nan"),
-    (lambda x: x * [1, np.nan, 1], r"have shape \(3,\) and 1 nan"),
+    (
+        lambda x: x[None],
+        r"have shape \(1, 3\); expected \[n\]; from .* one column, \[:, h",
+    ),
+    (lambda x: x * [1, np.nan, 1], "have 1 nan; expected none"),
 ]
 EMPTY = (lambda x: x[:0], r"there are \d scores_in and \d scores_out; expected one or")
 WRONG |= dict.fromkeys(("scores", "uncertainty"), SCORES)
@@ -316,9 +325,9 @@ def test_report_of_certain_members_is_finite():
     assert em.ensemble_report([right], [0])["disagreement"] == 0
 
 
-# Two members, eight examples, three classes, and what scikit-learn 1.9.1
-# (accuracy_score, log_loss, brier_score_loss) and TorchMetrics 1.9.0 on torch 2.13
-# (MulticlassCalibrationError, 15 bins, in float32) say of them and of their mean.
+# Two members, eight examples, three classes, and the scores of the members and of their
+# mean by scikit-learn 1.9.1 (accuracy_score, log_loss, brier_score_loss) and
+# TorchMetrics 1.9.0 on torch 2.13 (MulticlassCalibrationError, 15 bins, in float32).
 # fmt: off
 FIXED_PROBS = np.array([
     71, 19, 10,  25, 55, 20,  5, 15, 80,  43, 41, 16,
@@ -353,15 +362,17 @@ def gaussian_scores_by_loops(mean, variance, targets):
     }
 
 
-@cases("members, offset", (1, 0), (3, 2**20))
-def test_regression_report_equals_loops_for_members_and_sizes(members, offset):
+@cases("members, offset, shape", (1, 0, [60]), (3, 2**20, [60]), (3, 0, [5, 4, 3]))
+def test_regression_report_equals_loops_for_members_and_sizes(members, offset, shape):
     draw = np.random.default_rng(0)
     # Multiples of 1 / 1024, so that adding the offset rounds nothing off.
     targets, means = (
         draw.integers(-4000, 4000, (*k, 60)) / 1024 for k in ((), [members])
     )
     variances = draw.uniform(0.1, 3, means.shape)
-    report = regression(means + offset, variances, targets + offset)
+    arrays = means + offset, variances, (targets + offset)[None]
+    means_of, variances_of, (targets_of,) = (x.reshape(-1, *shape) for x in arrays)
+    report = regression(means_of, variances_of, targets_of)
     totals = (np.cumsum(x, axis=0) for x in (means, variances + means**2))
     mean, square = (total / np.c_[1 : members + 1] for total in totals)
     sizes = zip(mean, square - mean**2)
@@ -377,15 +388,25 @@ def test_regression_report_equals_loops_for_members_and_sizes(members, offset):
     assert regression([[0]], [[1]], edge)["ensemble"]["coverage"]["50%"] == 1
 
 
-ZEROS, NONE = np.zeros((2, 2)), np.ones((1, 0))
+ZEROS, NONE, COLUMN = np.zeros((2, 2)), np.ones((1, 0)), np.ones((2, 3, 1))
 
 test_means_and_variances_that_do_not_fit_are_named = refuses(
-    (lambda: regression(ZEROS, np.eye(2), ZEROS[0]), "member 0, example 1: .*ance 0.0"),
-    (lambda: regression(ZEROS, np.eye(2)[::-1], ZEROS[0]), "member 0, example 0: "),
-    (lambda: regression(ZEROS, np.tri(2).T, ZEROS[0]), "member 1, example 0: "),
+    (lambda: regression(ZEROS, np.eye(2), ZEROS[0]), r"s\[0, 1\] is 0.0, its .*ce 0.0"),
+    (lambda: regression(ZEROS, np.eye(2)[::-1], ZEROS[0]), r"means\[0, 0\] is 0.0, "),
+    (lambda: regression(ZEROS, np.tri(2).T, ZEROS[0]), r"means\[1, 0\] is 0.0, "),
+    (lambda: regression([ZEROS], [np.tri(2)], ZEROS), r"means\[0, 0, 1\] is 0.0, its"),
     (lambda: regression(NONE, NONE, []), "expected .*, none of them empty"),
     (lambda: regression(ZEROS[:0], ZEROS[:0], ZEROS[0]), "none of them empty"),
-    (lambda: regression(THREE, THREE, 1), r"shape \(3,\), .* expected \[K, N\], "),
+    (lambda: regression(THREE, THREE, 1), r"shape \(3,\), .* expected \[K, N, ...\], "),
+    (
+        lambda: regression(COLUMN, COLUMN, THREE),
+        r"\(3,\); .*a last axis of 1 by \[\.\.\.",
+    ),
+    (
+        lambda: regression(COLUMN[..., 0], COLUMN[..., 0], COLUMN[0]),
+        r"targets \(3, 1\);",
+    ),
+    (lambda: regression(COLUMN, COLUMN[..., 0], COLUMN[0]), r"variances \(2, 3\) and"),
 )
 
 
@@ -411,7 +432,7 @@ ERRORS = [0.3, 1.2, 0.7, 2.1, 0.4, 0.9, 0.1, 1.6, 0.8, 0.2]
 
 @cases(
     "scores, coverage, expected",
-    # What SplitConformalRegressor of MAPIE 1.6.0 says of them
+    # SplitConformalRegressor of MAPIE 1.6.0 returns these three.
     (ERRORS, 0.5, 0.8),
     (ERRORS, 0.8, 1.6),
     (ERRORS, 0.9, 2.1),
@@ -419,7 +440,7 @@ ERRORS = [0.3, 1.2, 0.7, 2.1, 0.4, 0.9, 0.1, 1.6, 0.8, 0.2]
     (range(1, 100), 0.55, 55),  # 100 * 0.55 is 55.00000000000001
     (range(1, 100), 1 - 0.9, 10),  # 9.999999999999998
     (range(9), np.float32(0.9), 8),
-    (range(8), 0.9, np.inf),  # of nine, one is to be let through
+    (range(8), 0.9, np.inf),  # 90% of nine scores takes the ninth
     ([], 0.9, np.inf),
     ([np.inf, 1], 0.5, np.inf),
     ([3, 1], 0, 1),
@@ -431,7 +452,7 @@ def test_conformal_quantile_is_a_score_by_its_rank(scores, coverage, expected):
 @pytest.mark.parametrize("n", [20, 500])
 def test_conformal_quantile_holds_for_new_scores_as_often_as_the_theory_says(n):
     draw = np.random.default_rng(n)
-    # The quantile of uniform scores is the share of new ones that it holds for.
+    # The quantile of uniform scores is the fraction of new scores that it bounds.
     held = [em.conformal_quantile(draw.uniform(size=n)) for _ in range(2000)]
     error = np.std(held) / math.sqrt(len(held))
     expected = math.ceil((n + 1) * 9 / 10) / (n + 1)
@@ -439,7 +460,7 @@ def test_conformal_quantile_holds_for_new_scores_as_often_as_the_theory_says(n):
 
 
 def threshold_by_scipy(uncertainty, wrong, risk, confidence):
-    """Test one number after another of those kept, by SciPy's binomial."""
+    """Test one count of kept examples after another, by SciPy's binomial."""
     binom = pytest.importorskip("scipy.stats").binom
     values = np.unique(uncertainty)
     kept = uncertainty <= values[:, None]
@@ -452,7 +473,7 @@ def threshold_by_scipy(uncertainty, wrong, risk, confidence):
 
 
 @cases("n", 0, 40, 400, 2000)
-def test_risk_threshold_is_that_of_binomial_tests_in_sequence(n):
+def test_risk_threshold_equals_binomial_tests_in_sequence(n):
     draw, found = np.random.default_rng(n), set()
     for power, decimals, risk, confidence in itertools.product(
         (0.5, 3), (2, 9), (0.01, 0.1, 0.4), (0.5, 0.95)
@@ -464,13 +485,25 @@ def test_risk_threshold_is_that_of_binomial_tests_in_sequence(n):
         assert threshold == threshold_by_scipy(uncertainty, wrong, **options)
         found.add(threshold)
     assert n < 400 or len(found) > 4
-    # Half of 80 are no fewer than it takes, 28: so many is the first number tested.
+    # 29 examples could pass; the first test is of 40, half of the 80.
     assert em.risk_threshold(np.arange(80), np.arange(80) >= 40, risk=0.1) == 39
 
 
+@cases(
+    "n, errors, expected",
+    (298, 0, -np.inf),  # 0.99^298 is above 0.05
+    (299, 0, 298),
+    (944, 1, -np.inf),  # the first test is of 472, half of them
+    (1193, 1, 1192),  # the first test is of 597
+    (1193, 2, -np.inf),
+)
+def test_risk_threshold_needs_299_examples_and_more_with_an_error(n, errors, expected):
+    assert em.risk_threshold(range(n), np.arange(n) < errors) == expected
+
+
 def test_what_is_kept_errs_more_than_the_risk_as_seldom_as_it_says():
-    # An example of uncertainty u is wrong with probability u^6 / 2, so that of those up
-    # to t a fraction of t^6 / 14 is: 1% where t^6 = 0.14.
+    # An example of uncertainty u is wrong with probability u^6 / 2, so a fraction of
+    # t^6 / 14 of the examples up to t is wrong: 1% where t^6 = 0.14.
     draw, could = np.random.default_rng(0), 0.14 ** (1 / 6)
     thresholds = []
     for _ in range(1000):
@@ -497,12 +530,12 @@ def test_temper_takes_powers_of_probabilities():
 
 
 @pytest.mark.usefixtures("block_sizes")
-def test_temperature_is_that_of_others_and_of_the_smallest_likelihood_loss():
-    # Of TemperatureScaling, netcal 1.4.0, and it gives 1 / temperature
+def test_temperature_equals_netcal_and_minimizes_the_likelihood_loss():
+    # From TemperatureScaling of netcal 1.4.0, which returns 1 / temperature
     theirs, mean = [1.7999928, 1.2852887], FIXED_PROBS.mean(axis=0)
     for probs, inverse in zip([*FIXED_PROBS, mean], [*theirs, 2.1739141]):
         assert_allclose(1 / em.fit_temperature(probs, FIXED_LABELS), inverse, rtol=2e-5)
-    # For alike rows, that by which the probability is the frequency: log odds divided
+    # For equal rows the best probability is the frequency: divide the log odds
     found = em.fit_temperature([[0.8, 0.2]] * 4, [0, 1, 0, 0])
     assert_allclose(found, np.log(4) / np.log(3), rtol=1e-8)
     optimize, special = map(pytest.importorskip, ("scipy.optimize", "scipy.special"))
@@ -517,11 +550,11 @@ def test_temperature_is_that_of_others_and_of_the_smallest_likelihood_loss():
     best = optimize.minimize_scalar(loss, (0, 3), tol=1e-10).x
     assert_allclose(em.fit_temperature(probs, labels), np.exp(best), rtol=1e-6)
 
-    def slope(inverse, logs):  # of the loss, by 1 / temperature
+    def slope(inverse, logs):  # derivative of the loss by 1 / temperature
         powers = special.softmax(inverse * logs, axis=1)
         return np.sum(powers * logs, axis=1).mean() - logs[rows, labels].mean()
 
-    for temperature in (0.0036, 0.1, 10, 64):  # the last is less, as p = 0 counts
+    for temperature in (0.0036, 0.1, 10, 64):  # p = 0 counts: less than 64
         tempered = em.temper(probs, np.exp(best) / temperature)
         logs = np.log(np.maximum(tempered, np.finfo(np.float32).tiny))
         root = optimize.brentq(slope, 0, 1e3, logs, xtol=1e-15, rtol=1e-14)

@@ -1,4 +1,4 @@
-"""See what an ensemble's uncertainty is good for: under shift, to label, to decide.
+"""Measure the use of an ensemble's uncertainty: under shift, to label, to decide.
 
     export MNIST_DIR=...
     python train_mnist.py --members 8 --workdir runs/8
@@ -8,22 +8,22 @@
     python train_mnist.py --members 8 --train-size 50000 --workdir runs/decide
     python benchmarks/uncertainty.py decide runs/decide --plot decide.png
 
-shift RUN --long RUN: score the members that a run left, ensembles of the first 2, 4, 8
-... and all of them, and a run of one network that trained for as long as they together,
-on test images that are turned, and moved around the edge (Ovadia et al. 2019, "Can you
-trust your model's uncertainty?").
+shift RUN --long RUN: score networks on test images that are turned, and moved around
+the edge (Ovadia et al. 2019, "Can you trust your model's uncertainty?").  The networks
+are a run's members, ensembles of the first 2, 4, 8 ... and all of them, and a run of
+one network that trained for as long as the members together.
 
-label: label 20 more images of a pool a round, those of which an ensemble is least sure,
+label: in each round label the 20 images of a pool of which an ensemble is least sure,
 and train it anew (Gal, Islam and Ghahramani 2017, "Deep Bayesian active learning with
 image data").  The pool is the first 10,000 training images; the ensembles of all seeds
 are one trainer.
 
-decide RUN: on the training images that a run left out, find down to which probability
-to keep images for an error of at most 0.1%, a temperature, and sets of classes that
-hold 99 and 99.9% of the labels; score these, of members and of ensembles, on the test
-images as they are, and turned.
+decide RUN: calibrate on the training images that a run left out, and score the results
+on the test images as they are, and turned, for members and ensembles.  The results are
+a threshold (the probability above which images are kept, for an error of at most 0.1%),
+a temperature, and sets of classes that hold 99 and 99.9% of the labels.
 
-Each prints its tables and, with `--plot FILE`, draws them with matplotlib.
+Each command prints its tables and, with `--plot FILE`, draws them with matplotlib.
 """
 
 import argparse
@@ -58,17 +58,17 @@ LONG = "one, trained longer"
 
 
 def turn(images: np.ndarray, degrees: int) -> np.ndarray:
-    """Turn images [N, H, W, C] to the left about their centers, zeros moving in."""
+    """Turn images [N, H, W, C] to the left about their centers; zeros move in."""
     options = {"axes": (2, 1), "reshape": False, "order": 1}
     return scipy.ndimage.rotate(images, degrees, **options)
 
 
 def move(images: np.ndarray, pixels: int) -> np.ndarray:
-    """Move images [N, H, W, C] to the right; what leaves them comes in on the left."""
+    """Move images [N, H, W, C] to the right; columns that leave enter on the left."""
     return np.roll(images, pixels, axis=2)
 
 
-SHIFTS = {  # each with its unit and amounts, which start with the images as they are
+SHIFTS = {  # each with its unit and amounts; amount 0 is the images as they are
     turn: ("turned, degrees", range(0, 181, 15)),
     move: ("moved, pixels", range(0, 15, 2)),
 }
@@ -90,7 +90,7 @@ def score(probs: np.ndarray, labels: np.ndarray, of: Callable = report) -> dict:
 
 
 def score_shifts(run: tm.Trained, long: tm.Trained, data: tm.Dataset) -> list:
-    """Score on every shift of the test images: (unit, amount, scores by name) each."""
+    """Return (unit, amount, scores by name) for every shift of the test images."""
     rows = []
     for change, (unit, amounts) in SHIFTS.items():
         for amount in amounts:
@@ -102,13 +102,13 @@ def score_shifts(run: tm.Trained, long: tm.Trained, data: tm.Dataset) -> list:
 
 
 def spread(values: Sequence[float], form: str) -> str:
-    """Write the mean and, of several values, the range."""
+    """Write the mean and, for several values, the range."""
     mean, low, high = (f"{f(values):{form}}" for f in (np.mean, min, max))
     return mean + f" ({low} to {high})" * (len(values) > 1)
 
 
 def print_shifts(rows: list) -> None:
-    """Print a table a score, and at how many shifts the whole ensemble is ahead."""
+    """Print a table per score, and at how many shifts the whole ensemble is ahead."""
     names, shifted = list(rows[0][-1]), [found for _, amount, found in rows if amount]
     for key, (title, factor, form) in SCORES.items():
         print()
@@ -135,7 +135,7 @@ def draw_range(axes, x, y: np.ndarray, name: str | None, style: dict) -> None:
 
 
 def styles_of(names: Sequence[str]) -> dict[str, dict]:
-    """Say how to draw a member and, the larger the stronger, ensembles, by name."""
+    """Return line styles by name: a member's, and ensembles', stronger with size."""
     first, *sizes = names
     styles = {first: tm.MEMBER}
     for number, name in enumerate(sizes, 1):
@@ -172,54 +172,54 @@ def draw_shifts(rows: list):
 
 
 # ---------------------------------------------------------------------------------
-# label: an ensemble that asks for the labels of what it is least sure of
+# label: an ensemble that asks for the labels of the images it is least sure of
 # ---------------------------------------------------------------------------------
 
-A_CLASS, A_ROUND = 2, 20  # labels to begin with, and labels to add
-POOL, SEEDS, MEMBERS = 10_000, 3, 5  # images, ensembles, and members of each
+A_CLASS, A_ROUND = 2, 20  # labels per class at the start, and per round
+POOL, SEEDS, MEMBERS = 10_000, 3, 5  # images, ensembles, members per ensemble
 ROUNDS, STEPS, BATCH = 20, 240, 32
 RECIPE = tm.RECIPES["cnn"]._replace(learning_rate=0.2, batch_size=BATCH, max_shift=2)
-STRATEGIES = {  # what is highest for those to label: members' [K, N, C] -> [N]
+STRATEGIES = {  # members' [K, N, C] -> scores [N]; the highest are labeled
     "mutual information": lambda probs, draw: em.mutual_information(probs),
     "predictive entropy": lambda probs, draw: em.predictive_entropy(probs),
     "at random": lambda probs, draw: draw.random(probs.shape[1]),
 }
-TARGET = 0.05  # the error that is to be reached
+TARGET = 0.05  # the error to reach
 LINES = [tm.ENSEMBLE, {**tm.MEMBER, "linewidth": 2}, {**tm.DASHED, "marker": "x"}]
 
 
 def first_rows(draw: np.random.Generator, labels: np.ndarray) -> list[int]:
-    """Draw the rows of two images a class."""
+    """Draw the rows of two images per class."""
     rows = draw.permutation(len(labels))
     own = [rows[labels[rows] == label][:A_CLASS] for label in np.unique(labels)]
     return np.concatenate(own).tolist()
 
 
 def batches(draw: np.random.Generator, rows: list[int], steps: int) -> np.ndarray:
-    """Draw batches [steps, B]: all rows in an order, then all in another."""
+    """Draw batches [steps, B]: all rows in one order, then all in another."""
     count = steps * BATCH
     passes = [draw.permutation(rows) for _ in range(-(-count // len(rows)))]
     return np.concatenate(passes)[:count].reshape(steps, BATCH)
 
 
 def learn(trainer: pe.Trainer, data: tm.Dataset, strategy: Callable) -> tuple:
-    """Train on a few labels, label what `strategy` says, train anew, and so on.
+    """Alternate: train anew, and label the images that `strategy` scores highest.
 
-    The trainer's members are as many ensembles as there are seeds, each with labels of
-    its own.  Returns the errors on the test images [ROUNDS, SEEDS], and the rows of the
-    training images in the order in which they were labeled [SEEDS, labels].
+    The trainer's members are one ensemble per seed, each with labels of its own.
+    Returns the errors on the test images [ROUNDS, SEEDS], and the rows of the training
+    images in the order in which they were labeled [SEEDS, labels].
     """
     pool, labels = data.train_images, data.train_labels
     placed = trainer.place((pool, labels))
     images = np.concatenate([data.test_images, pool])  # to predict
-    members = trainer.layout.members // SEEDS  # of an ensemble
+    members = trainer.layout.members // SEEDS  # per ensemble
     draws = [np.random.default_rng([0, seed]) for seed in range(SEEDS)]
     labeled = [first_rows(draw, labels) for draw in draws]
     errors, rest = [], ()
     for number in range(ROUNDS):
-        for rows, probs, draw in zip(labeled, rest, draws):  # not in the first round
+        for rows, probs, draw in zip(labeled, rest, draws):  # none at first
             scores = strategy(probs, draw)
-            scores[rows] = -np.inf  # they are labeled
+            scores[rows] = -np.inf  # these have labels
             rows += np.argsort(-scores, kind="stable")[:A_ROUND].tolist()
         order = [
             batches(np.random.default_rng([1, number, seed, i]), rows, STEPS)
@@ -236,13 +236,13 @@ def learn(trainer: pe.Trainer, data: tm.Dataset, strategy: Callable) -> tuple:
 
 
 def needed(labels: np.ndarray, errors: np.ndarray) -> str:
-    """Say with how many labels errors [rounds] first were at most the target."""
+    """Return the number of labels at which errors [rounds] first meet the target."""
     enough = labels[errors <= TARGET]
     return str(enough[0]) if len(enough) else f"more than {labels[-1]}"
 
 
 def print_errors(labels: np.ndarray, found: dict) -> None:
-    """Print a table of errors [rounds, seeds] by strategy, and what 5% takes."""
+    """Print errors [rounds, seeds] by strategy, and the labels that 5% takes."""
     speed.print_head("labels", *found)
     for count, *own in zip(labels, *found.values()):
         speed.print_row(count, *(spread(100 * errors, ".2f") for errors in own))
@@ -274,7 +274,7 @@ def draw_errors(labels: np.ndarray, found: dict):
 # decide: which images to answer, and which classes to name
 # ---------------------------------------------------------------------------------
 
-ALLOWED, SURE = 0.001, 0.95  # the error of what is kept, and how sure its bound is
+ALLOWED, SURE = 0.001, 0.95  # the error among kept images, the bound's confidence
 COVERAGES = 0.99, 0.999  # of the sets
 TURNS = range(0, 46, 15)
 KEPT, KEPT_ERROR = "kept, %", "their error, %"
@@ -282,7 +282,7 @@ RISK = "error of the surest 90% to 100%"  # for the picture alone
 
 
 def count_errors(scores: np.ndarray, wrong: np.ndarray) -> tuple:
-    """Return the scores that occur [n], the images up to each, and the errors there."""
+    """Return the distinct scores [n], and the images and the errors up to each."""
     values, group = np.unique(scores, return_inverse=True)
     return values, *(np.cumsum(np.bincount(group, w)) for w in (None, wrong))
 
@@ -291,7 +291,8 @@ def risk_coverage(scores: np.ndarray, wrong: np.ndarray) -> np.ndarray:
     """Return the error among the 1, 2 ... N images of the lowest scores [N].
 
     Its mean is the area under the risk-coverage curve (Geifman, Uziel and El-Yaniv
-    2019, "Bias-reduced uncertainty estimation").  Equal scores count as in any order.
+    2019, "Bias-reduced uncertainty estimation").  Where scores are
+    equal, the error is the mean over all orders.
     """
     _, kept, errors = count_errors(scores, wrong)
     counts = np.arange(1, len(scores) + 1)
@@ -299,10 +300,10 @@ def risk_coverage(scores: np.ndarray, wrong: np.ndarray) -> np.ndarray:
 
 
 def thresholds(scores: np.ndarray, wrong: np.ndarray) -> tuple[float, float]:
-    """Return up to which score to keep images, for an error of at most ALLOWED.
+    """Return two scores up to which to keep images, for an error of at most ALLOWED.
 
-    The first keeps as many as it may for that error here.  The second is for that error
-    of others like them too, with probability SURE.
+    The first keeps the most images with that error here.  The second
+    has at most that error on other images like these, with probability SURE.
     """
     values, kept, errors = count_errors(scores, wrong)
     here = values[errors / kept <= ALLOWED].max(initial=-np.inf)
@@ -311,10 +312,11 @@ def thresholds(scores: np.ndarray, wrong: np.ndarray) -> tuple[float, float]:
 
 
 def judge(probs: np.ndarray, labels: np.ndarray, known: int) -> dict:
-    """Score what is decided of images [N], as the first of them say, `known` ones.
+    """Calibrate on the first `known` of images [N], and score decisions on the others.
 
-    Images are kept by 1 - the largest of their probabilities [N, C], which is that of
-    an error, if they are right: no order has fewer (Chow 1970).
+    Images are kept in the order of 1 - the largest of their probabilities [N, C].  This
+    is the probability of an error, if the probabilities are right: then no other order
+    has fewer errors (Chow 1970).
     """
     old, new = slice(known), slice(known, None)
     doubt, wrong = 1 - probs.max(axis=-1), probs.argmax(axis=-1) != labels
@@ -360,7 +362,7 @@ def print_decisions(rows: list) -> None:
 
 
 def draw_decisions(rows: list):
-    """Draw risk-coverage curves, and over turns what is wrong of the kept, and sets."""
+    """Draw risk-coverage curves and, over turns, errors of the kept and coverage."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
@@ -390,6 +392,7 @@ def draw_decisions(rows: list):
     return figure
 
 
+# ---------------------------------------------------------------------------------
 # Command line
 # ---------------------------------------------------------------------------------
 
@@ -401,7 +404,7 @@ def load(folder: Path) -> tuple[tm.Trained, tm.Dataset]:
 
 
 def shift(args) -> Callable:
-    """Print how runs do on shifted images; return the function that draws it.
+    """Print scores of runs on shifted images; return the function that draws them.
 
     Raises Failure, ValueError.
     """
@@ -413,7 +416,7 @@ def shift(args) -> Callable:
 
 
 def label(args) -> Callable:
-    """Print what labels are worth, by who chooses them; return as `shift` does.
+    """Print errors over labels, by strategy; return as `shift` does.
 
     Raises Failure.
     """
@@ -431,7 +434,7 @@ def label(args) -> Callable:
 
 
 def decide(args) -> Callable:
-    """Print how good what a run decides is; return as `shift` does.
+    """Print scores of a run's decisions; return as `shift` does.
 
     Raises Failure, ValueError.
     """
