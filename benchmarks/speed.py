@@ -86,6 +86,12 @@ GROUPS = {
         "JAX, the same, 10 at once": "small_jax.py --devices 2 --at-once 10",
         "torch.func.vmap": "small_torch.py",
         "PyTorch, a loop, init and 72 steps": "small_torch.py --loop --steps 72",
+        **{
+            f"pjax_ensemble, K = 1000, {n} at once, init and 36 steps": (
+                f"small_ours.py --members 1000 --at-once {n} --steps 36"
+            )
+            for n in (1, 10, 50, 500)
+        },
     },
     "small transformers, K = 8, batch 32 of 32 tokens; rows": {
         "pjax_ensemble, D = 2, 1 at once": "transformer_ours.py",
