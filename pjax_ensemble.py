@@ -995,7 +995,7 @@ def _call(what: str, given: str, function: Callable, *args) -> Any:
     """Call a user's function; name it in a ValueError if it refuses the arguments."""
     try:
         return function(*args)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{what}: {error}; {given}") from error
 
 
@@ -1230,8 +1230,10 @@ def _make_step(average, part, loss_fn, optimizer, more, *options) -> Callable:
         # XLA sees it and removes the loop, for whose end the host would have to wait.
         hide = lax.optimization_barrier
         once = lax.platform_dependent(1, cpu=hide, default=lambda x: x)
-        given = "it is given gradients, state, parameters and, by name, value=loss"
-        given += "; docs/coming-from.md#l-bfgs gives more to one that needs more"
+        given = (
+            "it is given gradients, a state that its own init made, parameters and, by "
+            "name, value=loss; docs/coming-from.md#l-bfgs shows how to give it more"
+        )
         loop = lax.fori_loop, 0, once, optimize, state[:2]
         new = *_call("the optimizer's update", given, *loop), new_model_state
         if skip_nonfinite:  # replicas have the same averages, so they skip together
@@ -1245,7 +1247,7 @@ def _make_step(average, part, loss_fn, optimizer, more, *options) -> Callable:
     return step
 
 
-_ANY = "one or more arrays, all of one length, 1 or more"
+_ANY = "arrays of one length, 1 or more; reshape longer ones to [N, m, ...]"
 
 
 def _check_axes(what, tree, *lengths, expected=_ANY):
@@ -1464,8 +1466,10 @@ def _make_update(replicas: bool, *args) -> Callable:
     step = _make_step(average, lambda: lax.axis_index(axis) if replicas else 0, *args)
     pmapped = jax.pmap(step, axis_name=axis, donate_argnums=0)
 
+    form = "the number of devices in all of them: replicate or split them"
+
     def place(state):
-        _check_axes("state", state)
+        _check_axes("state", state, expected=form)
         if state.key is not None:
             keys = _gather_devices(jax.random.key_data(state.key))
             _check_keys(keys, np.zeros(len(keys)) if replicas else range(len(keys)))
@@ -1476,8 +1480,7 @@ def _make_update(replicas: bool, *args) -> Callable:
     def update(state, *batch):
         """Take a step: (state, metrics).  `state` is consumed."""
         state = _admit(update, state, place)
-        expected = "the number of devices in all of them: replicate or split them"
-        _check_axes("state and the batch", (state, batch), expected=expected)
+        _check_axes("state and the batch", (state, batch), expected=form)
         alone = replicas and jax.default_backend() == "cpu"
         program = functools.partial(_run, pmapped, alone)
         return _consume(update, program, state, *_private("batch", batch))
@@ -2788,12 +2791,16 @@ def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
     if like is None:
         return leaves
     ours, theirs = _forms(_by_path(like)), _forms(leaves)
-    state = isinstance(like, TrainState)
-    end = "; gather a state before you save it: see help(load)" if state else ""
     for name in [*ours, *theirs]:
         form, other = (x.get(name, "absent") for x in (theirs, ours))
         if form != other:
-            raise ValueError(f"{path}: leaf '{name}' is {form}; expected {other}{end}")
+            if isinstance(like, TrainState):
+                kinds = form.split()[0], other.split()[0]
+                remedy = "gather a state before you save it: see help(load)"
+                if name == ".key" and kinds[0] != kinds[1]:
+                    remedy = "give trainer.like a key of the file's kind"
+                other += f"; {remedy}"
+            raise ValueError(f"{path}: leaf '{name}' is {form}; expected {other}")
     return jax.tree.unflatten(jax.tree.structure(like), [leaves[n] for n in ours])
 
 
