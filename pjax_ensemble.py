@@ -649,7 +649,7 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
 
 
 def _wide(dtype: np.dtype) -> np.dtype:
-    """Return the type for means of numbers of a type: float32, or that if wider."""
+    """Return the type for means: float32, or the numbers' own if that is wider."""
     return dtype if dtype.kind in "fc" and dtype.itemsize > 2 else np.dtype(np.float32)
 
 
@@ -886,7 +886,7 @@ def merge(tree: PyTree) -> PyTree:
 
 
 def _sharding(devices: Sequence, axis: str, *spec: str) -> Any:
-    """Return a sharding of the first axis over devices; with no spec, of copies."""
+    """Return a sharding: the first axis over devices, or, without spec, copies."""
     mesh = jax.sharding.Mesh(np.array(devices), (axis,))
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
 
@@ -1120,7 +1120,7 @@ def _rewrite(x: Any) -> Any:
         if canonical and not _has_negative_padding(x.params):
             return x
         program = jax.jit(functools.partial(_convolve, **x.params))
-        with jax.disable_jit(False):  # otherwise there would be no one equation
+        with jax.disable_jit(False):  # so that the call is one equation
             call = jax.make_jaxpr(program)(*(v.aval for v in x.invars)).eqns[0]
         return x.replace(primitive=call.primitive, params=call.params)
     if x.params.get("branches_platforms"):  # its author chose, as in `conv`
@@ -2158,11 +2158,11 @@ class Trainer:
         """Make the members: member i from fold_in(key, i).
 
         Member i depends on this key and its `hyper` alone.  On CPU it ends in the same
-        bits for all members and devices with K >= D.  It agrees to rounding if it has
-        replicas or `at_once` is above 1, and between one device and several if XLA
-        compiles the network otherwise for several, as for attention.  A loss that draws
-        takes other steps on replicas, unless one size of `microbatch` divides their
-        parts of the batch: see `make_sync_update`.
+        bits for every K and D with K >= D.  It agrees to rounding if it has replicas or
+        `at_once` is above 1, and between one device and several if XLA compiles the
+        network otherwise for several, as for attention.  A loss that draws takes other
+        steps on replicas, unless one size of `microbatch` divides their parts of the
+        batch: see `make_sync_update`.
 
         Leaves of the state are [D * M, ...], by slot; `gather` returns them by member.
 
@@ -2483,7 +2483,7 @@ class Trainer:
 
         It does not depend on the number of rows, so one program serves all.
         """
-        if "forms" not in self._programs:  # JAX keeps its traces by this function
+        if "forms" not in self._programs:  # JAX caches traces by function
             self._programs["forms"] = jax.jit(self._member.chunk_of_all).eval_shape
 
         def form(x):
