@@ -156,7 +156,7 @@ def test_run_ends_in_the_bits_of_training_by_hand(script, tmp_path, network, opt
 def test_settings_of_a_run_depend_on_its_data_and_not_on_their_folder():
     _, *arrays, classes = tm.generate_digits(0, 40, 20)
     settings = set()
-    for i, array in enumerate([arrays[0][:0]] * 2 + arrays):  # two empty arrays
+    for i, array in enumerate([arrays[0][:0]] * 2 + arrays):  # empty arrays stay
         array.flat[7:8] += 1
         args = tm.parse_arguments(["--data-dir", f"{i}"])
         found = tm.describe(args, tm.Dataset(f"{i}", *arrays, classes))
@@ -354,7 +354,7 @@ def test_member_that_is_not_finite_is_named_and_left_out(
 
 
 # After step 1 only the state is not finite, and the loss from step 2 on.  A save checks
-# the state; without saves, and with --skip-nonfinite, only the evaluation finds it.
+# the state.  Without saves, as in the second case, only the evaluation finds it.
 SEEN_AFTER = {"--save-every .125 --workdir": 1, "--skip-nonfinite": 8}
 
 
@@ -525,18 +525,19 @@ def test_epoch_line_has_its_seconds_and_the_time_left_after_a_resume_too(
         patch.setattr(pe.Trainer, name, slowed)
 
     flags, times = f"{RUN} --epochs 3", []
-    for step, looks in (3, 1), (24, 3), (0, 1):  # the second in the last evaluation
+    for step, looks in (2, 1), (24, 3), (0, 1):  # the second in the last evaluation
         with monkeypatch.context() as patch:
             stop_at(patch, step, looks=looks)
+            patch.setattr(tm, "SEGMENT_IMAGES", 64)  # two steps
             patch.setattr(tm, "time", clock)
             slow("epoch", lambda order: 3 * order.shape[1])
             slow("predict_members", lambda images: 0.05 * len(images))
             clock.compiling = 60
             _, out, _ = script(flags, "--workdir", tmp_path)
         times += re.findall(r"accuracy: [\d.]+, (\d+ s.*)", out)
-        flags = "--resume"
-    assert times == ["90 s, 78 s left", "39 s, 39 s left", "75 s"]
-    assert [m["train_seconds"] for m in metrics_of(tmp_path)] == [75, 24, 0]
+        flags = "--resume --devices 2"
+    assert times == ["93 s, 78 s left", "39 s, 39 s left", "75 s"]
+    assert [m["train_seconds"] for m in metrics_of(tmp_path)] == [78, 24, 0]
 
 
 def test_progress_bar_is_drawn_nowhere_else(monkeypatch):
@@ -626,7 +627,7 @@ class Answer(io.BytesIO):
 
 @pytest.fixture
 def mirrors(monkeypatch):
-    """Replace the network: return answers, bytes or errors by address, and requests."""
+    """Replace the network; return its answers (bytes or errors) and the requests."""
     answers, asked, files = {}, [], {}
     for name, content in small_files().items():
         files[name] = hashlib.sha256(content).hexdigest()
@@ -652,7 +653,7 @@ def test_missing_file_is_not_taken_from_another_data_set(tmp_path, mirrors):
 
 
 OTHER = [urllib.error.URLError("no route"), TimeoutError("timed out"), b"", b"<html>"]
-OTHER += [http.client.IncompleteRead(b""), PACKED]  # sound files, but other content
+OTHER += [http.client.IncompleteRead(b""), PACKED]  # a sound file of other content
 
 
 @pytest.mark.parametrize("answer", OTHER, ids=repr)
@@ -938,7 +939,7 @@ def test_checkpoints_are_whole_at_any_point_of_a_save(tmp_path, monkeypatch):
         path.mkdir()
     save_steps(whole, 4, 10, 20, 30, 40)
     others = [*names_of(99), "checkpoint_copy.safetensors"]
-    for name in others:  # a damaged one, from which no run continues, and a copy
+    for name in others:  # a later, damaged checkpoint; another program's file
         (folder / name).write_bytes(b"")
     save_steps(folder, 2, 10, 20, 30)
     points = []
@@ -995,7 +996,7 @@ def test_signal_before_training_or_second_signal_ends_the_run_at_once(
         return save(run, whenever)
 
     before = handlers()
-    assert before[0] == signal.SIG_DFL  # which ends the process
+    assert before[0] == signal.SIG_DFL  # SIG_DFL ends the process
     monkeypatch.setattr(tm.Run, "save", watched)
     stop_at(monkeypatch, 1)
     assert run_in(tmp_path)[0] == 128 + signal.SIGTERM
@@ -1210,7 +1211,7 @@ def test_defaults_follow_the_network_and_the_optimizer():
         args = tm.parse_arguments(list(flags))
         return tm.Recipe(**{name: getattr(args, name) for name in tm.Recipe._fields})
 
-    for name in "cnn", "batchnorm":  # the shift waits for the images
+    for name in "cnn", "batchnorm":  # the images determine max_shift
         default = tm.RECIPES[name]._replace(max_shift=None)
         assert recipe("--network", name) == default
     assert recipe().network == "cnn"
@@ -1242,12 +1243,12 @@ def test_help_shows_every_flag_with_its_choices_and_its_default(capsys):
     assert list(texts) == list(tm.FLAGS)
     shown = {name: str(default or "") for name, (_, default) in tm.FLAGS.items()}
     for name in words("optimizer epochs batch_size momentum schedule max_shift"):
-        both = [str(getattr(tm.RECIPES[n], name)) for n in ("cnn", "batchnorm")]
-        shown[name] = "; batchnorm: ".join(dict.fromkeys(both)) + ")"
-    scaled = "2 for images of side 28, in proportion for other sizes;"
-    shown["max_shift"] = shown["max_shift"].replace("2;", scaled)
-    rates = [f"{name}: {rate}" for name, rate in tm.LEARNING_RATES.items()]
-    shown["learning_rate"] = "; ".join(rates) + ")"
+        one, other = (getattr(tm.RECIPES[n], name) for n in ("cnn", "batchnorm"))
+        shown[name] = f"{one}" + f", or {other} with batchnorm" * (one != other) + ")"
+    scaled = "2 for images of side 28, in proportion for other sizes,"
+    shown["max_shift"] = shown["max_shift"].replace("2,", scaled)
+    rates = [f"{rate} with {name}" for name, rate in tm.LEARNING_RATES.items()]
+    shown["learning_rate"] = ", ".join(rates) + ")"
     for name, text in texts.items():
         assert f"(default: {shown[name]}" in " ".join(text.split())
         if not callable(kind := tm.FLAGS[name][0]):
@@ -1323,7 +1324,7 @@ def test_zero_epochs_report_the_initial_models(tmp_path, script, small_folder, m
     assert train.call_args.args[0].segment_steps == steps
     notice, line, *others = out.splitlines()
     assert status == 0 and (IDLE in out) == ("3" in models)
-    assert notice.startswith(f"notice: {small_folder} holds other data than MNIST: train")
+    assert notice.startswith(f"notice: {small_folder} holds other data than MNIST: t")
     assert line.startswith(f"data in MNIST's form from {small_folder}, 768 train")
     assert " 200 test images of 28 x 28, 10 classes: " in line and said in line
     assert ("one model on 6 of 8 CPU" in line) == ("sync" in models)
@@ -1387,7 +1388,7 @@ def test_images_too_small_for_the_network_are_refused(tmp_path, wrong, network, 
 
 def test_path_that_the_output_cannot_encode_does_not_end_the_run(tmp_path):
     folder = write_files(tmp_path / "\N{GREEK CAPITAL LETTER OMEGA}", small_files())
-    flags = words("--mode sync --batch-size 40 --devices 33")  # on fewer cores
+    flags = words("--mode sync --batch-size 40 --devices 33")  # more than the cores
     command = [sys.executable, HERE / "train_mnist.py", *flags]
     env = {**ENVIRONMENT, "JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "cp1252"}
     run = subprocess.run([*command, "--data-dir", folder], env=env, capture_output=True)

@@ -26,23 +26,23 @@ training:
                           network of Keras's guide to distributed training with JAX,
                           with batch normalization and dropout (default: cnn)
   --optimizer {sgd,adam}  sgd: stochastic gradient descent with momentum; adam: Adam
-                          (default: sgd; batchnorm: adam)
+                          (default: sgd, or adam with batchnorm)
   --epochs N              number of passes over the training images, fixed when a run
                           starts; 0 reports the initial models
-                          (default: 5; batchnorm: 2)
+                          (default: 5, or 2 with batchnorm)
   --batch-size B          number of examples per step of one model, over all its
                           replicas (default: 64)
-  --learning-rate RATE    learning rate of the optimizer; under a schedule, its peak
-                          (default: sgd: 0.15; adam: 0.001)
+  --learning-rate RATE    learning rate of the optimizer, or the peak of the schedule
+                          (default: 0.15 with sgd, 0.001 with adam)
   --momentum SHARE        share of the velocity that a step of sgd keeps (default: 0.9)
   --schedule {constant,linear,cosine}
                           learning rate over the run; constant: the same at every step;
                           linear or cosine: it rises over the first 15% of the steps and
                           then falls to 0, in straight lines or in half cosines
-                          (default: linear; batchnorm: constant)
+                          (default: linear, or constant with batchnorm)
   --max-shift PIXELS      largest random shift of a training image along each axis, in
                           pixels (default: 2 for images of side 28, in proportion for
-                          other sizes; batchnorm: 0)
+                          other sizes, or 0 with batchnorm)
   --bootstrap             train each member on its own resample of the training images:
                           as many images, drawn with replacement (default: every member
                           trains on all images, in its own order)
@@ -62,20 +62,20 @@ data:
                           data set in files of the same format and names
                           (default: $MNIST_DIR if it is set, otherwise pjax_ensemble in
                           the user's cache folder)
-  --train-size N          number of training images to use, from the first one on
+  --train-size N          number of training images to use, the first ones
                           (default: all)
 
 output:
   --workdir DIR           folder for metrics.jsonl, report.json and the checkpoints
                           (default: nothing is written)
   --plot                  draw report.png in --workdir; needs matplotlib (default: off)
-  --save-every EPOCHS     number of epochs between checkpoints, which may be a fraction
+  --save-every EPOCHS     number of epochs between checkpoints, whole or fractional
                           (default: 1.0)
   --keep N                number of checkpoints to keep, the newest ones (default: 3)
   --resume                continue the run in --workdir from its newest valid
-                          checkpoint, on any devices; its other flags are read from the
-                          folder, and the flags that determine its numbers cannot change
-                          (default: start a new run)
+                          checkpoint, on any devices; the run's other flags are read
+                          from the folder, and flags that determine its results cannot
+                          change (default: start a new run)
 
 several processes, all started with the same flags except --process-id; only process 0
 prints the results and writes files:
@@ -152,14 +152,14 @@ class Recipe(NamedTuple):
     learning_rate: float  # the schedule's peak
     momentum: float  # for sgd
     schedule: str
-    max_shift: int  # pixels that training images move; `RECIPES` has it for side 28
+    max_shift: int  # largest shift in pixels; in `RECIPES`, for images of side 28
     bootstrap: bool = False  # each member trains on its own resample
     skip_nonfinite: bool = False  # skip steps whose loss or gradient is not finite
     at_once: int = 1  # members on a device that are computed together
 
 
-# The cnn's recipe was chosen on held-out training images, by benchmarks/recipe.py.  The
-# other network's recipe is that network's in Keras's guide.
+# The cnn's recipe was chosen on held-out training images, as benchmarks/recipe.py does.
+# The batchnorm recipe is the one in Keras's guide.
 RECIPES = {
     "cnn": Recipe("cnn", "sgd", 5, 64, 0.15, 0.9, "linear", 2),
     "batchnorm": Recipe("batchnorm", "adam", 2, 64, 1e-3, 0.9, "constant", 0),
@@ -185,7 +185,7 @@ class BatchNormCNN(NamedTuple):
 
 
 def batch_norm_cnn_init(key, *, image_shape=(28, 28, 1), num_classes=10) -> tuple:
-    """Draw the network of Keras's distributed-JAX guide, as `pe.cnn_init` does.
+    """Draw initial weights of the network of Keras's distributed-JAX guide.
 
     With the defaults it has 49,242 parameters.  H and W must be at least 6, and do not
     change that number.  Returns (params, stats), with one `BatchStats` in stats per
@@ -535,7 +535,7 @@ def progress_bar(what: str, total: int, done: int = 0) -> Iterator[Callable]:
 
 
 def describe(args, data: Dataset) -> dict:
-    """Return the settings that determine a run's numbers, on any devices."""
+    """Return the settings that determine a run's results, on any devices."""
     content, (_, *arrays, _) = hashlib.sha256(), data
     for array in arrays:
         content.update(np.ascontiguousarray(array))
@@ -801,7 +801,7 @@ def download(folder: Path, name: str) -> Path:
 
 
 def misfit(arrays: Sequence[np.ndarray]) -> str | None:
-    """Name the one of a data set's four files that does not fit the others, and why."""
+    """Return which of a data set's four files does not fit the others, and why."""
     _, train_file, image_file, test_file = MNIST_FILES
     images, labels, test_images, test_labels = arrays
     classes, strange = np.unique(labels), np.setdiff1d(test_labels, labels)
@@ -1290,7 +1290,7 @@ FLAGS = {
     "connect_timeout": (between(1, 24 * 60 * 60), 60),
 }
 DEFAULTS = {name: default for name, (_, default) in FLAGS.items()}
-# The flags that determine a run's numbers, and all flags that --resume reads.
+# The flags that determine a run's results, and all flags that --resume reads.
 NUMBERS = ("mode", "members", *Recipe._fields, "seed", "train_size")
 KEPT = (*NUMBERS, "data", "data_dir", "save_every")
 
