@@ -59,9 +59,9 @@ MNIST_DIR = os.environ.get("MNIST_DIR")
 
 @pytest.fixture
 def elsewhere():
-    """Take away what other systems lack, and refuse what Windows refuses.
+    """Remove the calls that other systems lack, and refuse as Windows does.
 
-    Which is to open a folder, and to replace or remove a file that is open.
+    Windows refuses to open a folder, and to replace or remove an open file.
     """
 
     def is_open(path):
@@ -101,7 +101,7 @@ SCRIPT = f"{TINY}sys.exit(tm.main(sys.argv[1:]))"
 
 @pytest.fixture
 def script(capsys, small_folder):
-    """Return a function that runs the script on them: status, output, errors."""
+    """Return a function that runs the script on small data: status, output, errors."""
 
     def run(*flags):
         return tm.main(words("--data-dir", small_folder, *flags)), *capsys.readouterr()
@@ -125,7 +125,7 @@ LINEAR = "tiny --optimizer sgd --learning-rate 0.1 --momentum 0.5 --schedule lin
     (LINEAR, pe.sgd(pe.linear_schedule(0.1, 16), momentum=0.5)),
     ("batchnorm", pe.adam(0.001)),
 )
-def test_run_is_the_one_by_hand(script, tmp_path, network, optimizer):
+def test_run_ends_in_the_bits_of_training_by_hand(script, tmp_path, network, optimizer):
     _, x, labels, *_ = tm.generate_digits(3, 256, 0)
     images = x[:, ::4, ::4]
     folder = write_set(tmp_path / "data", [images[..., 0]] * 2, [labels] * 2)
@@ -153,10 +153,10 @@ def test_run_is_the_one_by_hand(script, tmp_path, network, optimizer):
     assert leaves_equal(found, trainer.gather(state))
 
 
-def test_settings_of_a_run_name_its_data_wherever_they_lie():
+def test_settings_of_a_run_depend_on_its_data_and_not_on_their_folder():
     _, *arrays, classes = tm.generate_digits(0, 40, 20)
     settings = set()
-    for i, array in enumerate([arrays[0][:0]] * 2 + arrays):  # twice nothing changes
+    for i, array in enumerate([arrays[0][:0]] * 2 + arrays):  # empty arrays stay
         array.flat[7:8] += 1
         args = tm.parse_arguments(["--data-dir", f"{i}"])
         found = tm.describe(args, tm.Dataset(f"{i}", *arrays, classes))
@@ -177,7 +177,7 @@ def contents(folder):
 
 
 def results(folder):
-    """Return what a run ends with: checkpoint, metrics but for times, report."""
+    """Return a run's last checkpoint, its metrics without the times, its report."""
     lines = metrics_of(folder)
     metrics = [{k: v for k, v in m.items() if "second" not in k} for m in lines]
     return (folder / names_of(16)[0]).read_bytes(), metrics, report_of(folder)
@@ -203,7 +203,7 @@ def test_shift_moves_each_image_whole_by_its_own_offset():
     places = {tuple(p) for p in np.argwhere(moved[..., 0])[:, 1:] - 4}
     assert all(max(map(abs, place)) <= 2 for place in places)
     assert {p for p, _ in places} == {p for _, p in places} == {-2, -1, 0, 1, 2}
-    assert len(places) > 15  # of 25: down and across are drawn apart
+    assert len(places) > 15  # of 25, so down and across are drawn separately
 
 
 # ---------------------------------------------------------------------------------
@@ -212,20 +212,20 @@ def test_shift_moves_each_image_whole_by_its_own_offset():
 
 
 def write_set(folder, images, labels):
-    """Write a data set: images [N, H, W] and labels, to train on and to test with."""
+    """Write a data set: images [N, H, W] and labels, for training and for testing."""
     arrays = [x for part in zip(images, labels) for x in part]
     return write_files(folder, dict(zip(tm.MNIST_FILES, map(idx, arrays))))
 
 
 def check_printed(out, members, metrics, report):
-    """Check the lines of the epochs, and the tables at the end."""
+    """Check the lines of the epochs and the final tables."""
     lines = [line for line in out.splitlines() if line.startswith("epoch:")]
     for line, m in zip(lines, metrics, strict=True):
         said = f"epoch: {m['epoch']:2d}"
         for part in "train", "test":
             loss, accuracy = m[f"{part}_loss"], 100 * m[f"{part}_accuracy"]
             said += f", {part}_loss: {loss:.4f}, {part}_accuracy: {accuracy:.2f}"
-        assert line == said
+        assert re.fullmatch(rf"{re.escape(said)}, \d+ s, \d+ s left", line)
     _, table, *by_size = (table.splitlines() for table in out.split("\n\n"))
     names = [*[f"member {i}" for i in range(members)], "ensemble"]
     assert [row[:10].strip() for row in table[2:]] == (names if by_size else ["model"])
@@ -237,7 +237,7 @@ def check_printed(out, members, metrics, report):
 
 
 def check_curves(axes, metrics, report):
-    """Check the panels of the picture above its images."""
+    """Check the panels in the upper part of the picture."""
     (*_, diagram), (*_, histogram) = panels = np.reshape(axes, (2, 3))
     numbers = [m["epoch"] for m in metrics]
     for (epochs, sizes, _), key, factor, name, whole in [
@@ -257,7 +257,7 @@ def check_curves(axes, metrics, report):
         assert_allclose(sizes.lines[1].get_xydata(), shown)
     low, high = axes[0].get_xlim()
     assert {x for x in axes[0].get_xticks() if low <= x <= high} == {*numbers}
-    assert {x.get_marker() for x in axes[0].lines} == {*"xso"}  # a point shows
+    assert {x.get_marker() for x in axes[0].lines} == {*"xso"}  # a single point shows
     assert set(lines_of(diagram)) == {"members", "ensemble", "calibrated"}
     assert_array_equal(lines_of(diagram)["calibrated"], [[0, 0], [100, 100]])
     assert all(len(each.get_xlabel()) > 4 and each.get_ylabel() for each in axes)
@@ -265,7 +265,7 @@ def check_curves(axes, metrics, report):
 
 
 def check_images(axes, images, labels, probs, classes):
-    """Check the images of the picture, and their labels and the members' votes."""
+    """Check the picture's images, their labels and the members' votes."""
     unsure = np.argsort(-em.predictive_entropy(probs))[:12]
     for each, i in zip(axes, unsure, strict=True):
         assert each.get_title() == f"label {labels[i]}"
@@ -277,7 +277,7 @@ def check_images(axes, images, labels, probs, classes):
 
 @pytest.mark.once
 @cases("members, network, epochs", (3, "tiny", 3), (1, "cnn", 1))
-def test_any_set_of_images_is_learned_and_reported(
+def test_run_learns_images_of_another_size_and_reports_them(
     tmp_path, capsys, drawn, members, network, epochs
 ):
     data = tm.generate_digits(3, 768, 200)
@@ -315,7 +315,7 @@ def test_any_set_of_images_is_learned_and_reported(
 
 
 @pytest.mark.once
-def test_member_that_fails_is_named_and_left_out(
+def test_member_that_is_not_finite_is_named_and_left_out(
     tmp_path, script, small_folder, drawn, monkeypatch
 ):
     train = tm.Run.train
@@ -330,7 +330,7 @@ def test_member_that_fails_is_named_and_left_out(
     flags = "--members 3 --devices 2 --epochs 2 --network tiny --plot --workdir"
     status, out, _ = script(flags, tmp_path)
     assert status == 0
-    notice = "member 1 is not finite after epoch 1, nor was its loss in 12 steps of it"
+    notice = "member 1 is not finite after epoch 1; its loss was not finite in 12 of "
     assert out.count("notice: member") == 1 and notice in out
     assert out.index(notice) < out.index("epoch:  1,")
     rows = {row[:8]: row for row in out.splitlines()}
@@ -341,26 +341,26 @@ def test_member_that_fails_is_named_and_left_out(
     assert report["member"][1] is None and len(report["by_size"]) == 2
     assert report["ensemble"] == report["by_size"][1]
     data = tm.load_mnist(small_folder)
-    probs = tm.load_run(tmp_path, 2).predict_members(data.test_images)  # without it
+    probs = tm.load_run(tmp_path, 2).predict_members(data.test_images)  # of two members
     assert probs.shape == (2, 200, 10) and np.isfinite(probs).all()
     assert "an ensemble of 2" in drawn().get_suptitle()
     counts, *scores = em.reliability(probs.mean(axis=0), data.test_labels)
     points = lines_of(drawn().subfigs[0].axes[2])["ensemble"]
     assert_allclose(points, 100 * np.transpose(scores)[counts > 0])
-    # The bars end where a share p is a standard error from the accuracy that is found.
+    # A bar ends at the shares p that are one standard error from the accuracy found.
     bars = drawn().subfigs[0].axes[2].collections[0].get_segments()
     p, n, accuracy = np.array(bars)[..., 1].T / 100, counts[counts > 0], points[:, 1]
     assert_allclose((p - accuracy / 100) ** 2, p * (1 - p) / n, atol=1e-12)
 
 
-# After a step it is the state alone that is not finite, and the loss after the next;
-# without a checkpoint, it is the evaluation that sees it.
+# After step 1 only the state is not finite, and the loss from step 2 on.  A save checks
+# the state.  Without saves, as in the second case, only the evaluation finds it.
 SEEN_AFTER = {"--save-every .125 --workdir": 1, "--skip-nonfinite": 8}
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
 @pytest.mark.parametrize("flags, step", SEEN_AFTER.items())
-def test_diverged_run_keeps_what_is_good(tmp_path, script, flags, step):
+def test_diverged_run_keeps_its_last_good_checkpoint(tmp_path, script, flags, step):
     saved = "--workdir" in flags
     status, _, err = script(RUN, "--learning-rate 1e39", flags, *[tmp_path] * saved)
     why = f"no model is finite after step {step}; lower --learning-rate"
@@ -379,19 +379,19 @@ def test_segments_are_short_and_end_at_saves(tmp_path, run_in, whole_run, monkey
 
     monkeypatch.setattr(tm.Run, "advance", advancing)
     monkeypatch.setattr(tm, "SEGMENT_IMAGES", 2 * 32)
-    assert run_in(tmp_path, "--save-every .375")[0] == 0  # every 3 steps
+    assert run_in(tmp_path, "--save-every .375")[0] == 0  # saves every 3 steps
     assert lengths == [2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 1]
     assert results(tmp_path) == results(whole_run)
 
 
 @cases(
-    "layout, count, expected",  # of 24 images for a device, in chunks of 4
-    ((6, 2, 3, 1), 30, [8, 8, 8, 6]),  # 8 of each of its three members
+    "layout, count, expected",  # 24 images per device and call, in chunks of 4
+    ((6, 2, 3, 1), 30, [8, 8, 8, 6]),  # 8 for each of the device's three members
     ((6, 2, 3, 1), 34, [8, 8, 8, 10]),
     ((6, 2, 3, 1), 3, [3]),
-    ((1, 2, 1, 2), 103, [48, 55]),  # on each of two replicas
+    ((1, 2, 1, 2), 103, [48, 55]),  # 24 on each of two replicas
 )
-def test_parts_predicted_are_short_but_no_shorter_than_chunks(layout, count, expected):
+def test_parts_to_predict_are_short_but_hold_a_chunk(layout, count, expected):
     sizes = []
 
     def predict_members(_, part):
@@ -407,10 +407,10 @@ def test_parts_predicted_are_short_but_no_shorter_than_chunks(layout, count, exp
 
 
 def stop_at(monkeypatch, step, how=signal.SIGTERM, looks=1):
-    """Let a run of segments of one step receive a signal after one of the steps.
+    """Send a signal to a run, whose segments then have one step, after a given step.
 
-    That is before it looks for one the so many-th time, as it does after the step and
-    then in the evaluation.
+    The run looks for signals after the step, and then after each part of an evaluation.
+    The signal comes just before the given number of these looks.
     """
     look, left = tm.Run.look, itertools.count(1 - looks)
 
@@ -424,24 +424,24 @@ def stop_at(monkeypatch, step, how=signal.SIGTERM, looks=1):
 
 
 STOPPING = signal.SIGTERM, signal.SIGINT
-STOPS = (3, 1), (7, 1), (8, 3), (11, 1)  # the third while the epoch is evaluated
+STOPS = (3, 1), (7, 1), (8, 3), (11, 1)  # the third one during the epoch's evaluation
 
 
 def test_resumed_run_ends_in_the_bits_of_one_that_was_never_stopped(
     tmp_path, elsewhere, script, whole_run, monkeypatch
 ):
-    flags = f"{RUN} --save-every .375 --keep 9"  # every 3 steps
+    flags = f"{RUN} --save-every .375 --keep 9"  # saves every 3 steps
     for (step, looks), how in zip(STOPS, itertools.cycle(STOPPING)):
         stop_at(monkeypatch, step, how, looks)
         status, out, err = script(flags, "--workdir", tmp_path)
         monkeypatch.undo()
         assert status == 128 + how and err.count("\n") == 1
-        assert f"{how.name}: what is done is in {tmp_path}" in err
+        assert f"{how.name}: the run is saved in {tmp_path}; --resume" in err
         assert checkpoints(tmp_path)[-1] == names_of(step)[0]
         assert ("epoch:" in out) == (step > 8)
-        flags = "--resume --devices 2 --keep 9"  # all others are those of the run
+        flags = "--resume --devices 2 --keep 9"  # the others are the run's
     first, newest, last = names_of(0, step, 16)
-    with open(tmp_path / first):  # is then not removed, and the run goes on
+    with open(tmp_path / first):  # an open file stays, and the run continues
         status, out, _ = script("--resume --devices 1 --keep 1 --workdir", tmp_path)
     assert status == 0 and f"resumed from {tmp_path / newest}" in out
     assert checkpoints(tmp_path) == [first, last]
@@ -455,7 +455,7 @@ def test_resumed_run_ends_in_the_bits_of_one_that_was_never_stopped(
 
 
 @pytest.mark.once
-def test_one_model_that_is_not_finite_stops(tmp_path, run_in, monkeypatch):
+def test_run_of_one_model_stops_when_it_is_not_finite(tmp_path, run_in, monkeypatch):
     def shift(key, images, max_shift):
         bad = jax.random.bernoulli(key, 0.2)  # a fifth of the training batches
         return jnp.where(bad, jnp.nan, images.astype(jnp.float32))
@@ -475,7 +475,7 @@ def test_one_model_that_is_not_finite_stops(tmp_path, run_in, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------
-# Progress, report, picture
+# Progress
 # ---------------------------------------------------------------------------------
 
 
@@ -485,7 +485,7 @@ class Terminal(io.StringIO):
 
 
 def printed(monkeypatch, call, out=Terminal, err=Terminal):
-    """Return what a call prints: output, errors."""
+    """Return the output and the errors that a call prints."""
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", out := out())
         patch.setattr(sys, "stderr", err := err())
@@ -493,7 +493,7 @@ def printed(monkeypatch, call, out=Terminal, err=Terminal):
     return out.getvalue(), err.getvalue()
 
 
-def test_progress_is_drawn_on_a_terminal(tmp_path, small_folder, monkeypatch):
+def test_progress_bar_is_drawn_on_a_terminal(tmp_path, small_folder, monkeypatch):
     tqdm, counts = pytest.importorskip("tqdm").tqdm, []
     update = tqdm.update
     monkeypatch.setattr(tqdm, "update", lambda *x: [counts.append(x[1]), update(*x)])
@@ -502,14 +502,45 @@ def test_progress_is_drawn_on_a_terminal(tmp_path, small_folder, monkeypatch):
     flags = words("--network tiny --devices 2 --epochs 1 --data-dir", small_folder)
     out, err = printed(monkeypatch, lambda: tm.main(flags))
     assert "epoch 1 of 1:   0%" in err and "predicting:   0%" in err
-    assert "/1.54k [" in err and "images/s" in err  # 768, by each of two members
-    assert sum(counts) == 1536 + 2 * (200 + 100)  # and tested, and on half as many
-    assert err.endswith("\r")  # the bar is wiped off
+    assert "/1.54k [" in err and "images/s" in err  # 768 images, two members
+    assert sum(counts) == 1536 + 2 * (200 + 100)  # predicted: 200 and 100 images
+    assert err.endswith("\r")  # the bar is erased
     assert out.splitlines()[2].startswith("epoch:  1,")
     assert not list(tmp_path.iterdir())  # nothing is written without a workdir
 
 
-def test_progress_is_drawn_nowhere_else(monkeypatch):
+def test_epoch_line_has_its_seconds_and_the_time_left_after_a_resume_too(
+    tmp_path, script, monkeypatch
+):
+    clock = types.SimpleNamespace(now=0, perf_counter=lambda: clock.now)
+
+    def slow(name, seconds):
+        call = getattr(pe.Trainer, name)
+
+        def slowed(trainer, *args):
+            clock.now += seconds(args[-1]) + clock.compiling
+            clock.compiling = 0
+            return call(trainer, *args)
+
+        patch.setattr(pe.Trainer, name, slowed)
+
+    flags, times = f"{RUN} --epochs 3", []
+    for step, looks in (2, 1), (24, 3), (0, 1):  # the second in the last evaluation
+        with monkeypatch.context() as patch:
+            stop_at(patch, step, looks=looks)
+            patch.setattr(tm, "SEGMENT_IMAGES", 64)  # two steps
+            patch.setattr(tm, "time", clock)
+            slow("epoch", lambda order: 3 * order.shape[1])
+            slow("predict_members", lambda images: 0.05 * len(images))
+            clock.compiling = 60
+            _, out, _ = script(flags, "--workdir", tmp_path)
+        times += re.findall(r"accuracy: [\d.]+, (\d+ s.*)", out)
+        flags = "--resume --devices 2"
+    assert times == ["93 s, 78 s left", "39 s, 39 s left", "75 s"]
+    assert [m["train_seconds"] for m in metrics_of(tmp_path)] == [78, 24, 0]
+
+
+def test_progress_bar_is_drawn_nowhere_else(monkeypatch):
     def bar():
         with tm.progress_bar("predicting", 3) as advance:
             advance(1)
@@ -527,28 +558,28 @@ def test_progress_is_drawn_nowhere_else(monkeypatch):
 
 GOOD = idx(np.ones((40, 28, 28)))
 PACKED = gzip.compress(idx(np.ones(40)), mtime=0)
-BAD_FILES = [  # a file, what it holds, and what is said of it
+BAD_FILES = [  # a file, its content, and the message about it
     (IMAGES, b"PK\3\4" + GOOD[4:], "header 0x504b0304000000280000001c0000001c; expect"),
     (IMAGES, b"\0\0\r\3" + GOOD[4:], "0x00000803: unsigned bytes in 3 dimensions"),
     (IMAGES, idx(np.ones(40)), "header 0x0000080100000028"),
-    (IMAGES, b"", "header 0x; expected 16 bytes, at first 0x00000803"),
-    (IMAGES, GOOD[:15], "00001c000000; expected 16 bytes, at first 0x00000803"),
+    (IMAGES, b"", "header 0x; expected 16 bytes that begin 0x00000803"),
+    (IMAGES, GOOD[:15], "00001c000000; expected 16 bytes that begin 0x00000803"),
     (IMAGES, GOOD[:-5], "holds 31355 of the 31360 bytes"),
     (IMAGES, GOOD + b"\0", "more than the 31360 bytes"),
     (IMAGES, idx(np.ones((0, 28, 28))), "declares [0, 28, 28], 0 bytes; expected 1 to"),
     (IMAGES, idx([], dims=(2**32 - 1,) * 3), "; expected 1 to 2147483648"),
     (LABELS, idx(np.ones(39)), "39 labels for 40 images"),
-    (LABELS, idx(np.ones(40)), "all labels are 1; expected two or more"),
-    (TEST_IMAGES, idx(np.ones((20, 7, 8))), "are 7 x 8; those to train on are 28 x 28"),
+    (LABELS, idx(np.ones(40)), "every label is 1; expected several classes"),
+    (TEST_IMAGES, idx(np.ones((20, 7, 8))), "7 x 8; the training images are 28 x 28"),
     (TEST_LABELS, idx(np.ones(9)), "9 labels for 20 images"),
-    (TEST_LABELS, idx([1] * 19 + [77]), "label 77 is none of the 10 classes of"),
+    (TEST_LABELS, idx([1] * 19 + [77]), "label 77 is not among the 10 classes of"),
 ]
 BAD_FILES += [(f"{name}.gz", gzip.compress(x), said) for name, x, said in BAD_FILES]
 BAD_FILES += [
     (f"{LABELS}.gz", PACKED[:-8], "ended before the end-of-stream"),
     (f"{LABELS}.gz", PACKED[:-8] + bytes(4) + PACKED[-4:], "CRC check failed"),
     (f"{LABELS}.gz", b"\0" + PACKED, "Not a gzipped file"),
-    (f"{LABELS}.gz", b"", "header 0x; expected 8 bytes, at first 0x00000801"),
+    (f"{LABELS}.gz", b"", "header 0x; expected 8 bytes that begin 0x00000801"),
     (f"{LABELS}.gz", PACKED[:10] + b"\7" + PACKED[11:], "while decompressing data"),
     (f"{LABELS}.gz", PACKED + gzip.compress(b"x"), "more than the 40 bytes"),
 ]
@@ -573,9 +604,9 @@ PROMISE = gzip.compress(idx([], (2**21, 28, 28)), mtime=0)
     "content, message",
     (BOMB, "more than the 31360 bytes"),
     (PROMISE, "holds 0 of the 1644167168 bytes"),
-    (b"", "content is not MNIST's"),  # of what is downloaded
+    (b"", "content is not MNIST's"),  # the content that is downloaded
 )
-def test_what_is_promised_takes_no_memory(tmp_path, monkeypatch, content, message):
+def test_oversized_content_takes_no_memory(tmp_path, monkeypatch, content, message):
     path = tmp_path / f"{IMAGES}.gz"
     path.write_bytes(content)
     monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO(BOMB))
@@ -590,13 +621,13 @@ def test_what_is_promised_takes_no_memory(tmp_path, monkeypatch, content, messag
 
 class Answer(io.BytesIO):
     def read(self, size):
-        assert size == tm.MAX_DOWNLOAD  # bytes that are read, no more
+        assert size == tm.MAX_DOWNLOAD  # the largest number of bytes to read
         return super().read(size)
 
 
 @pytest.fixture
 def mirrors(monkeypatch):
-    """Stand in for the network: addresses and what they give, bytes or an error."""
+    """Replace the network; return its answers (bytes or errors) and the requests."""
     answers, asked, files = {}, [], {}
     for name, content in small_files().items():
         files[name] = hashlib.sha256(content).hexdigest()
@@ -622,11 +653,11 @@ def test_missing_file_is_not_taken_from_another_data_set(tmp_path, mirrors):
 
 
 OTHER = [urllib.error.URLError("no route"), TimeoutError("timed out"), b"", b"<html>"]
-OTHER += [http.client.IncompleteRead(b""), PACKED]  # sound, but other content
+OTHER += [http.client.IncompleteRead(b""), PACKED]  # a sound file of other content
 
 
 @pytest.mark.parametrize("answer", OTHER, ids=repr)
-def test_missing_files_are_downloaded_once_from_a_mirror_that_has_them(
+def test_missing_files_are_downloaded_once_from_a_mirror_that_delivers_them(
     tmp_path, mirrors, elsewhere, answer
 ):
     answers, asked = mirrors
@@ -640,7 +671,7 @@ def test_missing_files_are_downloaded_once_from_a_mirror_that_has_them(
     assert leaves_equal(tm.load_mnist(folder)[1:], data[1:]) and len(asked) == 5
 
 
-def test_auto_falls_back_and_mnist_says_why(tmp_path, mirrors, capsys, monkeypatch):
+def test_auto_falls_back_where_mnist_fails(tmp_path, mirrors, capsys, monkeypatch):
     answers, _ = mirrors
     answers.update(dict.fromkeys(answers, urllib.error.URLError("no route to host")))
     first, second = (f"{mirror}{IMAGES}.gz" for mirror in tm.MIRRORS)
@@ -649,9 +680,9 @@ def test_auto_falls_back_and_mnist_says_why(tmp_path, mirrors, capsys, monkeypat
     assert tm.load_data("auto", tmp_path) == "digits 0"
     message = said_by(tm.Failure, tm.load_data, "mnist", tmp_path)
     assert f"notice: training on generated digits: {message}" in capsys.readouterr().out
-    assert message.startswith(f"{tmp_path / IMAGES} is missing, and no mirror gives it")
+    assert message.startswith(f"{tmp_path / IMAGES} is missing, and no mirror has")
     assert f"{first}: <urlopen error no route to host>" in message
-    assert f"{second}: content is not MNIST's (its SHA-256 differs)" in message
+    assert f"{second}: the content is not MNIST's: its SHA-256 differs" in message
     assert not list(tmp_path.iterdir())
     write_files(tmp_path, {IMAGES: b"damaged"})
     assert "expected 16" in said_by(tm.Failure, tm.load_data, "auto", tmp_path)
@@ -659,7 +690,7 @@ def test_auto_falls_back_and_mnist_says_why(tmp_path, mirrors, capsys, monkeypat
 
 
 @pytest.mark.skipif(not MNIST_DIR, reason="MNIST_DIR is not set")
-def test_mnist_itself_is_recognized(capsys, monkeypatch):
+def test_mnists_own_files_are_recognized(capsys, monkeypatch):
     monkeypatch.setattr(tm, "download", None)
     data = tm.load_mnist(Path(MNIST_DIR))
     assert data.name == "MNIST" and capsys.readouterr().out == ""
@@ -691,7 +722,7 @@ def test_generated_digits_have_mnists_form_and_depend_on_the_seed():
 
 
 @pytest.mark.once
-def test_finished_run_predicts_what_it_reported_and_recorded(whole_run, small_folder):
+def test_loaded_run_predicts_as_reported_and_recorded(whole_run, small_folder):
     def files():
         paths = whole_run.glob("*")
         return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
@@ -704,7 +735,7 @@ def test_finished_run_predicts_what_it_reported_and_recorded(whole_run, small_fo
         assert run.trainer.layout == pe.layout(2, devices or D)
         assert run.trainer.microbatch == "auto"
         probs = run.predict_members(data.test_images)
-        if devices == 2:  # as it trained
+        if devices == 2:  # as in training
             expected = probs
             found = em.ensemble_report(probs, data.test_labels)
             assert found == {name: report[name] for name in found}
@@ -726,21 +757,21 @@ def test_finished_run_predicts_what_it_reported_and_recorded(whole_run, small_fo
     for images in x / 255, x[:, 1:], x[0, ..., 0], x.astype(int):
         said = f"images are {images.dtype} {list(images.shape)}; expected uint8 [N, 28"
         assert said in said_by(ValueError, run.predict, images)
-    with pytest.raises(ValueError, match="9 devices requested, 8 available"):
+    with pytest.raises(ValueError, match="9 devices .*8"):
         tm.load_run(whole_run, 9)
 
 
 LAST = "checkpoint_00000016.safetensors"
-UNFINISHED = [  # what is not there of a run, or what it holds instead; what is said
+UNFINISHED = [  # a file of the run, its content or None to remove it, the message
     ("", None, "run/config.json: No such file or directory; "),
     ("config.json", None, "run/config.json: No such file or directory; "),
     ("report.json", None, "run/report.json: No such file or directory; "),
-    (LAST, None, "it is at step 8 of 16"),
-    ("checkpoint_*", None, "it is at step None of 16"),
+    (LAST, None, "its newest checkpoint is step 8 of 16"),
+    ("checkpoint_*", None, "its newest checkpoint is step None of 16"),
     (LAST, "x", "has no digest of save's"),
     (LAST, *names_of(0), f"{LAST}: holds step 0, not step 16"),
     ("config.json", "{}", "config.json: 'network' is missing"),
-    ("config.json", '{OLD, "members": 3}', "has scores of 2 of 2 members; config.json"),
+    ("config.json", '{OLD, "members": 3}', "holds scores of 2 of 2 members; config"),
     ("report.json", "{}", "report.json: 'member' is missing"),
     ("report.json", "[" * 10**5, "report.json: maximum recursion depth exceeded"),
     ("report.json", '{"member": 5}', "report.json: 'int' object is not iterable"),
@@ -764,10 +795,10 @@ def test_unfinished_run_is_not_loaded(tmp_path, whole_run, name, content, messag
     said, where = said_by(ValueError, tm.load_run, folder), f"--workdir {folder}"
     assert said.startswith(f"{folder} holds no finished run: ")
     assert message in said and "\n" not in said
-    assert said.endswith(f"; to go on with one: python train_mnist.py --resume {where}")
+    assert said.endswith(f"; continue a run by: python train_mnist.py --resume {where}")
 
 
-LINES = {  # of metrics, and how many epochs are read of them
+LINES = {  # the content of metrics.jsonl, and the number of epochs read from it
     '{"epoch": 1}\n{"epoch": 2}\n{"epo': 2,
     '{"epoch": 1}\n{"epoch": 3}': 1,
     '{"epoch": 1}\n{"epo': 1,
@@ -778,7 +809,7 @@ LINES = {  # of metrics, and how many epochs are read of them
 
 
 @pytest.mark.parametrize("content", LINES)
-def test_metrics_are_kept_up_to_a_line_that_is_damaged(tmp_path, capsys, content):
+def test_metrics_are_kept_up_to_the_first_damaged_line(tmp_path, capsys, content):
     (tmp_path / "metrics.jsonl").write_text(content)
     found, epochs = tm.read_metrics(tmp_path, 2), LINES[content]
     assert found == [{"epoch": n} for n in range(1, epochs + 1)]
@@ -786,7 +817,7 @@ def test_metrics_are_kept_up_to_a_line_that_is_damaged(tmp_path, capsys, content
     assert err.count(f"warning: {tmp_path / 'metrics.jsonl'}: ") == (epochs < 2)
 
 
-def test_checkpoint_of_a_run_that_skips_steps_is_no_earlier_than_it_counts(tmp_path):
+def test_checkpoint_may_count_fewer_steps_only_if_the_run_skips_steps(tmp_path):
     path = tmp_path / "checkpoint"
     state = pe.TrainState((), pe.SGDState(np.int32([5, 3]), ()), (), None)
     pe.save(path, state)
@@ -799,7 +830,7 @@ def test_checkpoint_of_a_run_that_skips_steps_is_no_earlier_than_it_counts(tmp_p
 
 
 @posix
-def test_newest_valid_checkpoint_wins(tmp_path, run_in, whole_run):
+def test_run_resumes_from_its_newest_valid_checkpoint(tmp_path, run_in, whole_run):
     folder = tmp_path / "run"
     shutil.copytree(whole_run, folder)
     first, middle, last = names_of(0, 8, 16)
@@ -808,9 +839,9 @@ def test_newest_valid_checkpoint_wins(tmp_path, run_in, whole_run):
     (folder / last).write_bytes(content[:-9] + b"x" + content[-8:])
     (folder / names_of(15)[0]).symlink_to(folder / middle)
     shutil.copy(folder / middle, folder / names_of(12)[0])
-    (folder / "checkpoint_9.safetensors").write_text("of somebody else")
+    (folder / "checkpoint_9.safetensors").write_text("another program's")
     first_line, _ = (folder / "metrics.jsonl").read_text().splitlines()
-    later = '\n{"epoch": 2, "trai'  # than the checkpoint; damaged
+    later = '\n{"epoch": 2, "trai'  # a damaged line, later than the checkpoint
     (folder / "metrics.jsonl").write_text(first_line + later)
     leftovers = [folder / f".{name}.1a2b3c4d.tmp" for name in (first, "report.png")]
     for path in leftovers:
@@ -829,28 +860,29 @@ def test_newest_valid_checkpoint_wins(tmp_path, run_in, whole_run):
     assert Path(config["data_dir"]).is_absolute() and config["save_every"] == 1
 
 
+SPAN = "the learning-rate schedule"
 CHANGES = {
     "--seed 1": "seed is 1 here, 0 there",
-    "--epochs 3": "epochs is 3 here, 2 there",
+    "--epochs 3": f"epochs is 3 here, 2 there ({SPAN} ends at epoch 2)",
     "--max-shift 1": "max_shift is 1 here, 0 there",
     "--skip-nonfinite": "skip_nonfinite is True here, False there",
     "--members 1 --mode sync": "mode is sync here, ensemble there",
 }
 
 
-def test_run_that_cannot_be_resumed_is_an_error(tmp_path, run_in, whole_run):
+def test_resume_refuses_other_settings_and_damaged_runs(tmp_path, run_in, whole_run):
     def refused(folder, *flags):
         before = contents(folder)
         status, out, err = run_in(folder, "--resume", *flags)
         assert status == 2 and before == contents(folder)
-        assert not (out and flags)  # it is refused before anything is printed
+        assert not (out and flags)  # nothing is printed before the refusal
         return err.splitlines()[-1]
 
     (new := tmp_path / "new").mkdir()
     assert f"error: {new / 'config.json'}: No such file" in refused(new)
     folder = shutil.copytree(whole_run, tmp_path / "run")
     path = folder / "config.json"
-    leave = "leave out the flags that differ, or choose another --workdir"
+    leave = "leave out the flags that differ, or start a new run in another --workdir"
     for flags, said in CHANGES.items():
         said = f"error: --resume from {folder}: {said}; {leave}"
         assert refused(folder, flags).endswith(said)
@@ -860,11 +892,11 @@ def test_run_that_cannot_be_resumed_is_an_error(tmp_path, run_in, whole_run):
     path.write_text(config)
     for name in checkpoints(folder):
         (folder / name).write_bytes((folder / name).read_bytes()[:1000])
-    assert "holds no valid checkpoint, of 3" in refused(folder)
+    assert f"none of 3 checkpoints in {folder} is valid" in refused(folder)
 
 
 @posix
-def test_folder_is_one_runs(tmp_path, run_in):
+def test_folder_belongs_to_one_run(tmp_path, run_in):
     with tm.locked(tmp_path):
         status, out, err = run_in(tmp_path)
     assert status == 2 and f"in use by process {os.getpid()} on" in err and not out
@@ -872,11 +904,11 @@ def test_folder_is_one_runs(tmp_path, run_in):
     status, out, err = run_in(tmp_path)
     assert status == 2 and "holds report.json of an earlier run" in err and not out
     assert contents(tmp_path) == {"report.json": b"{}"}
-    with tm.locked(tmp_path):  # which the refused run holds no longer
+    with tm.locked(tmp_path):  # the refused run no longer holds the lock
         pass
 
 
-def test_disk_that_refuses_a_file_ends_a_run(tmp_path, run_in, monkeypatch):
+def test_full_disk_ends_a_run_that_can_then_be_resumed(tmp_path, run_in, monkeypatch):
     replace_file = pe.replace_file
 
     def full(path):
@@ -885,7 +917,7 @@ def test_disk_that_refuses_a_file_ends_a_run(tmp_path, run_in, monkeypatch):
         return replace_file(path)
 
     monkeypatch.setattr(pe, "replace_file", full)
-    write_files(tmp_path, {"config.json": b"{}", "metrics.jsonl": b""})  # of no run yet
+    write_files(tmp_path, {"config.json": b"{}", "metrics.jsonl": b""})  # no results
     status, _, err = run_in(tmp_path)
     assert status == 2 and err.count("\n") == 1
     assert f"error: {tmp_path / names_of(8)[0]}: No space left on device" in err
@@ -901,13 +933,13 @@ def save_steps(folder, keep, *steps):
 
 
 def test_checkpoints_are_whole_at_any_point_of_a_save(tmp_path, monkeypatch):
-    """Which are what a kill would leave."""
+    """Compare the folder's content, which a kill would leave, around each call."""
     whole, folder = tmp_path / "whole", tmp_path / "run"
     for path in whole, folder:
         path.mkdir()
     save_steps(whole, 4, 10, 20, 30, 40)
     others = [*names_of(99), "checkpoint_copy.safetensors"]
-    for name in others:  # damaged, or the run would go on from it; somebody else's
+    for name in others:  # a later, damaged checkpoint; another program's file
         (folder / name).write_bytes(b"")
     save_steps(folder, 2, 10, 20, 30)
     points = []
@@ -922,7 +954,7 @@ def test_checkpoints_are_whole_at_any_point_of_a_save(tmp_path, monkeypatch):
         call = functools.partial(watched, getattr(os, name))
         monkeypatch.setattr(os, name, call)
     save_steps(folder, 2, 40)
-    # Two are kept; the oldest goes when the newest has its name.
+    # Two are kept; the oldest is removed after the newest has its name.
     saved, empty = contents(whole), dict.fromkeys(others, b"")
     stages = names_of(20, 30), names_of(20, 30, 40), names_of(30, 40)
     expected = [{name: saved[name] for name in names} | empty for names in stages]
@@ -938,7 +970,7 @@ def test_checkpoints_are_whole_at_any_point_of_a_save(tmp_path, monkeypatch):
 def start_run(small_folder, tmp_path):
     """Yield a function that starts a process of a run in a folder, on one device."""
     flags = f"{RUN} --devices 1 --data-dir", small_folder, "--workdir", tmp_path
-    # As many threads as here: a product's bits depend on it.
+    # As many threads as in this process, since a product's bits depend on the number.
     env = {"NPROC": str(D), **ENVIRONMENT}
     runs = []
 
@@ -951,7 +983,7 @@ def start_run(small_folder, tmp_path):
         run.kill()
 
 
-def test_signal_before_training_or_a_second_one_ends_at_once(
+def test_signal_before_training_or_second_signal_ends_the_run_at_once(
     tmp_path, run_in, monkeypatch
 ):
     seen, save = [], tm.Run.save
@@ -964,12 +996,12 @@ def test_signal_before_training_or_a_second_one_ends_at_once(
         return save(run, whenever)
 
     before = handlers()
-    assert before[0] == signal.SIG_DFL  # which ends the process
+    assert before[0] == signal.SIG_DFL  # SIG_DFL ends the process
     monkeypatch.setattr(tm.Run, "save", watched)
     stop_at(monkeypatch, 1)
     assert run_in(tmp_path)[0] == 128 + signal.SIGTERM
     (_, at_first), (number, [_, second]) = seen
-    assert at_first == before  # while JAX compiles: nothing is to be saved
+    assert at_first == before  # while JAX compiles, there is nothing to save
     assert number == signal.SIGTERM and second == signal.SIG_DFL
     assert handlers() == before
 
@@ -990,8 +1022,8 @@ def process_flags(port, index, count=2, timeout=20):
 
 
 @linux
-def test_processes_of_a_run_end_as_one(tmp_path, start_run, whole_run):
-    # What Slurm would set; JAX makes a port of the job's number.
+def test_two_processes_end_in_the_bits_of_one(tmp_path, start_run, whole_run):
+    # Slurm would set these variables; JAX derives a port from the job's number.
     slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost"}
     slurm |= {"SLURM_STEP_NUM_NODES": "1", "SLURM_NTASKS": "2"}
     ids = [{"SLURM_PROCID": i, "SLURM_LOCALID": i} for i in "01"]
@@ -1002,7 +1034,7 @@ def test_processes_of_a_run_end_as_one(tmp_path, start_run, whole_run):
     assert results(tmp_path)[0] == results(whole_run)[0]
 
 
-# The second process is told to stop, which it dies of when both have saved.
+# The second process receives SIGTERM, and is killed when both processes have saved.
 DYING = f"""{TINY}
 look, save = tm.Run.look, tm.Run.save
 
@@ -1029,13 +1061,13 @@ def test_processes_stop_together_and_notice_one_that_dies(tmp_path, start_run):
     outs = [run.communicate(timeout=60) for run in runs]
     assert [run.returncode for run in runs] == [1, -signal.SIGKILL], outs
     assert "lost contact with another process" in outs[0][1]
-    with tm.locked(tmp_path):  # which the dead hold no longer
+    with tm.locked(tmp_path):  # the dead processes no longer hold the lock
         pass
     assert checkpoints(tmp_path) == names_of(0, 8)
     assert pe.load(tmp_path / names_of(8)[0])
 
 
-def test_no_process_leaves_before_the_first_has_saved():
+def test_no_process_leaves_before_process_0_has_saved():
     run = mock.Mock(args=types.SimpleNamespace(workdir=None))
     run.signals.agree.return_value = signal.SIGTERM
     said_by(tm.Failure, tm.Run.look, run)
@@ -1074,7 +1106,7 @@ FULL = (
     (RuntimeError("no room"), 1, "no room"),
     (tm.Failure("not finite", 3), 3, "not finite"),
 )
-def test_process_that_fails_waits_for_no_other(wrong, monkeypatch, error, status, text):
+def test_failing_process_waits_for_no_other(wrong, monkeypatch, error, status, text):
     monkeypatch.setattr(tm, "train_and_report", mock.Mock(side_effect=error))
     monkeypatch.setattr(os, "_exit", left := mock.Mock())
     for flags, times in (f"{ADDRESS} --process-id 1", 1), ("--distributed", 2):
@@ -1082,12 +1114,12 @@ def test_process_that_fails_waits_for_no_other(wrong, monkeypatch, error, status
         assert left.mock_calls == [mock.call(status)] * times
 
 
-def test_process_with_other_settings_than_the_first_names_them(monkeypatch):
+def test_process_with_other_settings_than_process_0_names_them(monkeypatch):
     theirs = np.frombuffer(b'{"seed": 0, "epochs": 5}', np.uint8)
     monkeypatch.setattr(tm, "share", lambda mine: theirs)
     tm.check_same_run({"seed": 0, "epochs": 5})
-    with pytest.raises(tm.Failure, match="epochs is 6 here, 5 there; give it the fla"):
-        tm.check_same_run({"seed": 0, "epochs": 6})
+    with pytest.raises(tm.Failure, match="seed is 1 here, 0 there; start it with"):
+        tm.check_same_run({"seed": 1, "epochs": 5})
 
 
 # ---------------------------------------------------------------------------------
@@ -1095,7 +1127,7 @@ def test_process_with_other_settings_than_the_first_names_them(monkeypatch):
 # ---------------------------------------------------------------------------------
 
 
-WHOLE = {  # the least and the largest of the flags that take whole numbers
+INTEGERS = {  # the smallest and the largest value of each flag that takes an integer
     "epochs max_shift process_id": (0, 2**31 - 1),
     "members at_once batch_size train_size keep": (1, 2**31 - 1),
     "num_processes": (1, 2**16),
@@ -1104,20 +1136,20 @@ WHOLE = {  # the least and the largest of the flags that take whole numbers
     "seed": (0, 2**32 - 1),
 }
 BOUNDS = [
-    (names, (a, b), (a - 1, 1.5, "two", b + 1), f"a whole number from {a} to {b}")
-    for names, (a, b) in WHOLE.items()
+    (names, (a, b), (a - 1, 1.5, "two", b + 1), f"an integer from {a} to {b}")
+    for names, (a, b) in INTEGERS.items()
 ]
 BOUNDS += [
-    ("learning_rate", (0, 1e39), (-0.1, "nan", "inf"), "a finite number, 0 or more"),
+    ("learning_rate", (0, 1e39), (-0.1, "nan", "inf"), "a finite number from 0 on"),
     ("save_every", (1e-9, 1e38), (0, 1.1e38, "nan"), "a number above 0, at most 1e38"),
-    ("momentum", (0, 0.999), (1, -0.1), "a number, 0 or more, below 1"),
+    ("momentum", (0, 0.999), (1, -0.1), "a number from 0 on, below 1"),
 ]
 PORT = "HOST:PORT, with a port from 1 to 65535"
 BOUNDS += [("coordinator", ("a:1", "a:65535"), ("a", "a:0", "a:65536"), PORT)]
 
 
 @cases("names, taken, refused, expected", *BOUNDS)
-def test_flag_takes_what_lies_within_its_bounds(names, taken, refused, expected):
+def test_flag_takes_the_values_within_its_bounds(names, taken, refused, expected):
     for flag in map(tm.flag, names.split()):
         for value in taken:
             assert [*tm.given_flags([f"{flag}={value}"]).values()] == [value]
@@ -1129,24 +1161,24 @@ def test_flag_takes_what_lies_within_its_bounds(names, taken, refused, expected)
 CHOICES = "mode", "network", "optimizer", "schedule", "data"
 HOMELESS = "--plot", "--resume", "--save-every 2", "--keep 2"
 SYNC = "--mode sync"
-SPLIT = ": does not split over the %d devices of a model; use a multiple of %d, for "
-SPLIT += "example %d, or leave out --devices"
+SPLIT = ": a batch of this size does not split over a model's %d devices; use a "
+SPLIT += "multiple of %d, for example %d, or leave out --devices"
 ADDRESS = "--coordinator here:1 --num-processes 2"
 BAD_FLAGS = [
     *((f"--{name} x", f"argument --{name}: invalid choice: 'x'") for name in CHOICES),
     ("--learning-rat 1", "unrecognized arguments: --learning-rat 1"),
-    *((x, f"{x.split()[0]}: needs --workdir, the folder of the run") for x in HOMELESS),
-    ("--network batchnorm --momentum 0", "--momentum: --optimizer adam has none; leav"),
+    *((x, f"{x.split()[0]} needs --workdir, the folder of the run") for x in HOMELESS),
+    ("--network batchnorm --momentum 0", "--momentum: --optimizer adam has no "),
     ("--data generated --network tiny", "--data-dir: --data generated reads no files;"),
     ("--resume --workdir no", "no/config.json: No such file or directory"),
     (f"{SYNC} --members 2", "--members 2: --mode sync trains one model"),
-    ("--process-id 0", "--coordinator, --num-processes and --process-id belong toget"),
+    ("--process-id 0", "--coordinator, --num-processes and --process-id: give all"),
     ("--distributed --process-id 0", "--coordinator, --num-processes and --process-"),
     (f"{ADDRESS} --process-id 2", "--process-id 2: expected 0 to 1"),
     ("--devices 9", "--devices 9: there are 8 CPU devices"),
-    ("--batch-size 769", "--batch-size 769: more than the 768 training images"),
-    ("--batch-size 255 --epochs 715827883", "--epochs 715827883: at most 715827882 "),
-    ("--max-shift 29", "--max-shift 29: more than the 28 pixels of an image's side"),
+    ("--batch-size 769", "--batch-size 769: there are 768 training images"),
+    ("--batch-size 255 --epochs 715827883", "--epochs 715827883: JAX can count 7158"),
+    ("--max-shift 29", "--max-shift 29: an image side has 28 pixels"),
     ("--devices 8 --members 2 --batch-size 30", f"--batch-size 30{SPLIT % (4, 4, 28)}"),
     (f"{SYNC} --devices 8 --batch-size 4", f"--batch-size 4{SPLIT % (8, 8, 8)}"),
     ("--train-size 769", "--train-size 769: data in MNIST's form"),
@@ -1165,7 +1197,7 @@ BAD_FLAGS += [
 
 
 @pytest.mark.parametrize("flags, message", BAD_FLAGS)
-def test_bad_flag_gives_one_line(tmp_path, small_folder, wrong, flags, message):
+def test_bad_flag_is_refused_in_one_line(tmp_path, small_folder, wrong, flags, message):
     file = tmp_path / "file"
     file.write_text("in the way")
     flags, message = (text.replace("FILE", str(file)) for text in (flags, message))
@@ -1174,12 +1206,12 @@ def test_bad_flag_gives_one_line(tmp_path, small_folder, wrong, flags, message):
     assert said.startswith(message)
 
 
-def test_flags_that_are_not_given_follow_the_network_and_the_optimizer():
+def test_defaults_follow_the_network_and_the_optimizer():
     def recipe(*flags):
         args = tm.parse_arguments(list(flags))
         return tm.Recipe(**{name: getattr(args, name) for name in tm.Recipe._fields})
 
-    for name in "cnn", "batchnorm":  # of the images, which are not read yet
+    for name in "cnn", "batchnorm":  # the images determine max_shift
         default = tm.RECIPES[name]._replace(max_shift=None)
         assert recipe("--network", name) == default
     assert recipe().network == "cnn"
@@ -1195,7 +1227,7 @@ def test_flags_that_are_not_given_follow_the_network_and_the_optimizer():
     ("/cache", "", "/cache/pjax_ensemble"),
     ("/cache", "digits", "digits"),
 )
-def test_data_lie_where_the_environment_says(monkeypatch, cache, mnist, expected):
+def test_data_folder_follows_the_environment(monkeypatch, cache, mnist, expected):
     monkeypatch.setattr(Path, "home", lambda: Path("/me"))
     monkeypatch.setenv("XDG_CACHE_HOME", cache)
     monkeypatch.setenv("MNIST_DIR", mnist)
@@ -1211,12 +1243,12 @@ def test_help_shows_every_flag_with_its_choices_and_its_default(capsys):
     assert list(texts) == list(tm.FLAGS)
     shown = {name: str(default or "") for name, (_, default) in tm.FLAGS.items()}
     for name in words("optimizer epochs batch_size momentum schedule max_shift"):
-        both = [str(getattr(tm.RECIPES[n], name)) for n in ("cnn", "batchnorm")]
-        shown[name] = "; batchnorm: ".join(dict.fromkeys(both)) + ")"
-    share = "2 for a side of 28, of other sizes the same share;"
-    shown["max_shift"] = shown["max_shift"].replace("2;", share)
-    rates = [f"{name}: {rate}" for name, rate in tm.LEARNING_RATES.items()]
-    shown["learning_rate"] = "; ".join(rates) + ")"
+        one, other = (getattr(tm.RECIPES[n], name) for n in ("cnn", "batchnorm"))
+        shown[name] = f"{one}" + f", or {other} with batchnorm" * (one != other) + ")"
+    scaled = "2 for images of side 28, in proportion for other sizes,"
+    shown["max_shift"] = shown["max_shift"].replace("2,", scaled)
+    rates = [f"{rate} with {name}" for name, rate in tm.LEARNING_RATES.items()]
+    shown["learning_rate"] = ", ".join(rates) + ")"
     for name, text in texts.items():
         assert f"(default: {shown[name]}" in " ".join(text.split())
         if not callable(kind := tm.FLAGS[name][0]):
@@ -1234,7 +1266,7 @@ def resume(folder, flags, config=None):
     return vars(args)
 
 
-def test_resumed_run_has_the_flags_of_its_config(tmp_path):
+def test_resumed_run_takes_its_flags_from_its_config(tmp_path):
     digits, here = (Path(path).absolute() for path in ("/digits", "/here"))
     kept = {**CONFIG, "data": "mnist", "data_dir": digits, "save_every": 0.5}
     assert resume(tmp_path, "").items() >= kept.items()
@@ -1248,17 +1280,17 @@ def test_resumed_run_has_the_flags_of_its_config(tmp_path):
 
 DAMAGED = {
     "{": "Expecting property name",
-    "5": "expected an object",
+    "5": "the file does not hold a JSON object",
     '{"network": "x"}': "argument --network: invalid choice: 'x'",
-    '{"batch_size": 0}': "argument --batch-size: expected a whole number from 1 to 214",
-    '{"seed": [1]}': "argument --seed: expected a whole number from 0 to 4294967295, ",
+    '{"batch_size": 0}': "argument --batch-size: expected an integer from 1 to 214748",
+    '{"seed": [1]}': "argument --seed: expected an integer from 0 to 4294967295, not",
     '{"skip_nonfinite": 2}': "argument --skip-nonfinite: ignored explicit argument '2'",
     '{"members": true}': "argument --members: expected one argument",
 }
 
 
 @pytest.mark.parametrize("config", DAMAGED)
-def test_config_that_is_damaged_is_named(tmp_path, config):
+def test_damaged_config_is_named(tmp_path, config):
     message = f"{tmp_path / 'config.json'}: {DAMAGED[config]}"
     said = said_by(tm.Failure, resume, tmp_path, "--seed 3", config)
     assert said.startswith(message)
@@ -1266,9 +1298,9 @@ def test_config_that_is_damaged_is_named(tmp_path, config):
     assert said.startswith(f"{tmp_path} holds no finished run: {message}")
 
 
-ANNOUNCED = {  # what is said of the models, a step's images, devices, steps at once
-    "--members 4 --devices 3": ("of 4 on 2 of 8 CPU devices (2 a device);", 256, 2, 5),
-    "--members 2": ("2 on 8 of 8 CPU devices (4 replicas a model);", 128, 8, 40),
+ANNOUNCED = {  # the words on the models, images per step, devices, steps per segment
+    "--members 4 --devices 3": ("of 4 on 2 of 8 CPU devices (2 per device)", 256, 2, 5),
+    "--members 2": ("2 on 8 of 8 CPU devices (4 replicas per", 128, 8, 40),
     "--mode sync --batch-size 60": (
         "(a batch of 60 does not split over 8);",
         60,
@@ -1277,13 +1309,13 @@ ANNOUNCED = {  # what is said of the models, a step's images, devices, steps at 
     ),
 }
 IDLE = (
-    "notice: 4 members take 2 of 3 devices: more would be no faster; --members 6 would "
+    "notice: 4 members use 2 of 3 devices: more would be no faster; --members 6 would u"
 )
 
 
 @pytest.mark.parametrize("models", ANNOUNCED)
-@mock.patch.object(tm, "SEGMENT_IMAGES", 640)  # of a device
-def test_run_without_epochs_reports_its_models(tmp_path, script, small_folder, models):
+@mock.patch.object(tm, "SEGMENT_IMAGES", 640)  # per device
+def test_zero_epochs_report_the_initial_models(tmp_path, script, small_folder, models):
     pytest.importorskip("rich")
     real, (said, images, devices, steps) = tm.Run.train, ANNOUNCED[models]
     flags = f"--epochs 0 --bootstrap --seed 7 --network tiny {models} --show-batch"
@@ -1292,7 +1324,7 @@ def test_run_without_epochs_reports_its_models(tmp_path, script, small_folder, m
     assert train.call_args.args[0].segment_steps == steps
     notice, line, *others = out.splitlines()
     assert status == 0 and (IDLE in out) == ("3" in models)
-    assert notice.startswith(f"notice: {small_folder} holds other data than MNIST (")
+    assert notice.startswith(f"notice: {small_folder} holds other data than MNIST: t")
     assert line.startswith(f"data in MNIST's form from {small_folder}, 768 train")
     assert " 200 test images of 28 x 28, 10 classes: " in line and said in line
     assert ("one model on 6 of 8 CPU" in line) == ("sync" in models)
@@ -1315,12 +1347,12 @@ def test_run_without_epochs_reports_its_models(tmp_path, script, small_folder, m
     (1, "gpu", "--members 1", (1, 1, 1, 1)),
     (1, "gpu", "--mode sync", (1, 1, 1, 1)),
     (8, "tpu", "", (8, 8, 1, 1)),
-    (10, "cpu", "--mode sync", (1, 8, 1, 8)),  # replicas divide a batch
+    (10, "cpu", "--mode sync", (1, 8, 1, 8)),  # the replicas divide the batch
     (6, "cpu", "--mode sync --batch-size 49", (1, 1, 1, 1)),
     (24, "cpu", "--members 8", (8, 16, 1, 2)),
     (4, "cpu", "--members 9 --batch-size 7", (9, 3, 3, 1)),
     (12, "cpu", "--mode sync --devices 4", (1, 4, 1, 4)),
-    (2, "cpu", "--batch-size 255 --epochs 715827882", (2, 2, 1, 1)),  # as JAX counts
+    (2, "cpu", "--batch-size 255 --epochs 715827882", (2, 2, 1, 1)),  # JAX's limit
 )
 def test_members_and_replicas_follow_the_devices_and_the_batch(
     small_folder, monkeypatch, there, platform, flags, expected
@@ -1335,11 +1367,11 @@ def test_members_and_replicas_follow_the_devices_and_the_batch(
     "size, flags, expected",
     ((28, 28), "", 2),
     ((12, 40), "", 1),
-    ((128, 140), "", 9),  # of more pixels than there are images
+    ((128, 140), "", 9),  # more pixels than images
     ((8, 8), "--max-shift 8", 8),
     ((8, 8), "--network batchnorm", 0),
 )
-def test_shift_is_in_proportion_to_the_images(tmp_path, size, flags, expected):
+def test_default_shift_is_in_proportion_to_the_images(tmp_path, size, flags, expected):
     folder = write_set(tmp_path, [np.zeros((64, *size))] * 2, [np.arange(64) % 2] * 2)
     args = tm.parse_arguments(words(flags, "--data-dir", folder))
     recipe, data, _ = tm.prepare(args)
@@ -1354,11 +1386,11 @@ def test_images_too_small_for_the_network_are_refused(tmp_path, wrong, network, 
     assert said.startswith(f"--network {network}: {sizes[network == 'batchnorm']}")
 
 
-def test_path_that_the_output_cannot_show_ends_no_run(tmp_path):
+def test_path_that_the_output_cannot_encode_does_not_end_the_run(tmp_path):
     folder = write_files(tmp_path / "\N{GREEK CAPITAL LETTER OMEGA}", small_files())
-    flags = words("--mode sync --batch-size 40 --devices 33")  # on fewer cores
+    flags = words("--mode sync --batch-size 40 --devices 33")  # more than the cores
     command = [sys.executable, HERE / "train_mnist.py", *flags]
     env = {**ENVIRONMENT, "JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "cp1252"}
     run = subprocess.run([*command, "--data-dir", folder], env=env, capture_output=True)
-    assert run.returncode == 2 and b"40: does not split over the 33 dev" in run.stderr
+    assert run.returncode == 2 and b"40: a batch of this size does not" in run.stderr
     assert b"\\u03a9 holds other data than MNIST" in run.stdout

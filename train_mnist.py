@@ -1,88 +1,99 @@
 """Train convolutional networks on MNIST: an ensemble of any size, or one model.
 
-    python train_mnist.py --mode ensemble     members apart, probabilities averaged
-    python train_mnist.py --members 8         so many members, on whatever devices
-    python train_mnist.py --mode sync         one model, gradients averaged
+    python train_mnist.py --mode ensemble     train members, average their probabilities
+    python train_mnist.py --members 8         train eight members, on any devices
+    python train_mnist.py --mode sync         train one model, average its gradients
 
 models and devices:
-  --mode {ensemble,sync}  ensemble: independent members, probabilities averaged; sync:
-                          one model, each batch divided over the devices, gradients
-                          averaged (default: ensemble)
-  --members K             members of the ensemble; they share devices, or devices share
-                          one, as it takes (default: one a device, and at least two on a
-                          CPU, five on an accelerator)
-  --devices D             devices to use, of each process; on CPU, that many virtual
-                          devices (default: all, but for replicas that would not divide
-                          the batch; on CPU, one a core)
-  --at-once N             compute together N of the members that share a device: for a
-                          GPU; slower on a CPU (default: 1)
-  --show-batch            draw how the batch of a step lies on the devices, with rich
-                          (default: off)
+  --mode {ensemble,sync}  ensemble: train independent members and average their
+                          probabilities; sync: train one model, divide each batch over
+                          the devices and average the gradients (default: ensemble)
+  --members K             number of members of the ensemble; members can share a device,
+                          and devices can share a member (default: one per device, but
+                          at least two on a CPU and five on an accelerator)
+  --devices D             number of devices that each process uses; on a CPU, the number
+                          of virtual devices (default: all devices, or fewer where the
+                          batch does not split over a member's replicas; on a CPU, one
+                          device per core)
+  --at-once N             number of members on a device that are computed together;
+                          meant for GPUs, slower on a CPU (default: 1)
+  --show-batch            draw how one step's batch is divided over the devices; needs
+                          rich (default: off)
 
 training:
   --network {cnn,batchnorm}
-                          cnn: of Flax's ensembling guide; batchnorm: of Keras's guide
-                          to distributed training with JAX, with batch normalization
-                          and dropout (default: cnn)
-  --optimizer {sgd,adam}  stochastic gradient descent with momentum, or Adam
-                          (default: sgd; batchnorm: adam)
-  --epochs N              passes over the training images; 0 reports the initial models
-                          (default: 5; batchnorm: 2)
-  --batch-size B          examples a step of one model, all its replicas together
-                          (default: 64)
-  --learning-rate RATE    of the optimizer; the schedule's peak
-                          (default: sgd: 0.15; adam: 0.001)
+                          cnn: the network of Flax's ensembling guide; batchnorm: the
+                          network of Keras's guide to distributed training with JAX,
+                          with batch normalization and dropout (default: cnn)
+  --optimizer {sgd,adam}  sgd: stochastic gradient descent with momentum; adam: Adam
+                          (default: sgd, or adam with batchnorm)
+  --epochs N              number of passes over the training images, fixed when a run
+                          starts; 0 reports the initial models
+                          (default: 5, or 2 with batchnorm)
+  --batch-size B          number of examples per step of one model, over all its
+                          replicas (default: 64)
+  --learning-rate RATE    learning rate of the optimizer, or the peak of the schedule
+                          (default: 0.15 with sgd, 0.001 with adam)
   --momentum SHARE        share of the velocity that a step of sgd keeps (default: 0.9)
   --schedule {constant,linear,cosine}
-                          learning rate over the run: constant, or rising over its first
-                          15% and falling to 0, in straight lines or half cosines
-                          (default: linear; batchnorm: constant)
-  --max-shift PIXELS      move each training image at random by up to so many pixels
-                          (default: 2 for a side of 28, of other sizes the same share;
-                          batchnorm: 0)
-  --bootstrap             train each member on as many images as there are, drawn with
-                          replacement from them for it alone (default: each on all, in
-                          an order of its own)
-  --skip-nonfinite        leave out a step whose loss or gradient is not finite, on all
-                          replicas together (default: one model stops with the last
-                          checkpoint, members go on)
-  --seed S                member i depends on seed and i alone (default: 0)
+                          learning rate over the run; constant: the same at every step;
+                          linear or cosine: it rises over the first 15% of the steps and
+                          then falls to 0, in straight lines or in half cosines
+                          (default: linear, or constant with batchnorm)
+  --max-shift PIXELS      largest random shift of a training image along each axis, in
+                          pixels (default: 2 for images of side 28, in proportion for
+                          other sizes, or 0 with batchnorm)
+  --bootstrap             train each member on its own resample of the training images:
+                          as many images, drawn with replacement (default: every member
+                          trains on all images, in its own order)
+  --skip-nonfinite        skip each step whose loss or gradient is not finite, on all
+                          replicas together (default: no step is skipped; the run stops
+                          at its last good checkpoint when no member is finite)
+  --seed S                seed of the random numbers; member i depends on S and i alone
+                          (default: 0)
 
 data:
   --data {auto,mnist,generated}
-                          mnist: from --data-dir, downloaded there if missing;
-                          generated: digits that this script draws; auto: mnist, or
-                          generated if it cannot be had (default: auto)
-  --data-dir DIR          MNIST's four files, gzipped or plain, or others of any size
-                          and labels under their names (default: $MNIST_DIR, else
-                          pjax_ensemble in the user's cache folder)
-  --train-size N          train on the first N images (default: all)
+                          mnist: MNIST from --data-dir, downloaded if missing;
+                          generated: digits that this script draws; auto: MNIST, or
+                          generated digits if MNIST cannot be downloaded
+                          (default: auto)
+  --data-dir DIR          folder of MNIST's four files, gzipped or plain, or of another
+                          data set in files of the same format and names
+                          (default: $MNIST_DIR if it is set, otherwise pjax_ensemble in
+                          the user's cache folder)
+  --train-size N          number of training images to use, the first ones
+                          (default: all)
 
 output:
-  --workdir DIR           write metrics.jsonl, report.json and checkpoints there
-                          (default: write nothing)
-  --plot                  draw report.png in --workdir, with matplotlib (default: off)
-  --save-every EPOCHS     epochs between checkpoints, or a part of one (default: 1.0)
-  --keep N                checkpoints to keep, the newest (default: 3)
-  --resume                go on from the newest valid checkpoint in --workdir, on any
-                          devices; what trains, and on what data, is as it was, and
-                          need not be given (default: a new run)
+  --workdir DIR           folder for metrics.jsonl, report.json and the checkpoints
+                          (default: nothing is written)
+  --plot                  draw report.png in --workdir; needs matplotlib (default: off)
+  --save-every EPOCHS     number of epochs between checkpoints, whole or fractional
+                          (default: 1.0)
+  --keep N                number of checkpoints to keep, the newest ones (default: 3)
+  --resume                continue the run in --workdir from its newest valid
+                          checkpoint, on any devices; the run's other flags are read
+                          from the folder, and flags that determine its results cannot
+                          change (default: start a new run)
 
-several processes, each started with the same flags but for its id; the first writes:
+several processes, all started with the same flags except --process-id; only process 0
+prints the results and writes files:
   --coordinator HOST:PORT
-                          a free port on the machine of process 0, where the processes
-                          meet (default: one process, alone)
-  --num-processes P       how many there are (default: 1)
-  --process-id I          which one this is, from 0 (default: 0)
-  --distributed           in place of these three: let JAX find the processes, under
-                          Slurm or on TPUs (default: off)
+                          address of process 0 and a free port there, where the
+                          processes meet (default: none, for a single process)
+  --num-processes P       number of processes (default: 1)
+  --process-id I          number of this process, from 0 to P - 1 (default: 0)
+  --distributed           let JAX find the processes, under Slurm or on TPUs, in place
+                          of the three flags above (default: off)
   --connect-timeout SECONDS
-                          how long to wait for the other processes (default: 60)
+                          number of seconds to wait for the other processes
+                          (default: 60)
 """
 
-# The order of this file: recipe and networks; the trainer; the run, which is the loop;
-# then what the run needs: report, picture, data, its folder, signals and processes, and
-# the command line.
+# This file contains, in order: the recipe and the networks; the trainer; the run, which
+# is the training loop; and the run's needs: report, picture, data, folder, signals and
+# processes, command line.
 
 from __future__ import annotations
 
@@ -109,7 +120,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-if __name__ == "__main__":  # Ctrl-C before anything is at stake: no traceback
+if __name__ == "__main__":  # Ctrl-C during the imports ends without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import jax
@@ -122,7 +133,7 @@ import pjax_ensemble as pe
 
 try:
     import fcntl
-except ImportError:  # Windows, where a run's folder is not locked
+except ImportError:  # Windows has no fcntl: a run's folder is not locked there
     fcntl = None
 
 
@@ -132,23 +143,23 @@ except ImportError:  # Windows, where a run's folder is not locked
 
 
 class Recipe(NamedTuple):
-    """What to train, and how."""
+    """The settings of training."""
 
     network: str
     optimizer: str
     epochs: int
-    batch_size: int  # examples a step of one model, over all its replicas
+    batch_size: int  # examples per step of one model, over all its replicas
     learning_rate: float  # the schedule's peak
-    momentum: float  # of sgd
+    momentum: float  # for sgd
     schedule: str
-    max_shift: int  # pixels by which training images move; in `RECIPES`, of 28
-    bootstrap: bool = False  # each member trains on a resample of its own
-    skip_nonfinite: bool = False  # a step whose gradient is not finite changes nothing
-    at_once: int = 1  # members of a device that are computed together
+    max_shift: int  # largest shift in pixels; in `RECIPES`, for images of side 28
+    bootstrap: bool = False  # each member trains on its own resample
+    skip_nonfinite: bool = False  # skip steps whose loss or gradient is not finite
+    at_once: int = 1  # members on a device that are computed together
 
 
-# Of the cnn, chosen on held-out training images, as benchmarks/recipe.py measures; of
-# the other network, those of the guide that it comes from.
+# The cnn's recipe was chosen on held-out training images, as benchmarks/recipe.py does.
+# The batchnorm recipe is the one in Keras's guide.
 RECIPES = {
     "cnn": Recipe("cnn", "sgd", 5, 64, 0.15, 0.9, "linear", 2),
     "batchnorm": Recipe("batchnorm", "adam", 2, 64, 1e-3, 0.9, "constant", 0),
@@ -164,7 +175,7 @@ SCHEDULES = {
 
 class BatchNormCNN(NamedTuple):
     conv1: pe.Conv  # [3, 3, I, 12], without bias
-    norm1: pe.BatchNorm  # [12], without scale, as the others
+    norm1: pe.BatchNorm  # [12]; all three are without scale
     conv2: pe.Conv  # [6, 6, 12, 24], without bias
     norm2: pe.BatchNorm  # [24]
     conv3: pe.Conv  # [6, 6, 24, 32]
@@ -173,13 +184,12 @@ class BatchNormCNN(NamedTuple):
     dense2: pe.Dense  # [256, C]
 
 
-def batch_norm_cnn_init(
-    key: jax.Array, *, image_shape: Sequence[int] = (28, 28, 1), num_classes: int = 10
-) -> tuple[BatchNormCNN, tuple]:
-    """Draw the network of Keras's distributed-JAX guide, as `pe.cnn_init` does.
+def batch_norm_cnn_init(key, *, image_shape=(28, 28, 1), num_classes=10) -> tuple:
+    """Draw initial weights of the network of Keras's distributed-JAX guide.
 
-    With the defaults it has 49,242 parameters; H and W are 6 or more, and do not change
-    it.  Returns (params, stats), stats a `BatchStats` a normalization.
+    With the defaults it has 49,242 parameters.  H and W must be at least 6, and do not
+    change that number.  Returns (params, stats), with one `BatchStats` in stats per
+    normalization.
     """
     *_, channels = image_shape
     keys = jax.random.split(key, 5)
@@ -197,8 +207,8 @@ def batch_norm_cnn(
 ) -> tuple[jax.Array, tuple]:
     """Map images [B, H, W, I], pixels in [0, 1], to logits [B, C] and new stats.
 
-    With a key, as in training: the batch's statistics, and dropout.  Without, as in
-    evaluation: the running statistics, and none.
+    With a key, as in training, it uses the batch's statistics and dropout.  Without a
+    key, as in evaluation, it uses the running statistics and no dropout.
     """
     new_stats: list[pe.BatchStats] = []
 
@@ -229,12 +239,12 @@ NETWORKS = {
 
 
 # ---------------------------------------------------------------------------------
-# Training: the trainer, and what it trains on
+# Training: images, and the trainer
 # ---------------------------------------------------------------------------------
 
 
 def shift_images(key: jax.Array, images: jax.Array, max_shift: int) -> jax.Array:
-    """Move each image [B, H, W, C] by its own random offset, zeros moving in."""
+    """Move each image [B, H, W, C] by its own random offset, padded with zeros."""
     if max_shift == 0:
         return images
     pad = [(0, 0), (max_shift, max_shift), (max_shift, max_shift), (0, 0)]
@@ -249,23 +259,18 @@ def scale(images: jax.Array) -> jax.Array:
 
 
 def init_of(recipe: Recipe, form: dict) -> Callable:
-    """Return the network's init, of a key alone, for the form of a data set."""
+    """Return the network's init, a function of a key, for a data set's form."""
     sizes = {"image_shape": form["image_shape"], "num_classes": len(form["classes"])}
     return lambda key, *_: NETWORKS[recipe.network].init(key, **sizes)
 
 
 def make_trainer(
-    recipe: Recipe,
-    members: int,
-    devices: int | None,
-    num_steps: int,
-    form: dict,
-    hyper: dict | None = None,
+    recipe: Recipe, members: int, devices: int | None, num_steps: int, form, hyper=None
 ) -> pe.Trainer:
     """Make a trainer for data (uint8 images, int32 labels) and a run of num_steps.
 
-    `hyper` has numbers of the optimizer in which members differ, by their names in the
-    recipe, each [K].
+    `form` is a dict with the data's image_shape and classes.  `hyper` is a dict of the
+    optimizer's numbers in which members differ, each [K], by their names in the recipe.
     """
     network = NETWORKS[recipe.network]
 
@@ -291,27 +296,28 @@ def make_trainer(
 
 
 # ---------------------------------------------------------------------------------
-# The run: the loop, and what it saves and records
+# The run: the training loop, its checkpoints and its records
 # ---------------------------------------------------------------------------------
 
 
-# What a CPU device trains on or predicts in a call, about a second's work of a core:
-# signals wait for it.  Accelerators are many times as fast.
+# The number of images that a CPU device trains on or predicts per call, about a second
+# of one core's work.  Signals wait for a call to end.  Accelerators are many times as
+# fast, and take more images per call.
 SEGMENT_IMAGES = 4096
 
 
 class Run:
-    """A run: its members, how far they are, and what is known of them.
+    """A run: its members, its progress, and its records.
 
-    Only the first of several processes has the folder.
+    Only process 0 of several processes has the folder.
     """
 
     def __init__(self, args, recipe, data, layout, folder: Path | None = None):
-        """Begin a run, or go on with that of the folder.  Raises Failure."""
+        """Start a run, or continue the run in the folder.  Raises Failure."""
         self.args, self.recipe, self.data, self.folder = args, recipe, data, folder
         self.settings = describe(args, data)
         check_same_run(self.settings)
-        self.num_steps = len(data.train_images) // recipe.batch_size  # an epoch
+        self.num_steps = len(data.train_images) // recipe.batch_size  # per epoch
         self.save_steps = max(1, round(args.save_every * self.num_steps))
         cpu = jax.default_backend() == "cpu"
         self.segment_images = SEGMENT_IMAGES if cpu else 64 * SEGMENT_IMAGES
@@ -323,8 +329,8 @@ class Run:
         self.signals = Signals()
         self.state = self.trainer.init(jax.random.key(args.seed))
         self.done, self.saved = 0, -1  # steps so far, and at the last save
-        self.metrics: list[dict] = []  # a line an epoch
-        self.failed: set[int] = set()  # members that are not finite
+        self.metrics: list[dict] = []  # one line per epoch
+        self.failed: set[int] = set()  # members that are no longer finite
         if args.resume:
             self.restore()
         if folder:
@@ -334,17 +340,19 @@ class Run:
             write_json(folder / "metrics.jsonl", *self.metrics)
 
     def train(self) -> tuple[dict, np.ndarray]:
-        """Train to the last epoch; save, evaluate and record.
+        """Train to the last epoch; save, evaluate and record after each epoch.
 
-        Returns what `evaluate` does, of the last epoch.  Raises Failure.
+        Returns `evaluate`'s result for the last epoch.  Raises Failure.
         """
         epochs, members = self.recipe.epochs, self.trainer.layout.members
         self.save()
-        # A resumed epoch may have all its steps, and only its evaluation left.
+        # A resumed epoch may have taken all its steps, and lack only its evaluation.
         resumed = max(0, self.done - 1) // self.num_steps
         for epoch in range(resumed, max(1, epochs)):
-            self.losses = np.empty((members, 0))  # of this epoch's steps here, [K, n]
-            self.seconds = 0.0  # that they took
+            # The epoch's losses [K, n] and training seconds in this process, each
+            # segment's seconds per step, and the time at which the epoch began here.
+            self.losses, self.seconds, self.pace = np.empty((members, 0)), 0.0, []
+            self.began = time.perf_counter()
             if self.done < min(epoch + 1, epochs) * self.num_steps:
                 self.train_epoch(epoch)
             self.save(whenever=epoch + 1 >= epochs)
@@ -352,7 +360,7 @@ class Run:
         return found
 
     def train_epoch(self, epoch: int) -> None:
-        """Take the steps of an epoch that are left, in segments, and save."""
+        """Take the remaining steps of an epoch, in segments, and save."""
         size, step = len(self.data.train_images), self.done - epoch * self.num_steps
         which = {n: self.settings[n] for n in ("members", "seed", "bootstrap")}
         order = pe.epoch_order(size, self.recipe.batch_size, epoch=epoch, **which)
@@ -367,15 +375,17 @@ class Run:
                 advance(segment.size)
 
     def advance(self, order: np.ndarray) -> None:
-        """Take the steps [K, n, B] of a segment, and look for signals."""
+        """Take a segment's steps, whose rows are order [K, n, B]; look for signals."""
         started = time.perf_counter()
         self.state, losses = self.trainer.epoch(self.state, self.images, order)
         self.losses = np.concatenate([self.losses, losses], axis=1)
-        self.seconds += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self.seconds += seconds
+        self.pace.append(seconds / order.shape[1])
         self.done += order.shape[1]
         if not (np.isfinite(losses[:, -1]).any() or self.recipe.skip_nonfinite):
             raise self.diverged()
-        self.signals.listen()  # until now, while JAX compiled, nothing was to be lost
+        self.signals.listen()  # not earlier: while JAX compiles, nothing can be lost
         self.look()
 
     def look(self) -> None:
@@ -383,25 +393,27 @@ class Run:
         if not (number := self.signals.agree()):
             return
         self.save(whenever=True)
-        self.signals.agree()  # nobody leaves before the first process has saved
-        text = f"what is done is in {self.args.workdir}; --resume goes on with it"
+        self.signals.agree()  # no process leaves before process 0 has saved
+        text = f"the run is saved in {self.args.workdir}; --resume continues it"
         text = text if self.args.workdir else "nothing is saved without --workdir"
         raise Failure(f"{signal.Signals(number).name}: {text}", status=128 + number)
 
     def save(self, whenever: bool = False) -> None:
-        """Save, if it is due or `whenever`.  Raises Failure for a state of no use."""
+        """Save if it is due or `whenever`.  Raises Failure if no member is finite."""
         due = whenever or self.done % self.save_steps == 0
         if not (self.args.workdir and due) or self.done == self.saved:
             return
         state = self.trainer.gather(self.state)
-        if not any_finite(state):
+        leaves = jax.tree.leaves(state._replace(key=None))
+        finite = [np.isfinite(x).reshape(len(x), -1).all(axis=1) for x in leaves]
+        if not np.all(finite, axis=0).any():  # in every leaf, for some member
             raise self.diverged()
         if self.folder:
             save_checkpoint(self.folder, state, self.done, self.args.keep)
         self.saved = self.done
 
     def restore(self) -> None:
-        """Go on from the newest valid checkpoint of the first process."""
+        """Continue from the newest valid checkpoint, which process 0 reads."""
         done, state = 0, self.trainer.gather(self.state)
         if self.folder:
             config = json.loads((self.folder / "config.json").read_text())
@@ -420,9 +432,10 @@ class Run:
         return Failure(text + good, status=3)
 
     def evaluate(self) -> tuple[dict, np.ndarray]:
-        """Evaluate on the test images, and on half as many training images, alike.
+        """Evaluate on the test images and on half as many training images.
 
-        Returns the report on the test images, and the members' probabilities [K, N, C].
+        Returns the report on the test images, and the members' probabilities for them
+        [K, N, C].
         """
         data, started = self.data, time.perf_counter()
         probs = self.predict(data.test_images)
@@ -435,17 +448,18 @@ class Run:
             raise self.diverged()
         epoch = self.done // self.num_steps
         self.name_failed(test["member"], epoch)
-        if epoch > len(self.metrics):  # it was not before this process began
+        if epoch > len(self.metrics):  # an earlier process has not recorded it
             self.record(epoch, train, test, seconds)
         return test, probs
 
     def predict(self, images: np.ndarray) -> np.ndarray:
-        """Predict [K, N, C] part by part; look for signals between."""
+        """Predict [K, N, C] in parts; look for signals after each part."""
         members, _, a_device, replicas = self.trainer.layout
         chunk = self.trainer.chunk
         turn = chunk * replicas
         rows = max(1, self.segment_images // chunk // a_device) * turn
-        # Each with a turn of rows or more: fewer would round as a smaller chunk does.
+        # Each part has at least a turn of rows: a smaller part would be predicted in
+        # a smaller chunk, and round otherwise.
         cuts, parts = range(rows, len(images) - turn + 1, rows), []
         with progress_bar("predicting", members * len(images)) as advance:
             for part in np.split(images, cuts):
@@ -455,27 +469,32 @@ class Run:
         return np.concatenate(parts, axis=1)
 
     def name_failed(self, members: list, epoch: int) -> None:
-        """Name each member that has failed, once, by its scores, and what was skipped.
+        """Print each member that has failed, once, and the number of skipped steps.
 
-        The losses are of the epoch's last steps: all, unless it was resumed within.
+        A member without scores has failed.  The losses are those that this process has
+        seen: all of the epoch's, unless the run was resumed in the middle of it.
         """
         for i, n in enumerate(np.sum(~np.isfinite(self.losses), axis=1)):
             if members[i] is None and i not in self.failed:
                 self.failed.add(i)
-                loss = f", nor was its loss in {n} steps of it" if n else ""
+                loss = f"; its loss was not finite in {n} of the steps" if n else ""
                 print(f"notice: member {i} is not finite after epoch {epoch}{loss}")
             elif self.recipe.skip_nonfinite and n:
-                steps = f"{n} steps of epoch {epoch}"
-                print(f"notice: member {i} skipped {steps}: not finite")
+                steps = f"{n} steps of epoch {epoch} that were not finite"
+                print(f"notice: member {i} skipped {steps}")
 
     def record(self, epoch: int, train: dict, test: dict, test_seconds: float) -> None:
-        """Print the guide's line, in nats and percent, and write the metrics."""
+        """Print the epoch's line and write its metrics.
+
+        The line follows Flax's guide, in nats and percent, and adds two times: the
+        epoch's seconds in this process, and an estimate of the seconds left.
+        """
         nll = "negative_log_likelihood"
         num_images = self.losses.size * self.recipe.batch_size
-        metrics: dict = {"epoch": epoch}
-        said = f"epoch: {epoch:2d}"
+        said, metrics = f"epoch: {epoch:2d}", {"epoch": epoch}
         for part, report in (("train", train), ("test", test)):
-            loss, accuracy = mean_loss(report), report["ensemble"]["accuracy"]
+            loss = float(np.mean([m[nll] for m in report["member"] if m]))
+            accuracy = report["ensemble"]["accuracy"]
             metrics |= {f"{part}_loss": loss, f"{part}_accuracy": accuracy}
             said += f", {part}_loss: {loss:.4f}, {part}_accuracy: {100 * accuracy:.2f}"
         metrics |= {
@@ -486,6 +505,11 @@ class Run:
             "test_seconds": test_seconds,
             "member_images_per_second": num_images / (self.seconds or math.inf) or None,
         }
+        took = time.perf_counter() - self.began
+        said += f", {took:.0f} s"
+        if self.pace:  # the median excludes a slow first segment, which JAX compiles
+            each = self.num_steps * np.median(self.pace) + took - self.seconds
+            said += f", {(self.recipe.epochs - epoch) * each:.0f} s left"
         print(said, flush=True)
         self.metrics.append(metrics)
         if self.folder:
@@ -494,9 +518,10 @@ class Run:
 
 @contextlib.contextmanager
 def progress_bar(what: str, total: int, done: int = 0) -> Iterator[Callable]:
-    """Draw how far a loop is, on a terminal where tqdm is; yield what advances it.
+    """Draw a loop's progress, on a terminal if tqdm is installed.
 
-    Counts are images, once for each member that trains on them or predicts them.
+    Yields a function that advances the bar by a count of images.  An image counts once
+    per member that trains on it or predicts it.
     """
     terminal = all(f is not None and f.isatty() for f in (sys.stdout, sys.stderr))
     if not (terminal and importlib.util.find_spec("tqdm")):
@@ -509,15 +534,8 @@ def progress_bar(what: str, total: int, done: int = 0) -> Iterator[Callable]:
         yield bar.update
 
 
-def any_finite(state: pe.TrainState) -> bool:
-    """Whether a member of the state [K, ...] has no number that is not finite."""
-    leaves = jax.tree.leaves(state._replace(key=None))
-    finite = [np.isfinite(x).reshape(len(x), -1).all(axis=1) for x in leaves]
-    return bool(np.all(finite, axis=0).any())
-
-
 def describe(args, data: Dataset) -> dict:
-    """Return what determines the numbers of a run, whatever devices it has."""
+    """Return the settings that determine a run's results, on any devices."""
     content, (_, *arrays, _) = hashlib.sha256(), data
     for array in arrays:
         content.update(np.ascontiguousarray(array))
@@ -526,7 +544,7 @@ def describe(args, data: Dataset) -> dict:
 
 
 class Failure(Exception):
-    """A run that ends here: a message for one line, and an exit status."""
+    """The end of a run: a message of one line, and an exit status."""
 
     def __init__(self, message: str, status: int = 2):
         super().__init__(message)
@@ -539,9 +557,9 @@ class Failure(Exception):
 
 
 def report_finite(member_probs: np.ndarray, labels: np.ndarray) -> dict | None:
-    """Make `em.ensemble_report` of the members whose probabilities are finite.
+    """Return `em.ensemble_report` of the members whose probabilities are finite.
 
-    The others stand in `member` as None.  None when no member is finite.
+    In its `member` the other members are None.  Returns None if no member is finite.
     """
     finite = np.isfinite(member_probs).all(axis=(1, 2))
     if not finite.any():
@@ -549,11 +567,6 @@ def report_finite(member_probs: np.ndarray, labels: np.ndarray) -> dict | None:
     report = em.ensemble_report(member_probs[finite], labels)
     scores = iter(report["member"])
     return report | {"member": [next(scores) if ok else None for ok in finite]}
-
-
-def mean_loss(report: dict) -> float:
-    """Average the negative log-likelihood over the members, in nats."""
-    return float(np.mean([m["negative_log_likelihood"] for m in report["member"] if m]))
 
 
 def print_table(title: str, rows: Sequence[tuple[str, dict | None]]) -> None:
@@ -567,7 +580,7 @@ def print_table(title: str, rows: Sequence[tuple[str, dict | None]]) -> None:
 
 
 def print_report(mode: str, report: dict) -> None:
-    """Print the final tables: members and ensemble, or the one model; then by size."""
+    """Print the final tables: members and ensemble, or one model; then sizes."""
     rows = [(f"member {i}", scores) for i, scores in enumerate(report["member"])]
     rows.append(("ensemble", report["ensemble"]))
     rows = [("model", report["ensemble"])] if mode == "sync" else rows
@@ -575,7 +588,7 @@ def print_report(mode: str, report: dict) -> None:
     if report["members"] == 1:
         return
     sizes = [(f"first {n}", scores) for n, scores in enumerate(report["by_size"], 1)]
-    print_table("ensemble by size, of the members that are finite", sizes)
+    print_table("ensemble by size, finite members only", sizes)
     entropy = f"predictive entropy {report['predictive_entropy']:.4f} nats"
     shared = f"of which mutual information {report['mutual_information']:.4f}"
     print(f"\ndisagreement {report['disagreement']:.2%} of pairs, {entropy}, {shared}")
@@ -590,16 +603,16 @@ VERSIONS["python"] = sys.version.split()[0]
 # ---------------------------------------------------------------------------------
 
 
-# Colors of Okabe and Ito, which do not need red and green to be told apart; the lines
-# differ in width and marker too.
+# These are Okabe and Ito's colors, which can be told apart without red and green.  The
+# lines also differ in width and marker.
 ENSEMBLE: dict = {"color": "#d55e00", "linewidth": 2, "marker": "s", "markersize": 5}
 MEMBER: dict = {"color": "#56b4e9", "linewidth": 1, "marker": "o", "markersize": 3}
 DASHED: dict = {"color": "0.3", "linewidth": 1, "linestyle": "--"}
 
 
-# What is drawn over epochs and sizes: its label, a factor, its name in the scores of a
-# report, and in a line of the metrics after train_ and member_test_, and the ensemble's
-# name there.
+# The scores drawn over epochs and sizes.  Each has a label, a factor, its name in a
+# report's scores, its name in a line of the metrics after train_ and member_test_, and
+# the ensemble's name in that line.
 SCORES = (
     ("NLL, nats", 1, "negative_log_likelihood", "loss", "ensemble_test_loss"),
     ("accuracy, %", 100, "accuracy", "accuracy", "test_accuracy"),
@@ -607,7 +620,7 @@ SCORES = (
 
 
 def draw_curve(axes, x, y, name: str | None, style: dict) -> None:
-    """Draw `y` [n], or a curve a member [n, K], over `x`, under one name."""
+    """Draw `y` over `x`: one curve [n], or one per member [n, K], under one name."""
     axes.plot(x, y, **style)[0].set_label(name)
 
 
@@ -629,7 +642,7 @@ def draw_score(panels, score: tuple, metrics: Sequence[dict], report: dict) -> N
 
 
 def draw_reliability(diagram, histogram, probs: np.ndarray, labels) -> None:
-    """Draw accuracy over confidence, bin by bin, and how many examples each has."""
+    """Draw each bin's accuracy over its confidence, and the examples per bin."""
     members = "members", MEMBER, probs.reshape(-1, probs.shape[-1])
     for name, style, p in members, ("ensemble", ENSEMBLE, probs.mean(axis=0)):
         counts, confidence, accuracy = em.reliability(p, np.resize(labels, len(p)))
@@ -648,7 +661,7 @@ def draw_reliability(diagram, histogram, probs: np.ndarray, labels) -> None:
 
 
 def draw_images(figure, probs: np.ndarray, data: Dataset) -> None:
-    """Draw the images that the ensemble is least sure of, with the members' votes."""
+    """Draw the images with the highest predictive entropy, and the members' votes."""
     unsure = np.argsort(-em.predictive_entropy(probs))[:12]
     below = "members' votes, as class: count"
     figure.suptitle(f"test images of the highest predictive entropy; below, {below}")
@@ -661,19 +674,17 @@ def draw_images(figure, probs: np.ndarray, data: Dataset) -> None:
         axes.set(xticks=[], yticks=[])
 
 
-def draw_report(
-    path: Path, metrics: Sequence[dict], report: dict, probs: np.ndarray, data: Dataset
-) -> None:
-    """Draw what training and report say; `probs` [K, N, C] are of the test images.
+def draw_report(path: Path, metrics, report: dict, probs, data: Dataset) -> None:
+    """Draw the lines of metrics and the report; `probs` [K, N, C] are the test images'.
 
-    Needs matplotlib, the [plot] extra.
+    It needs matplotlib, which the [plot] extra installs.
     """
     from matplotlib.figure import Figure
 
     probs = probs[np.isfinite(probs).all(axis=(1, 2))]
     figure = Figure(figsize=(9, 9.5), layout="constrained")
-    what = f"{len(data.test_images)} test images: an ensemble of {len(probs)}"
-    figure.suptitle(f"{data.name}, {what}")
+    models = f"an ensemble of {len(probs)}"
+    figure.suptitle(f"{data.name}, {len(data.test_images)} test images: {models}")
     curves, images = figure.subfigures(2, 1, height_ratios=(5, 3))
     axes = curves.subplots(2, 3)
     for row, score in zip(axes, SCORES):
@@ -694,7 +705,7 @@ def draw_report(
 
 
 class DownloadError(Failure):
-    """A file that is missing, and that no mirror gives."""
+    """A file is missing, and no mirror has delivered it."""
 
 
 class Dataset(NamedTuple):
@@ -706,12 +717,12 @@ class Dataset(NamedTuple):
     classes: np.ndarray  # [C], the labels of the training file, sorted
 
     def form(self) -> dict:
-        """Return what else a run depends on, as JSON has it."""
+        """Return the image shape and the classes, as JSON holds them."""
         shape = list(self.train_images.shape[1:])
         return {"image_shape": shape, "classes": self.classes.tolist()}
 
 
-# SHA-256 of MNIST's own files, uncompressed: mirrors differ in their gzip wrapping.
+# SHA-256 of MNIST's files, uncompressed, since mirrors compress them differently.
 SHA256SUMS = """
 ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db train-images-idx3-ubyte
 65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5 train-labels-idx1-ubyte
@@ -723,17 +734,17 @@ MIRRORS = (
     "https://storage.googleapis.com/cvdf-datasets/mnist/",
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
 )
-MAX_BYTES = 2**31  # the largest content that is read
-MAX_DOWNLOAD = 2**26  # bytes, as they come and unpacked; MNIST's largest has 2**25.5
-TIMEOUT = 30  # seconds without a byte
+MAX_BYTES = 2**31  # the largest content that is read, uncompressed
+MAX_DOWNLOAD = 2**26  # bytes, packed and unpacked; MNIST's largest file has 2**25.5
+TIMEOUT = 30  # seconds to wait for the next byte
 
 
 def read_idx(path: Path) -> tuple[np.ndarray, str]:
     """Return an IDX file's array, uint8 [N] or [N, H, W], and its content's SHA-256.
 
-    The header is two zero bytes, the type (8, unsigned bytes), how many dimensions
-    there are, and each of them as a big-endian 32-bit number.  No more is read than it
-    promises, plus one byte.  Raises Failure.
+    The header has two zero bytes, the type (8 for unsigned bytes), the number of
+    dimensions, and each dimension as a big-endian 32-bit number.  At most one byte more
+    than the header declares is read.  Raises Failure.
     """
     num_dims = 3 if "images" in path.name else 1
     magic, length = bytes((0, 0, 8, num_dims)), 4 + 4 * num_dims
@@ -744,20 +755,20 @@ def read_idx(path: Path) -> tuple[np.ndarray, str]:
             if not head.startswith(magic) or len(head) < length:
                 form = f"0x{magic.hex()}: unsigned bytes in {num_dims} dimensions"
                 found = f"header 0x{head.hex()}"
-                raise ValueError(f"{found}; expected {length} bytes, at first {form}")
+                raise ValueError(f"{found}; expected {length} bytes that begin {form}")
             shape = np.frombuffer(head, ">u4", offset=4).tolist()
             size = math.prod(shape)
             if not 0 < size <= MAX_BYTES:
                 declared = f"declares {shape}, {size} bytes"
                 raise ValueError(f"{declared}; expected 1 to {MAX_BYTES}")
-            # What a header merely promises takes no memory: gzip packs 1032 to 1.
+            # A false header takes no memory: gzip packs at most 1032 bytes into one.
             most = path.stat().st_size * (1032 if packed else 1)
             body = file.read(min(size, most) + 1)
         if len(body) != size:
             amount = "more than" if len(body) > size else f"{len(body)} of"
-            raise ValueError(f"holds {amount} the {size} bytes that {shape} takes")
+            raise ValueError(f"holds {amount} the {size} bytes of shape {shape}")
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        # gzip's among them: cut short, a wrong checksum, not gzip at all
+        # gzip raises them for a file cut short, a wrong checksum, and another format.
         reason = getattr(error, "strerror", None) or error
         raise Failure(f"{path}: {reason}") from error
     digest = hashlib.sha256(head + body).hexdigest()
@@ -765,9 +776,9 @@ def read_idx(path: Path) -> tuple[np.ndarray, str]:
 
 
 def download(folder: Path, name: str) -> Path:
-    """Put one of MNIST's files into `folder`, whole and verified or not at all.
+    """Download one of MNIST's files into `folder`, verified; leave no partial file.
 
-    Returns its path.  Raises DownloadError with every mirror tried and why it failed.
+    Returns its path.  Raises DownloadError, which gives each mirror's reason.
     """
     path, failures = folder / f"{name}.gz", []
     for mirror in MIRRORS:
@@ -778,19 +789,19 @@ def download(folder: Path, name: str) -> Path:
                 packed = response.read(MAX_DOWNLOAD)
             content = zlib.decompressobj(wbits=31).decompress(packed, MAX_DOWNLOAD)
             if hashlib.sha256(content).hexdigest() != MNIST_FILES[name]:
-                raise ValueError("content is not MNIST's (its SHA-256 differs)")
+                raise ValueError("the content is not MNIST's: its SHA-256 differs")
             folder.mkdir(parents=True, exist_ok=True)
             with pe.replace_file(path) as file:
                 file.write(packed)
             return path
         except (OSError, http.client.HTTPException, zlib.error, ValueError) as error:
             failures.append(f"{url}: {error}")
-    missing = f"{folder / name} is missing, and no mirror gives it"
+    missing = f"{folder / name} is missing, and no mirror has delivered it"
     raise DownloadError(f"{missing}: {'; '.join(failures)}")
 
 
 def misfit(arrays: Sequence[np.ndarray]) -> str | None:
-    """Say which of a data set's four files does not fit the others, and why."""
+    """Return which of a data set's four files does not fit the others, and why."""
     _, train_file, image_file, test_file = MNIST_FILES
     images, labels, test_images, test_labels = arrays
     classes, strange = np.unique(labels), np.setdiff1d(test_labels, labels)
@@ -798,21 +809,21 @@ def misfit(arrays: Sequence[np.ndarray]) -> str | None:
         if len(x) != len(y):
             return f"{file}: {len(y)} labels for {len(x)} images"
     if len(classes) == 1:
-        return f"{train_file}: all labels are {classes[0]}; expected two or more"
+        return f"{train_file}: every label is {classes[0]}; expected several classes"
     if strange.size:
-        known = f"{len(classes)} classes of {train_file}"
-        return f"{test_file}: label {strange[0]} is none of the {known}"
+        known = f"among the {len(classes)} classes of {train_file}"
+        return f"{test_file}: label {strange[0]} is not {known}"
     size, other = (" x ".join(map(str, x.shape[1:])) for x in (images, test_images))
     if other != size:
-        return f"{image_file}: images are {other}; those to train on are {size}"
+        return f"{image_file}: images are {other}; the training images are {size}"
     return None
 
 
 def load_mnist(folder: Path) -> Dataset:
-    """Load the four files from `folder`; others of any size and labels are welcome.
+    """Load the four files from `folder`: MNIST's, or others of any size and labels.
 
-    Raises Failure for a file that is missing and cannot be downloaded, for one that
-    is damaged, and for files that do not belong together.
+    Raises Failure for a missing file that cannot be downloaded, for a damaged file, and
+    for files that do not fit each other.
     """
     if folder.exists() and not folder.is_dir():
         raise Failure(f"--data-dir {folder}: not a folder")
@@ -822,7 +833,7 @@ def load_mnist(folder: Path) -> Dataset:
     for name in sorted(paths, key=lambda name: not paths[name]):  # missing ones last
         if foreign and not paths[name]:
             other = f"{name} is missing, and {foreign[0]} is not MNIST's"
-            raise Failure(f"{folder}: {other}, so MNIST's cannot take its place")
+            raise Failure(f"{folder}: {other}; add the file of the same data set")
         found[name], digest = read_idx(paths[name] or download(folder, name))
         if digest != MNIST_FILES[name]:
             foreign.append(name)
@@ -833,22 +844,22 @@ def load_mnist(folder: Path) -> Dataset:
     for images, labels in (arrays[:2], arrays[2:]):
         parts += [images[..., None], np.searchsorted(classes, labels).astype(np.int32)]
     if foreign:
-        print(f"notice: {folder} holds other data than MNIST ({', '.join(foreign)})")
+        print(f"notice: {folder} holds other data than MNIST: {', '.join(foreign)}")
         name = f"data in MNIST's form from {folder}"
     return Dataset(name, *parts, classes.astype(int))
 
 
 # ---------------------------------------------------------------------------------
-# Data: generated digits, for a machine without MNIST and without a network
+# Data: generated digits, for a machine that has neither MNIST nor a network
 # ---------------------------------------------------------------------------------
 
 
 SIDE = 28  # pixels along each side of an image
-CHUNK = 1000  # images drawn at once, from a random stream of their own
-STEPS = 72  # in which the pen writes a digit
+CHUNK = 1000  # images drawn together, from one random stream
+STEPS = 72  # points along the pen's path
 
-# Ways of writing each digit, of eight knots each.  A pair such as "27" is a knot, 2
-# across, 7 down, that attracts the pen; a pair written twice makes a corner.
+# The ways of writing each digit, with eight knots each.  A pair such as "27" is a knot,
+# 2 across and 7 down, that attracts the pen.  A pair written twice makes a corner.
 STROKES = {
     0: "50 10 09 39 89 80 50 30; 70 20 08 49 98 80 40 30; 50 20 18 39 79 70 50 30",
     1: "50 50 50 55 59 59 59 59; 23 23 50 50 55 59 59 59; 24 50 50 59 59 29 29 89",
@@ -877,13 +888,13 @@ def draw_digits(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     labels = np.array([label for label, _ in WAYS], np.int32)
     knots = np.float32([[[*map(int, knot)] for knot in way] for _, way in WAYS])
     num_knots = knots.shape[1]
-    # The pen follows a uniform cubic B-spline: its weights for knots so far from it.
+    # The pen follows a uniform cubic B-spline, which weights knots by their distance.
     far = np.abs(np.linspace(0, num_knots - 1, STEPS)[:, None] - np.arange(num_knots))
     pull = np.where(far < 1, 4 - 6 * far**2 + 3 * far**3, (2 - far).clip(0) ** 3)
     pull = np.float32(pull / pull.sum(axis=1, keepdims=True))  # [STEPS, num_knots]
 
     way = rng.integers(len(WAYS), size=CHUNK)
-    haste = np.exp(normal(-0.7, 0.45, 1, 1))  # most write neatly, a few scrawl
+    haste = np.exp(normal(-0.7, 0.45, 1, 1))  # most digits are neat, a few scrawled
     moved = knots[way] - 4.5 + haste * normal(0, 1, num_knots, 2)
     x, y = np.moveaxis(pull @ moved, 2, 0)
     x, y = x * normal(1.6, 0.2, 1), y * normal(1.9, 0.15, 1)  # from knots to pixels
@@ -892,7 +903,7 @@ def draw_digits(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     x, y = x * np.cos(turn) - y * np.sin(turn), x * np.sin(turn) + y * np.cos(turn)
     x, y = x + normal(SIDE / 2 - 0.5, 1, 1), y + normal(SIDE / 2 - 0.5, 1, 1)
 
-    # A dab of ink is one bell down times one across; a matrix product sums the dabs.
+    # A dab of ink is a bell down times a bell across; a matrix product sums the dabs.
     width = np.exp(normal(-0.2, 0.2, 1, 1))
     dab = 0.9 * np.hypot(np.gradient(x, axis=1), np.gradient(y, axis=1))[..., None]
     ink = (bell(y) * dab / width).swapaxes(1, 2) @ bell(x)
@@ -900,13 +911,11 @@ def draw_digits(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     return np.uint8(255 * ink.clip(0, 1))[..., None], labels[way]
 
 
-def generate_digits(
-    seed: int, num_train: int = 60_000, num_test: int = 10_000
-) -> Dataset:
-    """Draw white digits on black, MNIST's stand-in in shapes and types.
+def generate_digits(seed: int, num_train=60_000, num_test=10_000) -> Dataset:
+    """Draw white digits on black, in MNIST's shapes and types.
 
-    Equal seeds draw equal digits, and fewer are the first of more.  No label is wrong;
-    what makes some digits hard is how hastily they are written.
+    Equal seeds draw equal digits, and a smaller set is the start of a larger one.  No
+    label is wrong; hasty writing makes some digits hard.
     """
     arrays = []
     for part, count in enumerate((num_train, num_test)):
@@ -917,7 +926,7 @@ def generate_digits(
 
 
 def load_data(source: str, folder: Path) -> Dataset:
-    """Load what --data names.  Raises Failure."""
+    """Load the data that --data names.  Raises Failure."""
     if source != "generated":
         try:
             return load_mnist(folder)
@@ -935,9 +944,9 @@ def load_data(source: str, folder: Path) -> Dataset:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a run's folder, which is made, for this process.  Raises Failure, OSError.
+    """Make a run's folder, and lock it for this process.  Raises Failure, OSError.
 
-    The lock is the system's, and ends with the process, however that ends.
+    The system releases the lock when the process ends, however it ends.
     """
     folder.mkdir(parents=True, exist_ok=True)
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
@@ -947,7 +956,7 @@ def locked(folder: Path) -> Iterator[None]:
             if fcntl:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            used = f"--workdir {folder}: in use by process {file.read(100).strip()}"
+            used = f"--workdir {folder} is in use by process {file.read(100).strip()}"
             raise Failure(f"{used}; wait for it, or choose another folder") from None
         file.truncate(0)
         print(os.getpid(), "on", socket.gethostname(), file=file, flush=True)
@@ -955,7 +964,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def clear(folder: Path, resume: bool) -> None:
-    """Remove what a dead process left half written; refuse earlier results."""
+    """Remove half-written files of a dead process; refuse earlier results."""
     half = re.compile(r"\.(checkpoint_\d+|config|metrics|report)\.\w+\.\w+\.tmp")
     for name in filter(half.fullmatch, os.listdir(folder)):
         os.unlink(folder / name)
@@ -963,13 +972,13 @@ def clear(folder: Path, resume: bool) -> None:
     found = [path for path in results if path.exists() and path.stat().st_size]
     found += [path for _, path in checkpoints(folder)]
     if found and not resume:
-        earlier = f"holds {found[0].name} of an earlier run"
-        choice = "go on with it (--resume), choose another folder, or remove it"
-        raise Failure(f"--workdir {folder}: {earlier}; {choice}")
+        earlier = f"--workdir {folder} holds {found[0].name} of an earlier run"
+        choice = "continue that run (--resume), choose another folder, or remove it"
+        raise Failure(f"{earlier}; {choice}")
 
 
 def write_json(path: Path, *values: dict, indent: int | None = None) -> None:
-    """Write a file of JSON, a value after the other."""
+    """Write a file of JSON, one value after another."""
     texts = [json.dumps(x, indent=indent, allow_nan=False) + "\n" for x in values]
     with pe.replace_file(path) as file:
         file.write("".join(texts).encode())
@@ -977,11 +986,11 @@ def write_json(path: Path, *values: dict, indent: int | None = None) -> None:
 
 @contextlib.contextmanager
 def read_json(path: Path) -> Iterator[dict]:
-    """Yield what a file of JSON holds; Failure for what it does not names the file."""
+    """Yield a JSON file's object; errors in the block become a Failure naming it."""
     try:
         found = json.loads(path.read_text())
         if not isinstance(found, dict):
-            raise ValueError("expected an object, {...}")
+            raise ValueError("the file does not hold a JSON object, {...}")
         yield found
     except KeyError as error:
         raise Failure(f"{path}: {error} is missing") from error
@@ -991,29 +1000,29 @@ def read_json(path: Path) -> Iterator[dict]:
 
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Return the steps and paths of what is named as a checkpoint, newest first."""
+    """Return the steps and paths of the files named as checkpoints, newest first."""
     name = re.compile(r"checkpoint_(\d{8,18})\.safetensors")
     matches = map(name.fullmatch, os.listdir(folder))
     return sorted([(int(m[1]), folder / m[0]) for m in matches if m], reverse=True)
 
 
 def save_checkpoint(folder: Path, state: pe.TrainState, done: int, keep: int) -> None:
-    """Save the members after `done` steps; remove what is older than the newest.
+    """Save the members after `done` steps; keep the newest `keep` checkpoints.
 
-    Checkpoints of later steps, which were skipped as damaged, do not count.
+    Checkpoints of later steps do not count, and stay: they were skipped as damaged.
     """
     pe.save(folder / f"checkpoint_{done:08d}.safetensors", state)
     older = [path for step, path in checkpoints(folder) if step <= done]
     for path in older[keep:]:
-        with contextlib.suppress(PermissionError):  # Windows: it is being read
+        with contextlib.suppress(PermissionError):  # on Windows, while it is read
             os.unlink(path)
 
 
 def load_members(path: Path, step: int, like: Any, recipe: Recipe) -> pe.TrainState:
     """Load the checkpoint of a step.  Raises ValueError, OSError.
 
-    It is of the step that its members' optimizers have counted, or of a later one if
-    the recipe leaves out steps, which they do not count.
+    The members' optimizers have counted exactly `step` steps, or fewer if the recipe
+    skips steps, which they do not count.
     """
     state = pe.load(path, like)
     counted = state.opt_state.num_steps  # [K]
@@ -1023,9 +1032,9 @@ def load_members(path: Path, step: int, like: Any, recipe: Recipe) -> pe.TrainSt
 
 
 def load_checkpoint(folder: Path, like: Any, recipe: Recipe) -> tuple:
-    """Return the steps and the members of the newest valid checkpoint.
+    """Return the number of steps and the members of the newest valid checkpoint.
 
-    Raises Failure when there is none.
+    Raises Failure if no checkpoint is valid.
     """
     found = checkpoints(folder)
     for done, path in found:
@@ -1035,11 +1044,11 @@ def load_checkpoint(folder: Path, like: Any, recipe: Recipe) -> tuple:
             return done, state
         except (OSError, ValueError) as error:
             print(f"train_mnist.py: warning: skipped {error}", file=sys.stderr)
-    raise Failure(f"--resume: {folder} holds no valid checkpoint, of {len(found)}")
+    raise Failure(f"--resume: none of {len(found)} checkpoints in {folder} is valid")
 
 
 def read_metrics(folder: Path, epochs: int) -> list[dict]:
-    """Return the lines of the epochs that are complete, up to one that is damaged."""
+    """Return the lines of completed epochs, up to the first damaged line."""
     path, metrics = folder / "metrics.jsonl", []
     try:
         for line in path.read_text().splitlines()[:epochs]:
@@ -1053,7 +1062,7 @@ def read_metrics(folder: Path, epochs: int) -> list[dict]:
 
 
 class Trained(NamedTuple):
-    """What a finished run left, to predict with: images are uint8 [N, H, W(, 1)]."""
+    """The models of a finished run, which predict from images uint8 [N, H, W(, 1)]."""
 
     trainer: pe.Trainer
     state: pe.TrainState
@@ -1071,24 +1080,23 @@ class Trained(NamedTuple):
     def _pixels(self, images: Any) -> np.ndarray:
         images, shape = np.asarray(images), tuple(self.config["image_shape"])
         if images.dtype != np.uint8 or images.shape[1:] not in (shape, shape[:2]):
-            raise ValueError(
-                f"images are {images.dtype} {[*images.shape]}; expected uint8 [N, "
-                f"{shape[0]}, {shape[1]}], pixels from 0 to 255: resize others, and of "
-                "floats from 0 to 1 take np.uint8(np.rint(255 * images))"
-            )
+            found = f"images are {images.dtype} {[*images.shape]}"
+            form = f"uint8 [N, {shape[0]}, {shape[1]}], pixels from 0 to 255"
+            hint = "resize images; turn x in [0, 1] into np.uint8(np.rint(255 * x))"
+            raise ValueError(f"{found}; expected {form}: {hint}")
         return images.reshape(-1, *shape)
 
 
 def load_run(workdir: str | os.PathLike, devices: int | None = None) -> Trained:
-    """Load the models of a finished run from its folder, which stays as it is.
+    """Load the models of a finished run from its folder, which it does not change.
 
-    `devices` is how many to use at most, by default all.  Members that the run's report
-    excludes, since they are not finite, are left out.
+    `devices` is the largest number of devices to use, by default all.  Members that the
+    run's report excludes, since they are not finite, are left out.
 
-    Raises ValueError for a folder of no run, for a run that is not finished or whose
-    newest checkpoint is damaged, and for more devices than there are.  So does
-    predicting, for images that are not bytes, or of another size than those it trained
-    on.
+    Raises ValueError for a folder without a run, for a run that is not finished or
+    whose newest checkpoint is damaged, and for more devices than there are.  Predicting
+    raises ValueError for images that are not bytes, or of another size than the
+    training images.
     """
     folder = Path(workdir)
     try:
@@ -1097,19 +1105,18 @@ def load_run(workdir: str | os.PathLike, devices: int | None = None) -> Trained:
             recipe = Recipe(**{n: flags.get(n, config[n]) for n in Recipe._fields})
             members, size = flags["members"], flags["train_size"]
             num_steps = recipe.epochs * (size // recipe.batch_size)
-            trainer = make_trainer(recipe, members, 1, num_steps, config)
-            state = trainer.gather(trainer.init(jax.random.key(0)))
+            like = make_trainer(recipe, members, 1, num_steps, config).like()
         done, path = max(checkpoints(folder), default=(None, folder))
         if done != num_steps:
-            raise ValueError(f"it is at step {done} of {num_steps}")
+            raise ValueError(f"its newest checkpoint is step {done} of {num_steps}")
         with read_json(folder / "report.json") as report:
             scored = [isinstance(scores, dict) for scores in report["member"]]
             if len(scored) != members or not any(scored):
-                has = f"has scores of {sum(scored)} of {len(scored)} members"
-                raise ValueError(f"{has}; config.json has {members}")
-        state = load_members(path, done, state, recipe)
+                has = f"holds scores of {sum(scored)} of {len(scored)} members"
+                raise ValueError(f"{has}; config.json has {members} members")
+        state = load_members(path, done, like, recipe)
     except (OSError, ValueError, Failure) as error:
-        hint = f"to go on with one: python train_mnist.py --resume --workdir {folder}"
+        hint = f"continue a run by: python train_mnist.py --resume --workdir {folder}"
         raise ValueError(f"{folder} holds no finished run: {error}; {hint}") from error
     trainer = make_trainer(recipe, sum(scored), devices, num_steps, config)
     state = trainer.scatter(jax.tree.map(lambda x: x[np.array(scored)], state))
@@ -1122,15 +1129,15 @@ def load_run(workdir: str | os.PathLike, devices: int | None = None) -> Trained:
 
 
 class Signals:
-    """SIGTERM and SIGINT, as a request that training and evaluation look for.
+    """SIGTERM and SIGINT, as requests that training and evaluation look for.
 
-    So they are from `listen` to `close`.  Else, while nothing is to be saved, they end
-    the process at once, as a second SIGINT always does.
+    They are requests between `listen` and `close`.  Otherwise, while there is nothing
+    to save, they end the process at once.  A second SIGINT always does.
     """
 
     def __init__(self):
-        self.received = 0  # the first of them
-        self.handlers = {}  # those before ours
+        self.received = 0  # the number of the first signal
+        self.handlers = {}  # the handlers that ours replaced
 
     def listen(self) -> None:
         if not self.handlers and threading.current_thread() is threading.main_thread():
@@ -1146,19 +1153,19 @@ class Signals:
             signal.signal(number, handler)
 
     def agree(self) -> int:
-        """Return the signal of any process, or 0."""
+        """Return the signal that any process has received, or 0."""
         return int(pe.gather_processes(np.int32(self.received)).max())
 
 
 def connect(args: argparse.Namespace) -> None:
-    """Join the processes of the run, if it has several.  Raises Failure."""
+    """Join the run's processes, if there are several.  Raises Failure."""
     if not (args.distributed or args.coordinator):
         return
     where = f"--coordinator {args.coordinator}" if args.coordinator else "--distributed"
 
-    def give_up():  # JAX would abort, with a trace of C++
+    def give_up():  # JAX would abort with a trace of C++
         late = f"the processes did not meet within {args.connect_timeout} seconds"
-        hint = "is each started, with its own id and the same number of processes?"
+        hint = "start each with its own id and the same number of processes"
         os.write(2, f"train_mnist.py: error: {where}: {late}; {hint}\n".encode())
         os._exit(1)
 
@@ -1166,12 +1173,12 @@ def connect(args: argparse.Namespace) -> None:
     processes = args.coordinator, args.num_processes, args.process_id
     options = {"initialization_timeout": args.connect_timeout + 60}
     known = inspect.signature(jax.distributed.initialize).parameters
-    if "heartbeat_timeout_seconds" in known:  # newer JAX: how long a process may hang
+    if "heartbeat_timeout_seconds" in known:  # JAX 0.5 lacks it
         options["heartbeat_timeout_seconds"] = 30
     timer = threading.Timer(args.connect_timeout, give_up)
     timer.start()
     try:
-        if args.process_id == 0:  # a busy port: JAX would end without a word
+        if args.process_id == 0:  # at a busy port JAX would end without a message
             port = int(args.coordinator.rpartition(":")[2])
             socket.create_server(("", port)).close()
         jax.distributed.initialize(*processes, **options)
@@ -1180,33 +1187,35 @@ def connect(args: argparse.Namespace) -> None:
         raise Failure(f"{where}: {reason}", status=1) from error
     finally:
         timer.cancel()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX has taken it for itself
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX has set its own handler
     count, there = jax.process_count(), f"the process at {args.coordinator}"
     if args.num_processes not in (None, count):
-        raise Failure(f"--num-processes {args.num_processes}: {there} counts {count}")
+        raise Failure(f"--num-processes {args.num_processes}: {there} expects {count}")
 
 
 def share(tree: Any) -> Any:
-    """Give every process the first one's tree of arrays, of 32 bits or fewer."""
+    """Return process 0's tree of arrays, of at most 32 bits, in every process."""
     return jax.tree.map(lambda x: pe.gather_processes(x)[0], tree)
 
 
-OTHER_RUN = "leave out the flags that differ, or choose another --workdir"
+OTHER_RUN = "leave out the flags that differ, or start a new run in another --workdir"
 
 
 def check_same(who: str, ours: dict, theirs: dict, remedy: str = OTHER_RUN) -> None:
-    """Raise Failure for the first of our settings that another run lacks."""
+    """Raise Failure for the first of our settings that differs in another run."""
     for name, value in ours.items():
         if value != (other := theirs.get(name)):
-            raise Failure(f"{who}: {name} is {value} here, {other} there; {remedy}")
+            why = f" (the learning-rate schedule ends at epoch {other})"
+            there = f"{other} there" + why * (name == "epochs")
+            raise Failure(f"{who}: {name} is {value} here, {there}; {remedy}")
 
 
 def check_same_run(settings: dict) -> None:
-    """Raise Failure in a process that trains with other settings than the first."""
-    text = json.dumps(settings).ljust(8192).encode()  # of one length everywhere
+    """Raise Failure in a process whose settings differ from process 0's."""
+    text = json.dumps(settings).ljust(8192).encode()  # one length in all processes
     first = json.loads(share(np.frombuffer(text, np.uint8)).tobytes())
     who = f"--process-id {jax.process_index()}"
-    check_same(who, settings, first, "give it the flags of the first")
+    check_same(who, settings, first, "start it with the flags of process 0")
 
 
 # ---------------------------------------------------------------------------------
@@ -1214,11 +1223,11 @@ def check_same_run(settings: dict) -> None:
 # ---------------------------------------------------------------------------------
 
 
-MOST = 2**31 - 1  # what JAX counts to
+MOST = 2**31 - 1  # the largest number that JAX counts to
 
 
 def checked(kind: Callable, expected: str, holds: Callable) -> Callable:
-    """Make a type for argparse: a value of `kind` that `holds`."""
+    """Make a type for argparse: values of `kind` for which `holds` is true."""
 
     def read(text: str):
         with contextlib.suppress(ValueError):
@@ -1230,8 +1239,7 @@ def checked(kind: Callable, expected: str, holds: Callable) -> Callable:
 
 
 def between(low: int, high: int) -> Callable:
-    expected = f"a whole number from {low} to {high}"
-    return checked(int, expected, lambda n: low <= n <= high)
+    return checked(int, f"an integer from {low} to {high}", lambda n: low <= n <= high)
 
 
 def at_least(low: int) -> Callable:
@@ -1244,12 +1252,12 @@ def is_address(text: str) -> bool:
 
 
 address = checked(str, "HOST:PORT, with a port from 1 to 65535", is_address)
-nonnegative = checked(float, "a finite number, 0 or more", lambda x: 0 <= x < math.inf)
+nonnegative = checked(float, "a finite number from 0 on", lambda x: 0 <= x < math.inf)
 positive = checked(float, "a number above 0, at most 1e38", lambda x: 0 < x <= 1e38)
-below_one = checked(float, "a number, 0 or more, below 1", lambda x: 0 <= x < 1)
+below_one = checked(float, "a number from 0 on, below 1", lambda x: 0 <= x < 1)
 
-# What each flag takes (bool: nothing) and its default.  Where that is None, the recipe
-# has it, or the run finds it.
+# The type or the choices of each flag's value (a bool flag takes no value), and the
+# default.  Where the default is None, the recipe has it, or the run determines it.
 FLAGS = {
     "mode": (("ensemble", "sync"), "ensemble"),
     "members": (at_least(1), None),
@@ -1282,7 +1290,7 @@ FLAGS = {
     "connect_timeout": (between(1, 24 * 60 * 60), 60),
 }
 DEFAULTS = {name: default for name, (_, default) in FLAGS.items()}
-# What determines a run's numbers, and what else --resume takes from its config.json.
+# The flags that determine a run's results, and all flags that --resume reads.
 NUMBERS = ("mode", "members", *Recipe._fields, "seed", "train_size")
 KEPT = (*NUMBERS, "data", "data_dir", "save_every")
 
@@ -1300,7 +1308,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def given_flags(argv: Sequence[str] | None) -> dict:
-    """Return the values of the flags that are given, by name.  Raises Failure."""
+    """Return the values of the given flags, by name.  Raises Failure."""
     parser = Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for name, (kind, _) in FLAGS.items():
         takes = {"type": kind} if callable(kind) else {"choices": tuple(kind)}
@@ -1318,23 +1326,23 @@ def kept_flags(config: dict) -> dict:
 
 
 def default_folder() -> Path:
-    """Return $MNIST_DIR, or a folder of our own in the user's cache folder."""
+    """Return $MNIST_DIR, or the folder pjax_ensemble in the user's cache folder."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("MNIST_DIR") or cache / "pjax_ensemble")
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line: what is given, else the resumed run's, else defaults.
+    """Read the command line; take other flags from a resumed run, or the defaults.
 
-    Raises Failure for what lies out of range or does not go together.
+    Raises Failure for a value out of range, and for flags that exclude each other.
     """
     given = own = given_flags(argv)
     for name in ("plot", "save_every", "keep", "resume"):
         if name in own and "workdir" not in own:
-            raise Failure(f"{flag(name)}: needs --workdir, the folder of the run")
+            raise Failure(f"{flag(name)} needs --workdir, the folder of the run")
     if "resume" in own:
         path = own["workdir"] / "config.json"
-        # Only the first of several processes has to have it.
+        # Only process 0 of several processes must have it.
         if path.exists() or not (own.get("process_id") or "distributed" in own):
             with read_json(path) as config:
                 given = kept_flags(config) | own
@@ -1342,20 +1350,20 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             check_same(f"--resume from {path.parent}", changes, config)
     recipe = RECIPES[given.get("network", DEFAULTS["network"])]
     optimizer = given.get("optimizer", recipe.optimizer)
-    # Of what is not given, the pixels are those of the images, which are not read yet.
+    # The default of max_shift depends on the images, which are not read yet.
     recipe = recipe._replace(learning_rate=LEARNING_RATES[optimizer], max_shift=None)
     args = argparse.Namespace(**(DEFAULTS | recipe._asdict() | given))
     args.data_dir = (args.data_dir or default_folder()).absolute()
     if args.mode == "sync" and args.members not in (None, 1):
         raise Failure(f"--members {args.members}: --mode sync trains one model")
     if "momentum" in own and args.optimizer == "adam":
-        raise Failure("--momentum: --optimizer adam has none; leave it out")
+        raise Failure("--momentum: --optimizer adam has no momentum; leave it out")
     if "data_dir" in own and args.data == "generated":
         raise Failure("--data-dir: --data generated reads no files; leave it out")
     _, count, number = three = args.coordinator, args.num_processes, args.process_id
     if three.count(None) not in ((3,) if args.distributed else (0, 3)):
         names = "--coordinator, --num-processes and --process-id"
-        raise Failure(f"{names} belong together, or --distributed stands alone")
+        raise Failure(f"{names}: give all three, or --distributed alone")
     if args.coordinator and number >= count:
         raise Failure(f"--process-id {number}: expected 0 to {count - 1}")
     return args
@@ -1368,33 +1376,33 @@ def check(args: argparse.Namespace, name: str, ok: bool, message: str) -> None:
 
 
 def lay_out(args: argparse.Namespace) -> pe.Layout:
-    """Lay the models over the devices; put into `args` how many there are.
+    """Lay the models over the devices; put the number of models into `args`.
 
-    Raises Failure where flags do not fit.
+    Raises Failure for flags that do not fit the devices.
     """
     processes, here = jax.process_count(), jax.local_device_count()
     devices, kind = args.devices or here, jax.default_backend().upper()
     check(args, "devices", devices <= here, f"there are {here} {kind} devices")
-    each = f"several processes use all of their {here} {kind} devices each"
+    each = f"each of several processes uses all its {here} {kind} devices"
     check(args, "devices", processes == 1 or devices == here, each)
     devices = devices if processes == 1 else jax.device_count()
-    few = 2 if kind == "CPU" else 5  # of which an ensemble has at least so many
+    few = 2 if kind == "CPU" else 5  # the fewest members of an ensemble by default
     args.members = 1 if args.mode == "sync" else args.members or max(devices, few)
     n = pe.layout(args.members, devices, processes).replicas
-    if processes == 1 and not args.devices:  # as many replicas as divide the batch
+    if processes == 1 and not args.devices:  # the most replicas that divide the batch
         n = max(r for r in range(1, n + 1) if args.batch_size % r == 0)
         devices = min(devices, args.members * n)
     other = f"use a multiple of {n}, for example {args.batch_size // n * n or n}"
     other += ", or leave out --devices" * (processes == 1)
-    split = f"does not split over the {n} devices of a model; {other}"
+    split = f"a batch of this size does not split over a model's {n} devices; {other}"
     check(args, "batch_size", args.batch_size % n == 0, split)
     return pe.layout(args.members, devices, processes)
 
 
 def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
-    """Load the data, lay out the models; put into `args` what the data decide.
+    """Load the data and lay out the models; put into `args` the data's defaults.
 
-    Raises Failure where flags do not fit.
+    Raises Failure for flags that do not fit the data or the devices.
     """
     for name, tool in (("show_batch", "rich"), ("plot", "matplotlib")):
         if getattr(args, name) and not importlib.util.find_spec(tool):
@@ -1404,16 +1412,15 @@ def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
     args.train_size = size = args.train_size or len(images)
     has = f"{data.name} has {len(images)} training images"
     check(args, "train_size", size <= len(images), has)
-    few = f"more than the {size} training images"
+    few = f"there are {size} training images"
     check(args, "batch_size", args.batch_size <= size, few)
     most = MOST // (size // args.batch_size)
-    check(args, "epochs", args.epochs <= most, f"at most {most} with such batches")
+    check(args, "epochs", args.epochs <= most, f"JAX can count {most} such epochs")
     data = data._replace(train_images=images[:size], train_labels=labels[:size])
     side = min(images.shape[1:3])
     if args.max_shift is None:
         args.max_shift = round(RECIPES[args.network].max_shift * side / SIDE)
-    far = f"more than the {side} pixels of an image's side"
-    check(args, "max_shift", args.max_shift <= side, far)
+    check(args, "max_shift", args.max_shift <= side, f"an image side has {side} pixels")
     recipe = Recipe(**{name: getattr(args, name) for name in Recipe._fields})
     try:  # images may be too small for the network
         models = jax.eval_shape(init_of(recipe, data.form()), jax.random.key(0))
@@ -1424,9 +1431,9 @@ def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
 
 
 def announce(args: argparse.Namespace, recipe: Recipe, data: Dataset, layout) -> None:
-    """Say in a line what is about to run: data, models, devices, recipe, versions.
+    """Print a line about the run: its data, models, devices, recipe and versions.
 
-    Another line names devices that stay idle, and the remedy.
+    A second line names devices that stay idle, and the remedy.
     """
     size = " x ".join(map(str, data.train_images.shape[1:3]))
     members, devices, shared, replicas = layout
@@ -1434,8 +1441,8 @@ def announce(args: argparse.Namespace, recipe: Recipe, data: Dataset, layout) ->
     models = "one model" if args.mode == "sync" else f"an ensemble of {members}"
     where = f"{devices} of {there} {jax.default_backend().upper()} devices"
     where += f" of {processes} processes" * (processes > 1)
-    where += f" ({shared} a device)" * (shared > 1)
-    where += f" ({replicas} replicas a model)" * (replicas > 1)
+    where += f" ({shared} per device)" * (shared > 1)
+    where += f" ({replicas} replicas per model)" * (replicas > 1)
     wanted = args.devices or there
     full = pe.layout(members, wanted, processes)
     split = f" (a batch of {recipe.batch_size} does not split over {full.replicas})"
@@ -1446,12 +1453,12 @@ def announce(args: argparse.Namespace, recipe: Recipe, data: Dataset, layout) ->
     what = f"{data.name}, {counts} images of {size}, {len(data.classes)} classes"
     print(f"{what}: {models} on {where}; {said}", flush=True)
     if devices == full.devices < wanted:
-        more = f"more would be no faster; --members {wanted * shared} would take all"
-        print(f"notice: {members} members take {devices} of {wanted} devices: {more}")
+        more = f"more would be no faster; --members {wanted * shared} would use all"
+        print(f"notice: {members} members use {devices} of {wanted} devices: {more}")
 
 
 def show_batch(layout: pe.Layout, batch_size: int, pixels: int) -> None:
-    """Draw which rows of a step's images lie on which device, as Keras's guide does."""
+    """Draw the rows of a step's images per device, as Keras's guide does."""
     rows = layout.members_per_device * layout.devices * batch_size // layout.replicas
     mesh = jax.sharding.Mesh(jax.devices()[: layout.devices], ("devices",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices"))
@@ -1465,7 +1472,7 @@ def train_and_report(args: argparse.Namespace) -> None:
     connect(args)
     with contextlib.ExitStack() as stack:
         folder = None
-        if jax.process_index():  # all compute what is printed: one of them is enough
+        if jax.process_index():  # every process has the results; only process 0 prints
             stack.enter_context(contextlib.redirect_stdout(None))
         elif folder := args.workdir:
             stack.enter_context(locked(folder))
@@ -1494,7 +1501,7 @@ def train_and_report(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status, after one line of what is wrong."""
+    """Run the command line; return the exit status, after one line on any error."""
     several = False
     try:
         args = parse_arguments(argv)
@@ -1511,7 +1518,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in reason:
             less = "fewer --members on more --devices, or a smaller --batch-size"
             text = f"out of memory; try {less}: {reason}"
-        elif type(error) is RuntimeError:  # JAX's own errors are of other types
+        elif type(error) is RuntimeError:  # errors of JAX have other types
             text = reason
         elif several:
             text = f"lost contact with another process: {reason}"
@@ -1520,11 +1527,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = f"error: {text}" if status < 128 else text
     print(f"train_mnist.py: {text}", file=sys.stderr, flush=True)
     if several and status < 128:
-        os._exit(status)  # JAX would wait for the others, which wait for this one
+        os._exit(status)  # JAX would wait for processes that wait for this one
     return status
 
 
 if __name__ == "__main__":
-    if sys.stdout:  # a path that its encoding lacks is no reason to end
+    if sys.stdout:  # a path that the encoding lacks must not end the run
         sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(main())
