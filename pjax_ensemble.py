@@ -2777,9 +2777,10 @@ def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
     short or foreign, for leaves that differ from those in `like`, and for a path that
     is not a regular file (a link is not); OSError if it cannot be read.
 
-    Save a trainer's state as `gather` returns it, and load it with like=trainer.like().
-    A state that was saved without `gather` is not lost: load it with
-    like=trainer.init(key), by a trainer on as many devices, and gather it.
+    Save a trainer's state as `gather` returns it, and load it with like=trainer.like(),
+    or like=trainer.like(key) if it was made from another kind of key than
+    jax.random.key(0).  A state that was saved without `gather` is not lost: load it
+    with like=trainer.init(key), by a trainer on as many devices, and gather it.
     """
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise ValueError(f"{path}: not a regular file")
@@ -2791,16 +2792,12 @@ def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
     if like is None:
         return leaves
     ours, theirs = _forms(_by_path(like)), _forms(leaves)
+    remedy = "; gather a state before you save it, or give its kind of key to like"
+    end = f"{remedy}: see help(load)" if isinstance(like, TrainState) else ""
     for name in [*ours, *theirs]:
         form, other = (x.get(name, "absent") for x in (theirs, ours))
         if form != other:
-            if isinstance(like, TrainState):
-                kinds = form.split()[0], other.split()[0]
-                remedy = "gather a state before you save it: see help(load)"
-                if name == ".key" and kinds[0] != kinds[1]:
-                    remedy = "give trainer.like a key of the file's kind"
-                other += f"; {remedy}"
-            raise ValueError(f"{path}: leaf '{name}' is {form}; expected {other}")
+            raise ValueError(f"{path}: leaf '{name}' is {form}; expected {other}{end}")
     return jax.tree.unflatten(jax.tree.structure(like), [leaves[n] for n in ours])
 
 

@@ -3493,8 +3493,8 @@ def test_a_state_that_was_saved_without_gather_is_not_lost(tmp_path):
     assert leaves_equal(found, trainer.gather(state))
     pe.save(path, found)
     said = said_by(ValueError, pe.load, path, trainer.like(jax.random.PRNGKey(0)))
-    expected = "expected uint32 [2, 2]; give trainer.like a key of the file's kind"
-    assert said.endswith(f"leaf '.key' is key<threefry2x32> [2]; {expected}")
+    expected = "leaf '.key' is key<threefry2x32> [2]; expected uint32 [2, 2]; gather"
+    assert expected in said and "give its kind of key to like: see help" in said
 
 
 @pytest.mark.parametrize("like", [None, {"a": A}])
