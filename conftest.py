@@ -1,4 +1,4 @@
-"""What all tests share: JAX as it is set up, helpers, processes, runs of the script."""
+"""Shared by all tests: JAX's settings, helpers, other processes, runs of the script."""
 
 import functools
 import inspect
@@ -27,12 +27,12 @@ import train_mnist as tm
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# What takes the time is compiling.  So it does not optimize, unless the environment has
-# JAX_DISABLE_MOST_OPTIMIZATIONS=0; and many tests compile the same programs, which are
-# kept from one session, and one of pytest's workers, to the next, in pytest's folder or
-# in $COMPILED.  (JAX 0.5.0 crashes when it runs what it has kept.)  XLA in JAX 0.10 can
-# still compile as it did before, in half the time; a version that knows no such flag
-# would abort.
+# Compiling takes most of the suite's time.  So the compiler does not optimize, unless
+# the environment sets JAX_DISABLE_MOST_OPTIMIZATIONS=0.  A cache on disk, in pytest's
+# folder or in $COMPILED, shares compiled programs between sessions and between pytest's
+# workers.  (JAX 0.5.0 crashes when it runs a program from that cache.)  XLA in JAX 0.10
+# still has its previous emitters, which compile in half the time; an XLA that does not
+# know their flag would abort.
 HERE = Path(__file__).parent
 COMPILED = os.environ.get("COMPILED") or jax.config.jax_compilation_cache_dir
 FAST = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") != "0"
@@ -47,17 +47,17 @@ if FAST and jax.__version_info__[:2] == (0, 10):
     flags = os.environ.get("XLA_FLAGS", ""), "--xla_cpu_use_fusion_emitters=false"
     os.environ["XLA_FLAGS"] = " ".join(flags)
 
-jax.devices()  # now, before a test could ask for another number
+jax.devices()  # fixes their number before a test can change it
 
 NUMBERS = itertools.count(1)
 
 
 @pytest.fixture(autouse=True)
 def few_programs():
-    """Let JAX forget its programs now and then.
+    """Clear JAX's caches after every hundredth test.
 
-    It keeps those of models that are gone, too, each with maps of memory, of which
-    Linux gives a process 65,530: one more, and it ends in a segmentation fault.
+    The caches keep the programs of deleted models too.  Every program maps memory, and
+    a process that exceeds Linux's 65,530 mappings ends in a segmentation fault.
     """
     yield
     if next(NUMBERS) % 100 == 0:
@@ -68,14 +68,14 @@ def few_programs():
 # Markers and tables of cases
 # ---------------------------------------------------------------------------------
 
-# What other systems lack: Windows links, locks and signals, and it says other things of
-# paths; Windows, and macOS where its name is not that of a host, Gloo.
+# Windows lacks POSIX's links, locks and signals, and words its errors about paths
+# differently.  It also lacks Gloo, as does a Mac that cannot resolve its own name.
 posix = pytest.mark.skipif(os.name != "posix", reason="not on Windows")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="on Linux alone")
 
 
 def refuses(*rows):
-    """Make a test of calls that raise ValueError: rows of (call, what it says)."""
+    """Make a test of calls that raise ValueError: rows of (call, message pattern)."""
 
     @pytest.mark.parametrize("call, message", rows)
     def test(call, message):
@@ -86,19 +86,19 @@ def refuses(*rows):
 
 
 def said_by(kind, call, *args):
-    """Return the words of the error that a call raises."""
+    """Return the message of the error that a call raises."""
     with pytest.raises(kind) as error:
         call(*args)
     return str(error.value)
 
 
 def cases(names, *rows):
-    """Run a test once for each row of what it takes besides fixtures."""
+    """Run a test once per row; a row holds the arguments that are not fixtures."""
     return pytest.mark.parametrize(names, rows)
 
 
 # ---------------------------------------------------------------------------------
-# What tests compute with, and compare
+# Values that tests compute with, and comparisons
 # ---------------------------------------------------------------------------------
 
 D = 8
@@ -136,12 +136,12 @@ def leaves_equal(a, b):
 
 
 def assert_close(actual, expected, tolerance=1e-5):
-    """Assert that two trees are equal to rounding, in proportion to the leaf's largest.
+    """Assert that two trees are equal up to rounding.
 
-    Processors add in different orders, with or without fused multiplication: a sum is
-    off by some float32 epsilons (6e-8) of its largest terms, however little is left of
-    it where terms cancel.  So the bound of every entry is `tolerance` times the largest
-    of its leaf; one in proportion to each entry would hold by luck.
+    Every entry may be off by `tolerance` times the largest absolute entry of its leaf.
+    Processors add in different orders, with or without fused multiplication, so a sum
+    is off by some float32 epsilons (6e-8) of its largest terms, even where they cancel
+    and the sum is small.  A bound relative to each entry would hold only by luck.
     """
 
     def check(a, b):
@@ -155,7 +155,7 @@ def assert_close(actual, expected, tolerance=1e-5):
 # Other processes
 # ---------------------------------------------------------------------------------
 
-# They are to compute as this one does, with the programs that are kept.
+# Other processes compute as this one does, and share its compiled programs.
 NAMES = "PATH", "XLA_FLAGS", "NPROC", "SYSTEMROOT", "USERPROFILE"
 ENVIRONMENT = {name: os.environ[name] for name in NAMES if name in os.environ}
 ENVIRONMENT |= {name.upper(): str(value) for name, value in COMPILING.items()}
@@ -170,7 +170,7 @@ def start_python(code, *args, cwd=HERE, **env):
 
 
 def run_python(*args, **options):
-    """Run code in a fresh interpreter, and return what it printed."""
+    """Run code in a fresh interpreter and return its output."""
     run = start_python(*args, **options)
     try:
         printed, errors = run.communicate(timeout=300)
@@ -194,7 +194,7 @@ IMAGES = next(iter(tm.MNIST_FILES))
 
 
 def idx(array, dims=None):
-    """Make the bytes of an IDX file, with a header that may lie."""
+    """Make the bytes of an IDX file; `dims` may contradict the array."""
     array = np.asarray(array, np.uint8)
     dims = dims or array.shape
     return struct.pack(f">I{len(dims)}I", 0x0800 + len(dims), *dims) + array.tobytes()
@@ -202,7 +202,7 @@ def idx(array, dims=None):
 
 @functools.cache
 def small_files(num_train=40, num_test=20):
-    """Make the contents of four sound files, by name."""
+    """Make the contents of four valid files, by name."""
     data = tm.generate_digits(3, num_train, num_test)
     arrays = [leaf[..., 0] if leaf.ndim == 4 else leaf for leaf in data[1:]]
     return {name: idx(array) for name, array in zip(tm.MNIST_FILES, arrays)}
@@ -221,8 +221,8 @@ def small_folder(tmp_path_factory):
     return write_files(tmp_path_factory.mktemp("data"), small_files(768, 200))
 
 
-# A network with statistics and random numbers that compiles in no time, for runs in
-# which others matter.
+# This network has batch statistics and dropout, and compiles fast.  It serves runs that
+# test something other than the network.
 TINY = """
 import math, sys
 import jax
@@ -247,18 +247,18 @@ exec(TINY, {})
 
 
 def words(*flags):
-    """Split what is a string, and take anything else as a word."""
+    """Split strings into words, and turn each other value into one word."""
     return [w for f in flags for w in (f.split() if isinstance(f, str) else [str(f)])]
 
 
-# Two epochs of 8 steps.
+# The run takes two epochs of 8 steps.
 RUN = "--members 2 --devices 2 --network tiny --epochs 2 --batch-size 32 "
 RUN += "--train-size 256"
 
 
 @pytest.fixture(scope="session")
 def whole_run(tmp_path_factory, small_folder):
-    """Return the folder of a run that nobody interrupted."""
+    """Return the folder of a run that was not interrupted."""
     folder = tmp_path_factory.mktemp("whole")
     assert tm.main(words(RUN, "--data-dir", small_folder, "--workdir", folder)) == 0
     return folder
@@ -266,7 +266,7 @@ def whole_run(tmp_path_factory, small_folder):
 
 @pytest.fixture
 def wrong(capsys):
-    """Return a function that runs a command that fails: the one line that it says."""
+    """Return a function that runs a failing command and returns its error message."""
 
     def run(main, *flags, status=2):
         try:
@@ -284,7 +284,7 @@ def wrong(capsys):
 
 @pytest.fixture
 def drawn():
-    """Return a function that returns the figure that was saved last."""
+    """Return a function that returns the figure saved last."""
     figure = pytest.importorskip("matplotlib.figure").Figure
     save = figure.savefig
     with mock.patch.object(figure, "savefig", autospec=True, side_effect=save) as saved:
