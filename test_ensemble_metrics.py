@@ -501,7 +501,7 @@ def test_risk_threshold_needs_299_examples_and_more_with_an_error(n, errors, exp
     assert em.risk_threshold(range(n), np.arange(n) < errors) == expected
 
 
-def test_what_is_kept_errs_more_than_the_risk_as_seldom_as_it_says():
+def test_kept_examples_exceed_the_risk_no_more_often_than_promised():
     # An example of uncertainty u is wrong with probability u^6 / 2, so a fraction of
     # t^6 / 14 of the examples up to t is wrong: 1% where t^6 = 0.14.
     draw, could = np.random.default_rng(0), 0.14 ** (1 / 6)
