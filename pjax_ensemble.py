@@ -1490,7 +1490,7 @@ def _make_update(replicas: bool, *args) -> Callable:
 
 
 def make_sync_update(
-    loss_fn: Callable,
+    loss_fn: LossFn,
     optimizer: OptimizerLike,
     *,
     has_aux: bool = False,
@@ -1508,17 +1508,18 @@ def make_sync_update(
 
     Args:
       loss_fn: loss_fn(params, *batch) returns the mean loss of its part of the batch, a
-        scalar.  `LossFn` has the other forms.
+        scalar.
       optimizer: `sgd`, `adam`, one of Optax's, or your `Optimizer`.
       has_aux: whether loss_fn returns (loss, aux).  Aux is a tree of means over the
         batch too: integers and booleans become floats, and values per example would be
         averaged over different examples.
-      stateful: whether loss_fn takes a model state and a key, and returns a new model
-        state.  Its floating-point leaves are averaged over the replicas.  Its other
-        leaves, such as counts of steps, are not averaged, and must not depend on the
-        batch, of which each replica sees a part.  Every part of the batch and every
-        step has its own key, so a loss that draws (dropout) takes another step if the
-        batch is divided otherwise: on other D, unless `microbatch` is set.
+      stateful: whether loss_fn(params, model_state, key, *batch) returns (loss,
+        model_state), or (loss, (model_state, aux)).  Floating-point leaves of the model
+        state are averaged over the replicas.  Other leaves, such as counts of steps,
+        are not averaged, and must not depend on the batch, of which each replica sees a
+        part.  Every part of the batch and every step has its own key, so a loss that
+        draws (dropout) takes another step if the batch is divided otherwise: on other
+        D, unless `microbatch` is set.
       microbatch: how many examples a device works on at a time; None is all.  The
         device averages loss, aux and gradients over its micro-batches, which takes less
         memory, and less time on a CPU, where the work stays in cache.  For a loss that
@@ -1549,7 +1550,7 @@ def make_sync_update(
 
 
 def make_ensemble_update(
-    loss_fn: Callable,
+    loss_fn: LossFn,
     optimizer: OptimizerLike,
     *,
     has_aux: bool = False,
