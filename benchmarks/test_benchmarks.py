@@ -1,6 +1,7 @@
 """Tests of the scripts beside this file; what takes long has a short form here."""
 
 import argparse
+import builtins
 import concurrent.futures
 import dataclasses
 import functools
@@ -24,6 +25,7 @@ import tables
 import tabular
 import uncertainty
 from numpy.testing import assert_array_equal
+from scipy.sparse import csr_array
 from sklearn.utils.estimator_checks import check_estimator
 
 import ensemble_metrics as em
@@ -31,6 +33,7 @@ import pjax_ensemble as pe
 import train_mnist as tm
 from conftest import (
     ENVIRONMENT,
+    HERE,
     assert_close,
     cases,
     lines_of,
@@ -568,6 +571,24 @@ def test_tabular_estimators_take_numbers_of_any_scale():
 def test_tabular_estimators_name_what_they_cannot_take(options, y, message):
     model = tabular.EnsembleRegressor(**SHORT | options)
     assert said_by(ValueError, model.fit, X, y).startswith(message)
+
+
+REFUSED = (  # in the order of docs/tables.md
+    dict(X=csr_array(X), y=Y),
+    dict(X=np.where(X[3, 1] == X, np.nan, X), y=Y),
+    dict(X=X, y=Y, sample_weight=Y),
+    dict(X=X, y=X),
+    dict(X=X, y=["a"] * 24),
+)
+
+
+def test_tabular_estimators_refuse_inputs_in_the_words_of_their_page():
+    page = (HERE / "docs" / "tables.md").read_text("utf-8")
+    *rows, far = re.findall(r"`(\w+Error): (.+)` \|\n", page)
+    assert len(rows) == len(REFUSED) and far[1].startswith("X[3, 1] is 1e+300;")
+    for (kind, message), inputs in zip(rows, REFUSED):
+        fit = functools.partial(tabular.EnsembleRegressor(**SHORT).fit, **inputs)
+        assert said_by(getattr(builtins, kind), fit).startswith(message)
 
 
 def test_tabular_cross_entropy_has_a_decay_of_all_weights():
