@@ -20,7 +20,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 import ensemble_metrics as em
 import pjax_ensemble as pe
 
-MEMBERS, RANK, STEPS, SIZES = 8, 2, 300, (25, 50, 100, 200, 400)
+MEMBERS, RANK, STEPS, SIZES = 8, 2, 200, (25, 50, 100, 200, 400)
 
 
 def draw_data(seed, count, center):  # inputs [N, 8] and labels [N]

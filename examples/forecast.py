@@ -3,7 +3,7 @@
     python forecast.py --plot forecast.png
 
 The series is made up: a daily and a weekly season, and noise that lasts for hours.
-Each of five GRUs reads 36 hours, and predicts the mean and the variance of each of the
+Each of five GRUs reads 24 hours, and predicts the mean and the variance of each of the
 next 24.  On 1,000 other hours, `conformal_quantile` finds a width per horizon; windows
 overlap, so that its coverage is close to 90%, but not guaranteed.
 """
@@ -20,7 +20,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 import ensemble_metrics as em
 import pjax_ensemble as pe
 
-PAST, HORIZONS, HIDDEN, STEPS = 36, 24, 32, 600
+PAST, HORIZONS, HIDDEN, STEPS = 24, 24, 32, 700
 BLUE, ORANGE = "#0072b2", "#d55e00"
 
 
