@@ -1,7 +1,9 @@
 """Tests of the scripts beside this file; long trials have short forms here."""
 
 import argparse
+import builtins
 import concurrent.futures
+import dataclasses
 import functools
 import re
 import sys
@@ -23,6 +25,7 @@ import tables
 import tabular
 import uncertainty
 from numpy.testing import assert_array_equal
+from scipy.sparse import csr_array
 from sklearn.utils.estimator_checks import check_estimator
 
 import ensemble_metrics as em
@@ -30,6 +33,7 @@ import pjax_ensemble as pe
 import train_mnist as tm
 from conftest import (
     ENVIRONMENT,
+    HERE,
     assert_close,
     cases,
     lines_of,
@@ -459,11 +463,12 @@ def test_shifts_are_counted_at_which_the_ensemble_is_ahead(capsys):
 
 
 def solve(trainer, state, data, order):
-    """Do as `Trainer.epoch` of estimators, in no time: solve for the last layers."""
-    (x, y), state = map(np.asarray, data), trainer.gather(state)
+    """Replace an estimator's `Trainer.epoch`: solve for the last layers, in no time."""
+    (x, y, weight), state = map(np.asarray, data), trainer.gather(state)
     (hidden, last), h = state.params, state.model_state
     numbers = y.dtype == np.float32  # whose variance is a constant
     for i, rows in enumerate(order.reshape(len(order), -1)):
+        rows = rows[weight[rows] == 1]
         normal = (x[rows] - h["x_mean"][i]) / h["x_scale"][i]
         units = np.maximum(normal @ hidden.weight[i] + hidden.bias[i], 0)
         normal = (y[rows] - h["y_mean"][i]) / h["y_scale"][i]
@@ -568,18 +573,36 @@ def test_tabular_estimators_name_what_they_cannot_take(options, y, message):
     assert said_by(ValueError, model.fit, X, y).startswith(message)
 
 
+REFUSED = (  # in the order of docs/tables.md
+    dict(X=csr_array(X), y=Y),
+    dict(X=np.where(X[3, 1] == X, np.nan, X), y=Y),
+    dict(X=X, y=Y, sample_weight=Y),
+    dict(X=X, y=X),
+    dict(X=X, y=["a"] * 24),
+)
+
+
+def test_tabular_estimators_refuse_inputs_in_the_words_of_their_page():
+    page = (HERE / "docs" / "tables.md").read_text("utf-8")
+    *rows, far = re.findall(r"`(\w+Error): (.+)` \|\n", page)
+    assert len(rows) == len(REFUSED) and far[1].startswith("X[3, 1] is 1e+300;")
+    for (kind, message), inputs in zip(rows, REFUSED):
+        fit = functools.partial(tabular.EnsembleRegressor(**SHORT).fit, **inputs)
+        assert said_by(getattr(builtins, kind), fit).startswith(message)
+
+
 def test_tabular_cross_entropy_has_a_decay_of_all_weights():
     params, x = tabular.init(jax.random.key(0), 3, 4), randn(3, 5, 3)
     params = jax.tree.map(lambda p: p + randn(9, *p.shape), params)
     h = tabular.member_hyper(x, np.arange(5), np.arange(5), 3.0, 0)
     (probs,) = tabular.softmax_apply(params, x, h)
     y, squares = np.array([0, 1, 2, 3, 3]), [np.square(p.weight).sum() for p in params]
-    expected = -np.log(probs[np.arange(5), y]).mean() + 3 / 5 * np.sum(squares)
-    assert_close(tabular.softmax_loss(params, x, y, h), expected)
+    expected = -np.log(probs[np.arange(4), y[:4]]).mean() + 3 / 5 * np.sum(squares)
+    assert_close(tabular.softmax_loss(params, x, y, np.arange(5) < 4, h), expected)
 
 
-@mock.patch.multiple(tabular, BATCH=20, STEPS=2)
-def test_tabular_networks_are_those_that_train_one_by_one():
+@mock.patch.multiple(tabular, BATCH=30, STEPS=2)
+def test_tabular_networks_are_those_that_train_one_by_one_without_padding():
     x, noise = 5 + 2 * randn(3, 60, 3), randn(4, 60)
     x[:, 2] = 0.1  # a column that does not vary
     y = np.float32(300 + 40 * (np.sin(x[:, 0]) + 0.2 * noise))
@@ -592,9 +615,16 @@ def test_tabular_networks_are_those_that_train_one_by_one():
     drawn = [order for i in (0, 1) for order in tabular.member_orders(trains, i, 0)[:2]]
     assert len({order.tobytes() for order in drawn}) == 4  # of one split
     hyper = [tabular.member_hyper(x, y, trains[i], *own[i // 2]) for i in range(4)]
-    make = functools.partial(tabular.make_trainer, model, 3, 3 * 2)  # 52 rows: 2 of 20
-    together, alone, ends = make(4), make(1), []
-    start = together.gather(tabular.start(together, hyper, 0))
+    together, ends = tabular.make_trainer(model, 3, 4), []
+    start = together.gather(tabular.start(together, hyper, 3 * 2, 0))
+    start = start._replace(opt_state=start.opt_state.adam)
+    alone = dataclasses.replace(  # 52 rows: 2 batches of 26 in each of 3 epochs
+        together,
+        optimizer=pe.adam(pe.cosine_schedule(6**-0.5, 6, warmup=0.05)),
+        loss_fn=lambda params, h, key, x, y: (model.loss_fn(params, x, y, 1, h), h),
+        members=1,
+        devices=1,
+    )
     for i, rows in enumerate(trains):
         assert_close(hyper[i]["x_mean"][0], x[rows].mean(axis=0))
         assert_close(hyper[i]["x_scale"][0], [*x[rows, :2].std(axis=0), 1])
@@ -602,7 +632,7 @@ def test_tabular_networks_are_those_that_train_one_by_one():
         state = alone.scatter(jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], start))
         for epoch in range(3):
             order = tabular.member_orders(trains, epoch, 0)[i]
-            assert order.shape == (2, 20) == (2, len(set(order.flat)) // 2)
+            assert order.shape == (2, 26) == (2, len(set(order.flat)) // 2)
             assert set(order.flat) <= set(rows)
             state, _ = alone.epoch(state, (x, y), order)
         ends.append(alone.predict_members(state, x))
@@ -615,19 +645,38 @@ def test_tabular_networks_are_those_that_train_one_by_one():
     assert means[:2].var(axis=0).min() > 0
 
 
+def test_tabular_fits_of_near_sizes_share_a_program():
+    traced = []  # the loss runs in Python when a program is traced, and only then
+
+    def loss_fn(params, x, *args):
+        traced.append(x.shape)
+        return tabular.gaussian_loss(params, x, *args)
+
+    model = tabular.GAUSSIAN._replace(loss_fn=loss_fn)
+    for rows, batch, epochs in (100, 3, 2), (150, 4, 1):
+        x, y, train = randn(0, rows, 2), randn(1, rows), np.arange(rows - 10)
+        assert tabular.member_orders([train], 0, 0).shape[-1] == batch
+        data = tabular.Data(x, y, [tabular.Split(train, train)])
+        tabular.train(model, data, [[(1, 3)]], 1, epochs, 0)
+        traced.append(rows)
+    assert len(tabular.padded(np.ones(256))) == 512  # a row of padding is always there
+    *first, hundred, last = traced
+    assert (hundred, last) == (100, 150) and set(first) == {(4, 2)}
+
+
 def test_tabular_loss_weighs_rows_by_deviation_and_has_a_decay_for_each_output():
     x, y, key = randn(7, 20, 3), 5 + randn(8, 20), jax.random.key(0)
     h = tabular.member_hyper(x, y, np.arange(20), 3.0, 7.0)
     params = tabular.init(key, 3, 2)
     params = jax.tree.map(lambda p: p + randn(9, *p.shape), params)
     mean, variance = map(np.float64, tabular.gaussian_apply(params, x, h))
-    weights = np.sqrt(variance)
+    weights = np.sqrt(variance) * (np.arange(20) < 17)  # the rest is padding
     nll = (np.log(2 * np.pi * variance) + (y - mean) ** 2 / variance) / 2
     expected = (weights * nll).sum() / weights.sum() - np.log(y.std())
     (first, _), (last, _) = params
     squares = np.square(first).sum() + np.square(last[:, 0]).sum()
     expected += (3 * squares + 7 * np.square(last[:, 1]).sum()) / 20
-    assert_close(tabular.gaussian_loss(params, x, y, h), expected)
+    assert_close(tabular.gaussian_loss(params, x, y, np.arange(20) < 17, h), expected)
     low = params[1]._replace(bias=jnp.full(2, -1e3), weight=jnp.zeros((50, 2)))
     _, variance = tabular.gaussian_apply((params[0], low), x, h)
     assert_close(variance, np.full(20, 1e-4 * y.var()))

@@ -1,4 +1,4 @@
-"""Tests of the README, of the pages beside this file, and of examples/any_model.py."""
+"""Tests of the README, of the pages beside this file, and of the examples."""
 
 import contextlib
 import importlib.util
@@ -6,7 +6,9 @@ import inspect
 import io
 import itertools
 import re
+import runpy
 import shutil
+import sys
 
 import devices as machines
 import jax
@@ -19,47 +21,120 @@ import pjax_ensemble as pe
 import train_mnist as tm
 from conftest import ENVIRONMENT, HERE, METHODS, D, posix, run_python
 
+LIBRARIES = {"tables": "sklearn", "tokens": "flax"}  # which an example asks for
+
+
+@pytest.fixture
+def run_example(tmp_path, monkeypatch, capsys):
+    """Return a function that runs an example: the numbers of each line it printed."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    pytest.importorskip("matplotlib")
+
+    def run(name):
+        pytest.importorskip(LIBRARIES.get(name, "jax"))
+        with jax.numpy_rank_promotion("allow"):
+            main = runpy.run_path(str(HERE / "examples" / f"{name}.py"))["main"]
+            main(["--plot", str(tmp_path / "it.png")])
+        png = (tmp_path / "it.png").read_bytes()
+        assert png.startswith(b"\x89PNG") and len(png) < 100_000
+        lines = capsys.readouterr().out.splitlines()
+        return [np.float64(re.findall(r"\d+\.?\d*", line)) for line in lines]
+
+    return run
+
 
 @pytest.mark.once
-def test_example_runs_below_the_modules_and_says_what_holds(tmp_path):
-    pytest.importorskip("flax")  # of one of its uses
-    (tmp_path / "examples").mkdir()
-    for name in "pjax_ensemble.py", "ensemble_metrics.py", "examples/any_model.py":
-        shutil.copy(HERE / name, tmp_path / name)
-    code = "import any_model as it; it.main(['--plot', 'it.png'])"
-    code += "; print(it.pe.__file__, it.em.__file__)"
-    printed = run_python(code, cwd=tmp_path / "examples", PYTHONPATH="")
-    above = tmp_path / "pjax_ensemble.py", tmp_path / "ensemble_metrics.py"
-    assert printed.endswith("\n{} {}\n".format(*above))
-    png = (tmp_path / "examples" / "it.png").read_bytes()
-    assert png.startswith(b"\x89PNG") and len(png) < 100_000
-
-    def numbers(start, stop="\n"):
-        text = printed.partition(start)[2].partition(stop)[0]
-        return np.float64(re.findall(r"-?\d+\.?\d*", text))
-
-    parts, others = ("Regression", "Beyond the data"), ["Classes", "Own batches"]
-    others += ["Tokens"] * ("Tokens: left out" not in printed)  # without Flax
-    for use in (*parts, *others):
-        ensemble, *members = numbers(use)
-        assert ensemble < np.mean(members), use
-    # The same networks, on the same data, as on two of the pages.
+def test_example_of_abstaining_finds_the_numbers_of_the_pages(run_example):
+    classes, *found = run_example("abstain")
+    _, readme = machines.read_readme()
+    assert_allclose(classes, 100 * readme[12:], atol=2)
     page = (HERE / "docs" / "deciding.md").read_text("utf-8")
     raw = re.findall(r"^(?:seen|beyond): .* held (.*)", page, re.MULTILINE)
     calibrated = re.findall(r"^0\.9: mean .* held (.*) (.*)", page, re.MULTILINE)
-    held = [numbers(part, "members differ")[-2:] for part in parts]
-    assert_allclose(np.transpose(held), 100 * np.float64([raw, *calibrated]), atol=5)
-    _, readme = machines.read_readme()
-    assert_allclose(numbers("  kept ", "wrong"), 100 * readme[12:], atol=2)
-    seen, beyond = (float(x) for x in re.findall(r"differ by (.*)", printed))
-    assert beyond > 3 * seen
-    table = numbers("weight decay\n", "  chosen")[2:].reshape(8, 3)
-    losses = table[:, 1:].min(axis=1)
-    assert 0 < losses.argmin() < 7
-    chosen, *_ = numbers("chosen: ")
-    assert chosen == table[losses.argmin(), 0]
-    whole, _, nothing = numbers("  model")
-    assert whole > nothing
+    expected = np.transpose([*calibrated, raw]).astype(float)
+    assert_allclose([row[1:] for row in found], 100 * expected, atol=5)
+
+
+@pytest.mark.once
+def test_example_of_forecasts_has_intervals_that_hold_at_each_horizon(run_example):
+    *rows, (_, calibrated, raw) = run_example("forecast")
+    hours, errors, held, _ = np.transpose([row[[0, 1, -2, -1]] for row in rows])
+    assert [*hours] == [1, 6, 12, 24] and errors[0] < errors[1] < errors[2] < 1
+    assert_allclose(held, 90, atol=6)
+    assert_allclose(calibrated, 90, atol=4)
+    assert raw < 86
+
+
+@pytest.mark.once
+def test_example_of_a_sweep_chooses_a_setting_inside_the_grid(run_example):
+    _, decays, *rows, (rate, decay, loss) = run_example("sweep")
+    rates, losses = np.transpose(rows)[0], np.array(rows)[:, 1:]
+    row, column = np.unravel_index(losses.argmin(), losses.shape)
+    assert 0 < row < len(rates) - 1 and (rate, decay) == (rates[row], decays[column])
+    assert 0 < loss - losses.min() < 0.1
+
+
+@pytest.mark.once
+def test_example_of_adapters_learns_more_from_few_examples(run_example):
+    adapters, whole, anew = (row[-5:] for row in run_example("adapters"))
+    assert (np.diff([adapters, whole, anew]) < 0).all()
+    assert (2 * adapters[1:] < anew[1:] + 0.1).all() and adapters[-1] < whole[-1]
+
+
+@pytest.mark.once
+def test_example_of_tables_has_intervals_that_hold(run_example, monkeypatch):
+    pytest.importorskip("sklearn")
+    monkeypatch.setattr("tabular.FOLDS", 3)  # a third of the networks
+    (error, _, r2), *rows = run_example("tables")
+    coverage, held, width = np.transpose(rows)
+    assert_allclose(held, coverage, atol=8)
+    assert error < 60 and 0.3 < r2 < 0.6 and (np.diff(width) > 0).all()
+
+
+@pytest.mark.once
+def test_example_of_tokens_has_an_ensemble_better_than_its_members(run_example):
+    *members, ensemble = (row[-2] for row in run_example("tokens"))
+    assert ensemble < min(members) < 3
+
+
+IMPORTS = """
+import importlib, sys
+
+path = sys.path[1:]
+for name in sys.argv[1:]:
+    sys.path[1:] = path
+    for module in "pjax_ensemble", "ensemble_metrics", "tabular":
+        sys.modules.pop(module, None)
+    print(importlib.import_module(name).pe.__file__)
+sys.modules |= {"flax": None, "sklearn.datasets": None}
+for name in "tables", "tokens":
+    del sys.modules[name]
+    try:
+        importlib.import_module(name)
+    except SystemExit as error:
+        print(error)
+"""
+
+
+@pytest.mark.once
+def test_examples_take_the_modules_beside_or_above_them_and_say_what_they_lack(
+    tmp_path,
+):
+    for library in LIBRARIES.values():
+        pytest.importorskip(library)
+    shutil.copytree(HERE / "examples", tmp_path / "examples")
+    scripts = [path.stem for path in HERE.glob("examples/*.py")]
+    for name in "pjax_ensemble.py", "ensemble_metrics.py":
+        shutil.copy(HERE / name, tmp_path)
+    for folder in tmp_path, tmp_path / "examples":
+        printed = run_python(
+            IMPORTS, *scripts, cwd=tmp_path / "examples", PYTHONPATH=""
+        )
+        *files, table, tokens = printed.splitlines()
+        assert files == [str(folder / "pjax_ensemble.py")] * len(scripts)
+        assert table.endswith(": python -m pip install scikit-learn")
+        assert tokens.endswith(": python -m pip install flax")
+        shutil.copy(HERE / "pjax_ensemble.py", tmp_path / "examples")  # for the second
 
 
 PATHS = [HERE / "README.md", HERE / "CONTRIBUTING.md", *sorted(HERE.glob("docs/*.md"))]
@@ -69,7 +144,7 @@ OF_CODE = [name for name in PAGES if "```python" in PAGES[name] and name != "REA
 
 
 def run_page(text, names):
-    """Run a page's Python; what a block prints stands in one below it, unnamed."""
+    """Run a page's Python; each block's output stands in an unnamed block below it."""
     blocks = [*machines.blocks(text), ("end", "")]
     for (kind, code), (next_kind, below) in itertools.pairwise(blocks):
         used = re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE)
@@ -191,7 +266,23 @@ def test_commands_of_every_page_are_those_of_the_script(tmp_path, monkeypatch):
             assert tm.parse_arguments(flags.split())
 
 
-@pytest.mark.parametrize("page", PATHS, ids=PAGES)
+GALLERY = HERE / "examples" / "README.md"
+
+
+def test_gallery_has_every_example_with_its_command_and_its_picture():
+    rows = re.findall(
+        r"`python (examples/\w+\.py) --plot (\w+\.png)` \| "
+        r"!\[.+\]\(\.\./images/(\w+\.png)\) \|\n",
+        GALLERY.read_text("utf-8"),
+    )
+    scripts, drawn, shown = zip(*rows)
+    here = {f"examples/{path.name}" for path in HERE.glob("examples/*.py")}
+    assert {*scripts} == here - {"examples/tabular.py"}
+    assert drawn == shown
+    assert all((HERE / "images" / name).stat().st_size < 100_000 for name in shown)
+
+
+@pytest.mark.parametrize("page", [*PATHS, GALLERY], ids=[*PAGES, "gallery"])
 def test_links_of_every_page_lead_somewhere(page):
     links = re.compile(r"\]\((?!http)([^)#]*)#?([^)]*)")
     for path, anchor in links.findall(page.read_text("utf-8")):
@@ -206,7 +297,7 @@ FUNCTIONS = HERE / "docs" / "functions.md"
 
 
 def write_functions():
-    """Return the page: what stands above its first section, and the modules' names."""
+    """Return the page: its text above the first section, and the modules' names."""
 
     def row(name, thing):
         called = ""

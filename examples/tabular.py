@@ -1,4 +1,4 @@
-"""Ensembles of small networks for tables of numbers, as scikit-learn's users know them.
+"""Ensembles of small networks for tables of numbers, as scikit-learn's estimators.
 
     from tabular import EnsembleRegressor  # or EnsembleClassifier
 
@@ -6,26 +6,28 @@
     mean = model.predict(new)  # [n]
     low, high = model.predict_interval(new, coverage=0.9).T  # [n] each
 
-Networks of one hidden layer of 50 units say a mean and a variance, or the probabilities
-of classes; those of a fit are the members of one trainer.  For each setting of the
-weight decays there are `members` networks that learn all rows, and as many that leave
-out one of ten folds, for each of these.  The setting is taken of which the latter say
-best what they left out, and the former are the ensemble.  The same errors, of all rows
-and each of networks that did not see it, calibrate the intervals (K-fold CV in Barber
-et al. 2021, MAPIE's method "base").  These hold if networks of nine tenths of the rows
-err as those of all; no more is guaranteed.
+A network has one hidden layer of 50 units; it predicts a mean and a variance, or the
+probabilities of classes.  All networks of a fit are the members of one trainer.  Each
+setting of the weight decays has `members` networks that learn all rows, and as many
+for each of ten folds, which learn the other nine.  The fit takes the setting whose
+networks give the left-out folds the lowest NLL, and keeps its networks of all rows:
+they are the ensemble.  The errors on the left-out folds, one per row, also calibrate
+the intervals (K-fold CV in Barber et al. 2021, MAPIE's method "base").  The intervals
+reach their coverage if networks that learn nine tenths of the rows err as networks
+that learn all of them; nothing stronger is guaranteed.
 
-`pjax_ensemble.use_cpu_devices()`, before JAX is first used, has a fit use all cores.
+Call `pjax_ensemble.use_cpu_devices()` before JAX is first used: a fit then uses all
+cores.  docs/tables.md has the rest.
 
-The networks have Adam with a cosine schedule, a last layer that starts at 0, and, where
-they say means and variances, of targets whose own variance is 1, against ones that run
-away,
+The networks train by Adam with a cosine schedule, and their last layer starts at 0.
+Targets are scaled to variance 1.  Three measures keep the variance from running away:
 
-- a decay of the weights of the variance, and one of all others: a normal prior (MacKay
-  1992), apart for the two (Sluijterman et al. 2023).  The recipe is these;
+- one decay for the weights of the variance, and another for all other weights: a
+  normal prior (MacKay 1992), with its own scale for the variance (Sluijterman et al.
+  2023).  This pair of decays is the recipe;
 - a floor of the variance, as in Lakshminarayanan et al. 2017, but of 1e-4;
-- a loss that weighs a row by the deviation that the network says, so that it learns
-  where that is large as well (Seitzer et al. 2022, beta = 0.5).
+- a loss that weighs each row by its predicted deviation, so that the network also
+  learns where the deviation is large (Seitzer et al. 2022, beta = 0.5).
 """
 
 import functools
@@ -68,14 +70,14 @@ class Data(NamedTuple):
 
 
 class Model(NamedTuple):
-    outputs: int  # of a network; SOFTMAX has as many as there are classes
-    loss_fn: Callable  # (params, x, y, h) -> loss
-    apply_fn: Callable  # (params, x, h) -> a tuple of what `report` takes
-    report: Callable  # of members' outputs and targets
+    outputs: int  # of a network; for SOFTMAX, the number of classes
+    loss_fn: Callable  # (params, x, y, weight, h) -> loss
+    apply_fn: Callable  # (params, x, h) -> the outputs, a tuple
+    report: Callable  # (*outputs of members, targets) -> scores
     recipes: tuple  # (decay, variance_decay) to choose from, plainest first
 
 
-def init(key, num_features, num_outputs):  # which start at 0, whatever the row
+def init(key, num_features, num_outputs):  # the outputs start at 0 for every row
     hidden = pe.dense_init(key, num_features, HIDDEN)
     return hidden, pe.Dense(jnp.zeros((HIDDEN, num_outputs)), jnp.zeros(num_outputs))
 
@@ -91,11 +93,12 @@ def gaussian(params, x, h):  # means and variances [B], of normalized targets
     return mean, jax.nn.softplus(spread) + FLOOR
 
 
-def gaussian_loss(params, x, y, h):
+def gaussian_loss(params, x, y, weight, h):  # weight [B]: 1, or 0 for padding
     mean, variance = gaussian(params, x, h)
     nll = pe.gaussian_nll(mean, variance, (y - h["y_mean"]) / h["y_scale"])
-    loss = jnp.average(nll, weights=jax.lax.stop_gradient(jnp.sqrt(variance)))
-    hidden, last = (jnp.sum(layer.weight**2, axis=0) for layer in params)  # a unit each
+    weight = weight * jax.lax.stop_gradient(jnp.sqrt(variance))
+    loss = (weight * nll).sum() / weight.sum()
+    hidden, last = (jnp.sum(layer.weight**2, axis=0) for layer in params)  # per unit
     return loss + h["decay"] * (hidden.sum() + last[0]) + h["variance_decay"] * last[1]
 
 
@@ -104,10 +107,10 @@ def gaussian_apply(params, x, h):  # means and variances [B] in the units of the
     return mean * h["y_scale"] + h["y_mean"], variance * h["y_scale"] ** 2
 
 
-def softmax_loss(params, x, y, h):
+def softmax_loss(params, x, y, weight, h):
     squares = sum(jnp.sum(layer.weight**2) for layer in params)
-    loss = pe.softmax_cross_entropy(network(params, x, h), y).mean()
-    return loss + h["decay"] * squares
+    nll = pe.softmax_cross_entropy(network(params, x, h), y)
+    return (weight * nll).sum() / weight.sum() + h["decay"] * squares
 
 
 def softmax_apply(params, x, h):  # probabilities [B, C]
@@ -137,7 +140,7 @@ SOFTMAX = Model(0, softmax_loss, softmax_apply, em.ensemble_report, ONE)
 
 
 def member_hyper(x, y, train, decay, variance_decay) -> dict:
-    """Return what one member differs in: its recipe, and its rows' normalization."""
+    """Return one member's own settings: its recipe, its rows' normalization."""
     (x_mean, x_scale), (y_mean, y_scale) = map(mean_and_scale, (x[train], y[train]))
     h = {"x_mean": x_mean[None], "x_scale": x_scale[None]}  # [1, F]
     h |= {"y_mean": y_mean, "y_scale": y_scale}
@@ -146,9 +149,9 @@ def member_hyper(x, y, train, decay, variance_decay) -> dict:
 
 
 def member_orders(trains: list, epoch: int, seed: int) -> np.ndarray:
-    """Draw an epoch's batches of every member, [K, steps, B]: its rows, in its order.
+    """Draw an epoch's batches, [K, steps, B]: each member's own rows, in its own order.
 
-    Where members have different numbers of rows, as many steps as the fewest allow.
+    All members take as many steps as the member with the fewest rows.
     """
     fewest = max(STEPS, min(map(len, trains)))  # fewer rows come several times
     batch = min(BATCH, fewest // STEPS)
@@ -158,48 +161,76 @@ def member_orders(trains: list, epoch: int, seed: int) -> np.ndarray:
     return np.reshape(rows, (len(trains), -1, batch))
 
 
-@functools.lru_cache(maxsize=64)  # fits of one form share their programs
-def make_trainer(model: Model, inputs: int, num_steps: int, members: int) -> pe.Trainer:
+class AdamInSteps(NamedTuple):
+    adam: pe.AdamState
+    num_steps: jax.Array  # the schedule's: an array, so that programs serve any number
+
+
+def adam() -> pe.Optimizer:
+    """Make Adam with a cosine schedule whose number of steps is part of the state."""
+
+    def init(params):
+        return AdamInSteps(pe.adam(0).init(params), jnp.int32(0))
+
+    def update(grads, state, params=None):
+        peak = state.num_steps**-0.5  # a walk of random steps comes as far
+        rate = pe.cosine_schedule(peak, state.num_steps, warmup=WARMUP)
+        updates, own = pe.adam(rate).update(grads, state.adam, params)
+        return updates, state._replace(adam=own)
+
+    return pe.Optimizer(init, update)
+
+
+@functools.lru_cache(maxsize=64)  # fits of one form share it
+def make_trainer(model: Model, inputs: int, members: int) -> pe.Trainer:
     """Make the trainer of all members.
 
-    What a member differs in is its model state: other data have no other programs.
+    Recipes and normalizations are model state, and the number of steps is in the
+    optimizer's state: fits that differ only in these share their programs.
     """
-    peak = num_steps**-0.5  # a walk of random steps comes as far
     return pe.make_trainer(
         lambda key: (init(key, inputs, model.outputs), ()),
-        lambda params, h, key, x, y: (model.loss_fn(params, x, y, h), h),
-        pe.adam(pe.cosine_schedule(peak, num_steps, warmup=WARMUP)),
+        lambda params, h, key, *batch: (model.loss_fn(params, *batch, h), h),
+        adam(),
         members=members,
         apply_fn=lambda params, h, x: model.apply_fn(params, x, h),
         output=None,
         stateful=True,
         devices=min(members, jax.local_device_count()),
         chunk=1024,
-        at_once=25,
+        at_once=members,
     )
 
 
-def padded(x):  # [N, ...], with zeros to a power of two, so that few programs do
-    size = max(256, 2 ** (len(x) - 1).bit_length())
+def padded(x):  # add at least one row of zeros, up to a power of two: few shapes
+    size = max(256, 2 ** len(x).bit_length())
     return np.pad(x, [(0, size - len(x)), *[(0, 0)] * (x.ndim - 1)])
 
 
-def start(trainer, hyper: list, seed: int) -> pe.TrainState:
-    """Return members that differ in `hyper`, a list, an entry a member."""
+def padded_orders(orders, row):  # fill batches with `row`, up to a power of two
+    batch = orders.shape[-1]
+    size = max(batch, min(BATCH, 2 ** (batch - 1).bit_length()))
+    return np.pad(orders, [(0, 0), (0, 0), (0, size - batch)], constant_values=row)
+
+
+def start(trainer, hyper: list, num_steps: int, seed: int) -> pe.TrainState:
+    """Return members that differ in `hyper`, a list with an entry per member."""
     state = trainer.gather(trainer.init(jax.random.key(seed)))
     hyper = jax.tree.map(lambda *leaves: np.stack(leaves), *hyper)
-    return trainer.scatter(state._replace(model_state=hyper))
+    counts = np.full(len(state.opt_state.num_steps), num_steps, np.int32)
+    opt_state = state.opt_state._replace(num_steps=counts)
+    return trainer.scatter(state._replace(model_state=hyper, opt_state=opt_state))
 
 
-def predict(trainer, state, x):  # a list of leaves [K, N, ...]
+def predict(trainer, state, x):  # the outputs, a list of leaves [K, N, ...]
     return [leaf[:, : len(x)] for leaf in trainer.predict_members(state, padded(x))]
 
 
 def train(model: Model, data: Data, recipes, members: int, epochs: int, seed: int):
-    """Train `members` networks of each of a split's recipes; predict all rows.
+    """Train `members` networks for each recipe of each split; predict all rows.
 
-    `recipes` is a list for each split, of (decay, variance_decay), all of one length.
-    Returns the networks, leaves [K, ...], and a list of what they say, leaves
+    `recipes` has a list per split, of pairs (decay, variance_decay), all of one length.
+    Returns the networks, leaves [K, ...], and a list of their outputs, leaves
     [splits, recipes, members, N, ...].
     """
     x, y, splits = data
@@ -208,10 +239,13 @@ def train(model: Model, data: Data, recipes, members: int, epochs: int, seed: in
     hyper = [member_hyper(x, y, rows, *recipe) for rows, recipe in pairs]
     trains = [rows for rows, _ in pairs]
     num_steps = epochs * member_orders(trains, 0, seed).shape[1]
-    trainer = make_trainer(model, x.shape[1], num_steps, len(pairs))
-    state, placed = start(trainer, hyper, seed), trainer.place((padded(x), padded(y)))
+    trainer = make_trainer(model, x.shape[1], len(pairs))
+    state = start(trainer, hyper, num_steps, seed)
+    weight = np.ones(len(x), np.float32)
+    placed = trainer.place(tuple(map(padded, (x, y, weight))))
     for epoch in range(epochs):
-        state, _ = trainer.epoch(state, placed, member_orders(trains, epoch, seed))
+        orders = padded_orders(member_orders(trains, epoch, seed), len(x))
+        state, _ = trainer.epoch(state, placed, orders)
     shape, found = (len(splits), -1, members), predict(trainer, state, x)
     networks = trainer.gather(state)._replace(opt_state=(), key=None)
     return networks, [leaf.reshape(*shape, *leaf.shape[1:]) for leaf in found]
@@ -224,9 +258,9 @@ def mixture(means, variances) -> tuple:
 
 
 def fold(splits: list[Split], count: int, seed: int) -> list[list[Split]]:
-    """Share out each split's training rows: `count` splits of them, or one a row.
+    """Divide each split's training rows into `count` folds, or one fold per row.
 
-    Each row is tested once.
+    Each fold is a split that tests these rows and trains on the others.
     """
     draw, folds = np.random.default_rng(seed), []
     for rows, _ in splits:
@@ -238,7 +272,7 @@ def fold(splits: list[Split], count: int, seed: int) -> list[list[Split]]:
 def losses(model: Model, data: Data, found: list) -> np.ndarray:
     """Return the NLL of each split's ensembles on its test rows, [splits, recipes]."""
 
-    def nll(test, *outputs):  # [members, N, ...]; what is not finite is never the best
+    def nll(test, *outputs):  # [members, N, ...]; 1e18 is never the best
         outputs = (np.nan_to_num(x[:, test], nan=1e18, posinf=1e18) for x in outputs)
         return model.report(*outputs, data.y[test])["ensemble"][NLL]
 
@@ -246,12 +280,12 @@ def losses(model: Model, data: Data, found: list) -> np.ndarray:
     return np.array([[nll(test, *of) for of in zip(*own)] for (_, test), *own in each])
 
 
-def plainest(losses):  # the first that is equal to the lowest to a hundredth of a nat
+def plainest(losses):  # the first that equals the lowest to a hundredth of a nat
     return losses.round(2).argmin(axis=-1)
 
 
 class Ensemble(BaseEstimator):
-    """What the two estimators share."""
+    """The part that the two estimators share."""
 
     def __init__(self, members=3, epochs=40, random_state=None):
         self.members = members
@@ -259,7 +293,7 @@ class Ensemble(BaseEstimator):
         self.random_state = random_state
 
     def _fit(self, model, x, y):
-        """Train; return the folds, and what their networks say, [folds, members, N]."""
+        """Train; return the folds, and their networks' outputs [folds, members, N]."""
         for name, value in dict(members=self.members, epochs=self.epochs).items():
             if not isinstance(value, Integral) or value is True or value < 1:
                 raise ValueError(f"{name} is {value!r}; expected an integer, 1 or more")
@@ -274,10 +308,10 @@ class Ensemble(BaseEstimator):
         held = [leaf[:-1] for leaf in found]
         best = plainest(losses(model, data._replace(splits=folds), held).mean(axis=0))
         self.decays_ = model.recipes[best]
-        # Those of all rows are the last, setting by setting.
+        # The networks of all rows come last, setting by setting.
         kept = np.arange(self.members) + self.members * (best - len(model.recipes))
         self._networks = jax.tree.map(lambda leaf: leaf[kept], networks)
-        self._form = model, x.shape[1], 1, self.members
+        self._form = model, x.shape[1], self.members
         return folds, [leaf[:, best] for leaf in held]
 
     def _outputs(self, X):  # of each network, leaves [members, N, ...]
@@ -291,9 +325,9 @@ class Ensemble(BaseEstimator):
 class EnsembleRegressor(RegressorMixin, Ensemble):
     """Predict a number, and an interval that holds it as often as is asked.
 
-    members: how many networks.  epochs: how often they see a row.  After `fit`,
-    `decays_` are those chosen, and `scores_` [N] are |y - mean| / deviation of each
-    training row, by networks that did not see it.
+    members: the number of networks.  epochs: how often a network sees a row.  After
+    `fit`, `decays_` is the chosen recipe, and `scores_` [N] has |y - mean| / deviation
+    of each training row, by the networks that did not see it.
     """
 
     def fit(self, X, y):
@@ -321,10 +355,10 @@ class EnsembleRegressor(RegressorMixin, Ensemble):
         return self.predict_deviation(X)[0]
 
     def predict_interval(self, X, coverage=0.9):
-        """Return the ends, [N, 2], of intervals that hold so much of the targets.
+        """Return the ends, [N, 2], of intervals that hold that fraction of targets.
 
-        Mean +- q deviation, q by `conformal_quantile` of `scores_`: infinite where
-        these are too few, below coverage / (1 - coverage).
+        They are mean +- q deviation, with q by `conformal_quantile` of `scores_`.  q is
+        infinite for fewer than coverage / (1 - coverage) training rows.
         """
         mean, deviation = self.predict_deviation(X)
         width = em.conformal_quantile(self.scores_, coverage) * deviation
