@@ -3,7 +3,7 @@
     python abstain.py --plot deciding.png
 
 Five networks classify the README's data; a threshold on their entropy says which
-examples to decide.  Five others fit a curve, of which one part has no data.
+examples to decide.  Five others fit a curve; one part of it has no data.
 """
 
 import argparse
@@ -27,13 +27,9 @@ def network(params, x):  # [N, I] to [N, O]
     return pe.dense(params[-1], x)
 
 
-def gaussian(params, x):  # means and variances [N]
+def gaussian(params, x):  # [N, I] to means and variances [N]
     mean, spread = network(params, x).T
     return mean, jax.nn.softplus(spread) + 1e-3
-
-
-def gaussian_nll(outputs, y):
-    return pe.gaussian_nll(*outputs, y)
 
 
 def train(data, sizes, rate, loss, model, **options):  # returns a function of x
@@ -44,9 +40,9 @@ def train(data, sizes, rate, loss, model, **options):  # returns a function of x
     def loss_fn(params, x, y):
         return loss(model(params, x), y).mean()
 
+    adam = pe.adam(pe.cosine_schedule(rate, 500))
     options |= dict(members=5, apply_fn=model)
-    rate = pe.cosine_schedule(rate, 500)
-    trainer = pe.make_trainer(init, loss_fn, pe.adam(rate), **options)
+    trainer = pe.make_trainer(init, loss_fn, adam, **options)
     order = np.random.default_rng(0).integers(len(data[0]), size=(500, 50))
     state, _ = trainer.epoch(trainer.init(jax.random.key(0)), data, order)
     return lambda x: trainer.predict_members(state, x)
@@ -54,9 +50,8 @@ def train(data, sizes, rate, loss, model, **options):  # returns a function of x
 
 def decide(axes):  # which examples of four classes to decide
     x = np.random.default_rng(0).normal(size=(2200, 4)).astype(np.float32)
-    y, sizes = abs(x).argmax(axis=1), (4, 100, 100, 4)
-    data = x[TRAIN], y[TRAIN]
-    probs = train(data, sizes, 0.03, pe.softmax_cross_entropy, network)(x)
+    y, sizes, loss = abs(x).argmax(axis=1), (4, 100, 100, 4), pe.softmax_cross_entropy
+    probs = train((x[TRAIN], y[TRAIN]), sizes, 0.03, loss, network)(x)
     each = [*probs[:, None], probs]  # five members, each alone, and their ensemble
     unsure = np.array([em.predictive_entropy(own) for own in each])
     wrong = np.array([own.mean(axis=0).argmax(axis=-1) != y for own in each])
@@ -65,43 +60,42 @@ def decide(axes):  # which examples of four classes to decide
     found = 100 * len(kept) / len(TEST), 100 * wrong[5, kept].mean()
     print("classes: kept {:.1f}%, wrong among them {:.1f}%".format(*found))
     if axes:
-        count = np.arange(1, len(TEST) + 1)
-        order = unsure[:, TEST].argsort(axis=1)  # the surest first
+        count, order = np.arange(1, len(TEST) + 1), unsure[:, TEST].argsort(axis=1)
         errors = np.take_along_axis(wrong[:, TEST], order, axis=1).cumsum(axis=1)
         x, y = 100 * count / len(TEST), 100 * errors / count
         axes.plot(x, y[:5].T, color=BLUE, lw=0.8, label=["members", *[None] * 4])
         axes.plot(x, y[5], color=ORANGE, lw=2, label="ensemble")
         axes.plot(*found, "o", color=ORANGE, label="threshold, found for 5%")
         axes.axhline(5, color="0.4", lw=0.8, ls="--", label="5%, as requested")
-        axes.set(xlabel="kept, surest first (%)", ylabel="wrong among them (%)")
-        axes.set(xlim=(30, 100), ylim=(0, 12))
+        axes.set(xlabel="kept, surest first (%)", xlim=(30, 100), ylim=(0, 12))
+        axes.set(ylabel="wrong among them (%)")
 
 
 def predict(axes):  # a curve, with intervals
-    def ensemble(x):  # its mean and deviation [N]
-        means, variances = members(x)
+    def mixture(means, variances):  # its mean and deviation [N]
         return means.mean(axis=0), np.sqrt(variances.mean(axis=0) + means.var(axis=0))
 
     x = np.random.default_rng(0).uniform(-1, 1, size=(2200, 1)).astype(np.float32)
     y = np.sin(6 * x[:, 0]) + np.random.default_rng(1).normal(0, 0.2, size=2200)
     seen, sizes = x[:, 0] < 0.6, (1, 100, 100, 2)
     old, calibrate, new = (rows[seen[rows]] for rows in (TRAIN, CALIBRATE, TEST))
-    data = x[old], y[old]
-    members = train(data, sizes, 0.01, gaussian_nll, gaussian, output=None)
-    mean, deviation = ensemble(x)
+    data, loss = (x[old], y[old]), lambda outputs, y: pe.gaussian_nll(*outputs, y)
+    members = train(data, sizes, 0.01, loss, gaussian, output=None)
+    mean, deviation = mixture(*members(x))
     off = abs(y - mean) / deviation
     widths = em.conformal_quantile(off[calibrate], 0.9), 1.645  # of a Gaussian
     for name, rows in ("with data", new), ("without", ~seen):
-        held = ((off[rows] <= n).mean() for n in widths)
-        print(f"curve {name}: 90% intervals hold", "{:.0%}, raw {:.0%}".format(*held))
+        held = [(off[rows] <= n).mean() for n in widths]
+        print("curve {}: 90% intervals hold {:.0%}, raw {:.0%}".format(name, *held))
     if axes:
         grid = np.linspace(-1, 1, 321, dtype=np.float32)
-        mean, deviation = ensemble(grid[:, None])
+        means, variances = members(grid[:, None])
+        mean, deviation = mixture(means, variances)
         names = "calibrated for 90%", "raw: 90% of a Gaussian"
         for n, name, color in zip(widths, names, ("#f6cf7d", "#bde0f6")):
             ends = mean - n * deviation, mean + n * deviation
             axes.fill_between(grid, *ends, color=color, lw=0, label=name)
-        axes.plot(grid, members(grid[:, None])[0].T, color=BLUE, lw=0.8)
+        axes.plot(grid, means.T, color=BLUE, lw=0.8)
         axes.plot(grid, mean, color=ORANGE, lw=2)
         axes.scatter(x[old], y[old], s=8, color="0.15", zorder=3, label="training data")
         axes.plot(grid, np.sin(6 * grid), "--", color="0.4", lw=1, label="no noise")
@@ -115,18 +109,16 @@ def main(argv=None):
     parser.add_argument("--plot", metavar="FILE", help="draw both, with matplotlib")
     file = parser.parse_args(argv).plot
     pe.use_cpu_devices()  # before JAX is first used
-    if file:
-        from matplotlib.figure import Figure
+    if not file:
+        return decide(None), predict(None)
+    from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(9, 3.6), layout="constrained")
-        figure.subplots(1, 2)
-    for i, part in enumerate((decide, predict)):
-        part(figure.axes[i] if file else None)
-    if file:
-        for axes in figure.axes:
-            axes.legend(frameon=False, loc="upper left")
-            axes.spines[["top", "right"]].set_visible(False)
-        figure.savefig(file, dpi=100)
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    for part, axes in zip((decide, predict), figure.subplots(1, 2)):
+        part(axes)
+        axes.legend(frameon=False, loc="upper left")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file, dpi=100)
 
 
 if __name__ == "__main__":

@@ -62,8 +62,7 @@ def train(trainer, data, count):  # each member on its resample of the first `co
     rows = draw.integers(count, size=(MEMBERS, count))
     picks = draw.integers(count, size=(MEMBERS, STEPS * 25))
     order = np.take_along_axis(rows, picks, axis=1).reshape(-1, STEPS, 25)
-    state, _ = trainer.epoch(trainer.init(jax.random.key(1)), data, order)
-    return state
+    return trainer.epoch(trainer.init(jax.random.key(1)), data, order)[0]
 
 
 def draw(file, found):  # NLLs [sizes] by name

@@ -94,9 +94,8 @@ def main(argv=None):
 
     train, calibrate, test = np.split(make_series(), [500, 1500])
     options = dict(members=5, apply_fn=network, output=None)
-    adam = pe.adam(pe.cosine_schedule(0.01, STEPS))
+    adam, data = pe.adam(pe.cosine_schedule(0.01, STEPS)), windows(train)
     trainer = pe.make_trainer(init, loss_fn, adam, **options)
-    data = windows(train)
     order = np.random.default_rng(0).integers(len(data[0]), size=(STEPS, 32))
     state, _ = trainer.epoch(trainer.init(jax.random.key(0)), data, order)
 
@@ -106,15 +105,15 @@ def main(argv=None):
 
     (x, y), (new, targets) = windows(calibrate), windows(test)
     mean, deviation = predict(x)
-    scores = abs(y - mean) / deviation
-    widths = np.array([em.conformal_quantile(column) for column in scores.T])
+    scores = (abs(y - mean) / deviation).T  # [HORIZONS, N]
+    widths = np.array([*map(em.conformal_quantile, scores)])
     mean, deviation = predict(new)
     off = abs(targets - mean) / deviation
     held = (off <= widths).mean(axis=0), (off <= 1.645).mean(axis=0)  # [HORIZONS] each
     line = "{:2} hours ahead: RMSE {:.2f}, 90% intervals hold {:.0%}, raw {:.0%}"
+    rmse = np.sqrt(np.mean((targets - mean) ** 2, axis=0))
     for h in (0, 5, 11, 23):
-        rmse = np.sqrt(np.mean((targets - mean)[:, h] ** 2))
-        print(line.format(h + 1, rmse, held[0][h], held[1][h]))
+        print(line.format(h + 1, rmse[h], held[0][h], held[1][h]))
     print(f"all 24: {held[0].mean():.1%}, raw {held[1].mean():.1%}")
     if args.plot:
         draw(args.plot, new[0], mean[0], deviation[0], targets[0], widths, held)
