@@ -243,6 +243,7 @@ def test_readme_runs_in_a_notebook_that_is_interrupted(tmp_path, monkeypatch):
 
 def test_readme_is_read_to_the_end_and_trains_in_sixteen_lines():
     assert README.count("\n") <= 150
+    assert max(map(len, README.splitlines())) <= 100
     _, block = README.split("```python\nrate = ", 1)
     assert sum(map(bool, block.partition("\n```")[0].splitlines())) == 16
 
@@ -314,7 +315,7 @@ def write_functions():
         source = inspect.getsource(module)
         for section, name in re.findall(starts, source, re.MULTILINE):
             if section:
-                head = f"\n## {section}{where}\n\n| name | what it does |\n|---|---|\n"
+                head = f"\n## {section}{where}\n\n| name | effect |\n|---|---|\n"
             elif name in module.__all__:
                 page, head = page + head + row(name, getattr(module, name)), ""
             if name == "Trainer":

@@ -2,8 +2,7 @@
 
     python abstain.py --plot deciding.png
 
-Five networks classify the README's data; a threshold on their entropy says which
-examples to decide.  Five others fit a curve; one part of it has no data.
+Five networks classify the README's data.  Five fit a curve, partly without data.
 """
 
 import argparse
@@ -40,15 +39,14 @@ def train(data, sizes, rate, loss, model, **options):  # returns a function of x
     def loss_fn(params, x, y):
         return loss(model(params, x), y).mean()
 
-    adam = pe.adam(pe.cosine_schedule(rate, 500))
-    options |= dict(members=5, apply_fn=model)
-    trainer = pe.make_trainer(init, loss_fn, adam, **options)
+    adam, options = pe.adam(pe.cosine_schedule(rate, 500)), dict(members=5) | options
+    trainer = pe.make_trainer(init, loss_fn, adam, apply_fn=model, **options)
     order = np.random.default_rng(0).integers(len(data[0]), size=(500, 50))
     state, _ = trainer.epoch(trainer.init(jax.random.key(0)), data, order)
     return lambda x: trainer.predict_members(state, x)
 
 
-def decide(axes):  # which examples of four classes to decide
+def decide(axes=None):  # which examples of four classes to decide
     x = np.random.default_rng(0).normal(size=(2200, 4)).astype(np.float32)
     y, sizes, loss = abs(x).argmax(axis=1), (4, 100, 100, 4), pe.softmax_cross_entropy
     probs = train((x[TRAIN], y[TRAIN]), sizes, 0.03, loss, network)(x)
@@ -67,12 +65,12 @@ def decide(axes):  # which examples of four classes to decide
         axes.plot(x, y[5], color=ORANGE, lw=2, label="ensemble")
         axes.plot(*found, "o", color=ORANGE, label="threshold, found for 5%")
         axes.axhline(5, color="0.4", lw=0.8, ls="--", label="5%, as requested")
-        axes.set(xlabel="kept, surest first (%)", xlim=(30, 100), ylim=(0, 12))
-        axes.set(ylabel="wrong among them (%)")
+        axes.set(xlabel="kept, surest first (%)", ylabel="errors (%)", xlim=(30, 100))
 
 
-def predict(axes):  # a curve, with intervals
-    def mixture(means, variances):  # its mean and deviation [N]
+def predict(axes=None):  # a curve, with intervals
+    def ensemble(x):  # its mean and deviation [N]
+        means, variances = members(x)
         return means.mean(axis=0), np.sqrt(variances.mean(axis=0) + means.var(axis=0))
 
     x = np.random.default_rng(0).uniform(-1, 1, size=(2200, 1)).astype(np.float32)
@@ -81,7 +79,7 @@ def predict(axes):  # a curve, with intervals
     old, calibrate, new = (rows[seen[rows]] for rows in (TRAIN, CALIBRATE, TEST))
     data, loss = (x[old], y[old]), lambda outputs, y: pe.gaussian_nll(*outputs, y)
     members = train(data, sizes, 0.01, loss, gaussian, output=None)
-    mean, deviation = mixture(*members(x))
+    mean, deviation = ensemble(x)
     off = abs(y - mean) / deviation
     widths = em.conformal_quantile(off[calibrate], 0.9), 1.645  # of a Gaussian
     for name, rows in ("with data", new), ("without", ~seen):
@@ -89,18 +87,15 @@ def predict(axes):  # a curve, with intervals
         print("curve {}: 90% intervals hold {:.0%}, raw {:.0%}".format(name, *held))
     if axes:
         grid = np.linspace(-1, 1, 321, dtype=np.float32)
-        means, variances = members(grid[:, None])
-        mean, deviation = mixture(means, variances)
-        names = "calibrated for 90%", "raw: 90% of a Gaussian"
-        for n, name, color in zip(widths, names, ("#f6cf7d", "#bde0f6")):
+        mean, deviation = ensemble(grid[:, None])
+        for n, name, c in zip(widths, ("calibrated", "raw"), ("#f6cf7d", "#bde0f6")):
             ends = mean - n * deviation, mean + n * deviation
-            axes.fill_between(grid, *ends, color=color, lw=0, label=name)
-        axes.plot(grid, means.T, color=BLUE, lw=0.8)
+            axes.fill_between(grid, *ends, color=c, lw=0, label=f"90%, {name}")
+        axes.plot(grid, members(grid[:, None])[0].T, color=BLUE, lw=0.8)
         axes.plot(grid, mean, color=ORANGE, lw=2)
         axes.scatter(x[old], y[old], s=8, color="0.15", zorder=3, label="training data")
         axes.plot(grid, np.sin(6 * grid), "--", color="0.4", lw=1, label="no noise")
-        axes.axvspan(0.6, 1, color="0.95", zorder=0)
-        axes.annotate("no data", (0.8, 1.5), ha="center")
+        axes.axvspan(0.6, 1, color="0.93", zorder=0, label="no data")
         axes.set(xlabel="x", ylabel="y", xlim=(-1, 1), ylim=(-3, 4), xticks=[-1, 0, 1])
 
 
@@ -110,7 +105,7 @@ def main(argv=None):
     file = parser.parse_args(argv).plot
     pe.use_cpu_devices()  # before JAX is first used
     if not file:
-        return decide(None), predict(None)
+        return decide(), predict()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")

@@ -2,10 +2,9 @@
 
     python forecast.py --plot forecast.png
 
-The series is made up: a daily and a weekly season, and noise that lasts for hours.
-Each of five GRUs reads 24 hours, and predicts the mean and the variance of each of the
-next 24.  On 1,000 other hours, `conformal_quantile` finds a width per horizon; windows
-overlap, so that its coverage is close to 90%, but not guaranteed.
+The series has a daily and a weekly season, and noise that lasts for hours.  Five GRUs
+read 24 hours, and predict the mean and variance of each of the next 24.  Other hours
+give a width per horizon; its coverage is not guaranteed, since windows overlap.
 """
 
 import argparse
@@ -53,8 +52,7 @@ def network(params, x):  # [B, PAST] to means and variances [B, HORIZONS]
         other = jnp.tanh(pe.dense(new, jnp.concatenate([x, reset * h], axis=-1)))
         return keep * h + (1 - keep) * other, None
 
-    start = jnp.zeros((len(x), HIDDEN))
-    h, _ = jax.lax.scan(step, start, x.T[:, :, None])
+    h, _ = jax.lax.scan(step, jnp.zeros((len(x), HIDDEN)), x.T[:, :, None])
     mean, spread = jnp.split(pe.dense(last, h), 2, axis=-1)
     return mean, jax.nn.softplus(spread) + 1e-3
 
@@ -91,7 +89,6 @@ def main(argv=None):
     parser.add_argument("--plot", metavar="FILE", help="draw it, with matplotlib")
     args = parser.parse_args(argv)
     pe.use_cpu_devices()  # before JAX is first used
-
     train, calibrate, test = np.split(make_series(), [500, 1500])
     options = dict(members=5, apply_fn=network, output=None)
     adam, data = pe.adam(pe.cosine_schedule(0.01, STEPS)), windows(train)
