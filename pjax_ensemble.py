@@ -1131,19 +1131,17 @@ def _rewrite(x: Any) -> Any:
     return x if same else x.replace(params=jax.tree.unflatten(treedef, new))
 
 
+def _trace(f: Callable, *args, rewrite: Callable = lambda program: program) -> tuple:
+    """Trace f once; return a function that runs its jaxpr, and its result's form."""
+    # A new function each time, since JAX caches traces by function.
+    program, made = jax.make_jaxpr(lambda *args: f(*args), return_shape=True)(*args)
+    run, form = core.jaxpr_as_fun(rewrite(program)), jax.tree.structure(made)
+    return lambda *args: jax.tree.unflatten(form, run(*jax.tree.leaves(args))), made
+
+
 def _fast_in_loops(f: Callable) -> Callable:
-    """Return f with fast convolutions; f may take gradients, the result may not.
-
-    f is traced once, and the program that runs is its jaxpr with convolutions replaced.
-    """
-
-    def evaluate(*args):
-        # A new function each time, since JAX caches traces by function.
-        program, made = jax.make_jaxpr(lambda *args: f(*args), return_shape=True)(*args)
-        outputs = core.jaxpr_as_fun(_rewrite(program))(*jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(made), outputs)
-
-    return evaluate
+    """Return f with fast convolutions; f may take gradients, the result may not."""
+    return lambda *args: _trace(f, *args, rewrite=_rewrite)[0](*args)
 
 
 def _average(tree: PyTree, axis: str, groups: list | None = None) -> PyTree:
@@ -1831,10 +1829,10 @@ def _scan_first(f: Callable, carry: PyTree, xs: PyTree, count: Array) -> tuple:
 
     def advance(i, both):
         carry, ys = both
-        carry, y = f(carry, at(i))
+        carry, y = run(carry, at(i))
         return carry, jax.tree.map(lambda ys, y: ys.at[i].set(y), ys, y)
 
-    _, shapes = jax.eval_shape(f, carry, at(0))
+    run, (_, shapes) = _trace(f, carry, at(0))
     length = len(jax.tree.leaves(xs)[0])
     ys = jax.tree.map(lambda y: jnp.zeros((length, *y.shape), y.dtype), shapes)
     return lax.fori_loop(0, count, advance, (carry, ys))

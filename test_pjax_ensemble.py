@@ -1880,6 +1880,29 @@ def counting_apply(params, counted, images, rate):
 COUNTING = [(1, 2, 1), (3, 2, 2)]  # replicas; two members at once and one alone
 
 
+def test_a_program_traces_the_users_function_once():
+    calls = []
+
+    def count(weight, x):
+        calls.append(x.shape)
+        return x @ weight
+
+    trainer = pe.make_trainer(
+        lambda key: jax.random.normal(key, (3,)),
+        lambda weight, x: count(weight, x).mean(),
+        pe.sgd(0.1),
+        members=2,
+        devices=2,
+        apply_fn=count,
+        output=None,
+    )
+    x, order = np.ones((4, 3), np.float32), np.zeros((2, 4), int)
+    for method, *args in ("update", x), ("epoch", (x,), order), ("predict", x):
+        calls.clear()
+        trainer.lower(method, *args)
+        assert calls == [(4, 3)], method
+
+
 @cases("members, devices, at_once", *COUNTING)
 def test_rewriting_convolutions_changes_nothing_but_their_form(
     members, devices, at_once
