@@ -1008,7 +1008,7 @@ def _full_loss(loss_fn, more, has_aux, stateful) -> Callable:
 
     def loss(params, model_state, key, *batch):
         model = (params, model_state, key) if stateful else (params,)
-        given = f"it is given {len(batch)} of the batch or data"
+        given = f"it is given {len(batch)} arguments from the batch or data"
         result = _call("loss_fn", given, loss_fn, *model, *batch, *more)
         value, rest = result if has_aux or stateful else (result, ())
         shapes = [jnp.shape(x) for x in jax.tree.leaves(value)]
