@@ -1131,17 +1131,20 @@ def _rewrite(x: Any) -> Any:
     return x if same else x.replace(params=jax.tree.unflatten(treedef, new))
 
 
-def _trace(f: Callable, *args, rewrite: Callable = lambda program: program) -> tuple:
-    """Trace f once; return a function that runs its jaxpr, and its result's form."""
+def _trace(f: Callable, *args) -> tuple:
+    """Trace f once; return its program with fast convolutions, and its result's form.
+
+    f may take gradients; nothing can differentiate the program.
+    """
     # A new function each time, since JAX caches traces by function.
     program, made = jax.make_jaxpr(lambda *args: f(*args), return_shape=True)(*args)
-    run, form = core.jaxpr_as_fun(rewrite(program)), jax.tree.structure(made)
+    run, form = core.jaxpr_as_fun(_rewrite(program)), jax.tree.structure(made)
     return lambda *args: jax.tree.unflatten(form, run(*jax.tree.leaves(args))), made
 
 
 def _fast_in_loops(f: Callable) -> Callable:
-    """Return f with fast convolutions; f may take gradients, the result may not."""
-    return lambda *args: _trace(f, *args, rewrite=_rewrite)[0](*args)
+    """Return f with fast convolutions, also in a loop."""
+    return lambda *args: _trace(f, *args)[0](*args)
 
 
 def _average(tree: PyTree, axis: str, groups: list | None = None) -> PyTree:

@@ -1198,16 +1198,15 @@ def share(tree: Any) -> Any:
     return jax.tree.map(lambda x: pe.gather_processes(x)[0], tree)
 
 
-OTHER_RUN = "leave out the flags that differ, or start a new run in another --workdir"
+OTHER_RUN = "a run keeps its settings, also its epochs: leave out the flags that "
+OTHER_RUN += "differ, or start a new run in another --workdir"
 
 
 def check_same(who: str, ours: dict, theirs: dict, remedy: str = OTHER_RUN) -> None:
     """Raise Failure for the first of our settings that differs in another run."""
     for name, value in ours.items():
         if value != (other := theirs.get(name)):
-            why = f" (the learning-rate schedule ends at epoch {other})"
-            there = f"{other} there" + why * (name == "epochs")
-            raise Failure(f"{who}: {name} is {value} here, {there}; {remedy}")
+            raise Failure(f"{who}: {name} is {value} here, {other} there; {remedy}")
 
 
 def check_same_run(settings: dict) -> None:
