@@ -627,11 +627,16 @@ class OptimizerLike(Protocol):
     def update(self) -> Callable: ...
 
 
+def _named(tree: PyTree) -> list[tuple[str, Any]]:
+    """List the leaves of a tree, each after the name of its path."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
+
+
 def _check_params(params: PyTree) -> None:
     """Raise ValueError for parameters that are not real floating-point numbers."""
-    for path, leaf in jax.tree.leaves_with_path(params):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            name, dtype = jax.tree_util.keystr(path), jnp.result_type(leaf)
+    for name, leaf in _named(params):
+        if not jnp.issubdtype(dtype := jnp.result_type(leaf), jnp.floating):
             raise ValueError(
                 f"parameter '{name}' is {dtype}; expected floating point: split a "
                 "complex one into two, and keep untrained arrays in model_state"
@@ -963,9 +968,8 @@ def _check_form(what: str, made: PyTree, given: PyTree) -> None:
     found: Any = jax.tree.structure(made)
     if found != (like := jax.tree.structure(given)):
         raise ValueError(f"{what} has the structure {found}; expected {like}")
-    for (path, x), old in zip(jax.tree.leaves_with_path(made), jax.tree.leaves(given)):
+    for (name, x), old in zip(_named(made), jax.tree.leaves(given)):
         if x != old:
-            name = jax.tree_util.keystr(path)
             raise ValueError(f"{what} has the leaf '{name}' {x}; expected {old}")
 
 
@@ -1390,8 +1394,8 @@ def _check_state(state: Any) -> None:
 def _check_apart(state: PyTree) -> None:
     """Raise ValueError where two leaves of a state on devices share a buffer."""
     names: dict[Any, str] = {}
-    for path, x in jax.tree.leaves_with_path(state):
-        name, buffer = jax.tree_util.keystr(path), id(x)
+    for name, x in _named(state):
+        buffer = id(x)
         if x.size and not _is_key(x):
             buffer = x.addressable_data(0).unsafe_buffer_pointer()
         if buffer in names:
@@ -1848,12 +1852,11 @@ def _check_made(made: PyTree, stateful: bool) -> None:
             f"init_fn returns {type(made).__name__}; with stateful=True, expected the "
             "tuple (params, model_state)"
         )
-    for path, leaf in jax.tree.leaves_with_path(made):
+    for name, leaf in _named(made):
         if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
             raise ValueError(
-                f"init_fn returns {type(leaf).__name__} at "
-                f"'{jax.tree_util.keystr(path)}'; expected a tree of arrays: split "
-                "off other leaves (equinox.partition, flax.nnx.split)"
+                f"init_fn returns {type(leaf).__name__} at '{name}'; expected a tree "
+                "of arrays: split off other leaves (equinox.partition, flax.nnx.split)"
             )
         _numbers("leaves that init_fn returns", leaf)
 
@@ -2663,11 +2666,10 @@ _WRONG = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 def _by_path(tree: PyTree) -> dict[str, Any]:
     """Return the leaves of a tree by their paths, each with a shape and a dtype."""
-    paths, _ = jax.tree.flatten_with_path(tree)
-    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in paths}
-    if len({"__metadata__", "sha256", *leaves}) < len(paths) + 2:
+    leaves = {name: _array(f"leaf '{name}'", leaf) for name, leaf in _named(tree)}
+    if len({"__metadata__", "sha256", *leaves}) < len(jax.tree.leaves(tree)) + 2:
         raise ValueError("two leaves of the tree, or one and the header, share a path")
-    return {name: _array(f"leaf '{name}'", leaf) for name, leaf in leaves.items()}
+    return leaves
 
 
 def _kind(leaf: Any) -> str:
