@@ -45,7 +45,6 @@ import collections
 import concurrent.futures
 import contextlib
 import contextvars
-import copy
 import dataclasses
 import functools
 import hashlib
@@ -1356,10 +1355,9 @@ def _run(program: Callable, alone: bool, *args) -> Any:
 def _gather_devices(x: Array | np.ndarray) -> np.ndarray:
     """Bring [D, ...] to the host from the devices of this and all other processes."""
     with jax.transfer_guard_device_to_host("allow"):  # faster than `jax.device_get`
-        x = np.asarray(x)
-    if jax.process_count() == 1:
-        return x
-    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+        if jax.process_count() == 1:
+            return np.asarray(x)
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def gather_processes(x: Any) -> np.ndarray:
@@ -1631,17 +1629,149 @@ def _axis(layout: Layout, train: bool) -> str:
     return "devices" if layout.members == 1 else f"replicas by {layout.replicas}"
 
 
-@functools.cache
-def _slots(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-    """Return the member and the replica in each slot [D * M], device after device.
+def _on_data(function: Callable, leaf: Array) -> Array:
+    """Apply a function of an array to a leaf, or to the data of a typed random key."""
+    if not _is_key(leaf):
+        return function(leaf)
+    data = function(jax.random.key_data(leaf))
+    data = data if isinstance(data, Array) else jax.device_put(data)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
 
-    With several processes, the slots are on this one's devices.  Slots that are left
-    over, on the last devices, repeat the last member.
+
+@functools.partial(jax.jit, static_argnums=1)
+def _join(copies, lengths):
+    """Join the members of all devices, each copy [M, ...], and cut the first axes."""
+    return jnp.concatenate(copies)[tuple(map(slice, lengths))]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Places:
+    """Where a trainer's arrays are: by slot, or everywhere.
+
+    A slot is a place for one member on one device.  There are D * M slots, device after
+    device.  Replicas of a member have neighboring slots; slots that are left over, on
+    the last devices, repeat the last member.  Arrays by slot are [D * M, ...]; of an
+    array that is everywhere, each device has a copy.  Where there are several
+    processes, each has the parts of both that are on its own devices.
     """
-    members, devices, shared, replicas = layout
-    slots = np.arange(devices * shared).reshape(jax.process_count(), -1)
-    slot = slots[jax.process_index()]
-    return np.minimum(slot // replicas, members - 1), slot % replicas
+
+    layout: Layout
+    devices: Sequence  # D, of all processes, there or in a topology's description
+
+    @functools.cached_property
+    def slots(self) -> tuple[np.ndarray, np.ndarray]:
+        """The member and the replica in each slot [D * M]."""
+        members, devices, shared, replicas = self.layout
+        slot = np.arange(devices * shared)
+        return np.minimum(slot // replicas, members - 1), slot % replicas
+
+    @property
+    def platform(self) -> str:
+        return self.devices[0].platform
+
+    @functools.cached_property
+    def absent(self) -> bool:
+        """Whether the devices are a description, for which one can only compile."""
+        with contextlib.suppress(RuntimeError):  # for a platform that is not there
+            return self.devices[0] not in jax.devices(self.platform)
+        return True
+
+    def shardings(self, train: bool) -> tuple:
+        """Return the shardings of a program's arrays: by slot, and everywhere."""
+        axis = _axis(self.layout, train)
+        return _sharding(self.devices, axis, axis), _sharding(self.devices, axis)
+
+    @functools.cached_property
+    def by_slot(self) -> Any:
+        """The sharding of arrays by slot, whose axis is named as in training."""
+        return self.shardings(train=True)[0]
+
+    @functools.cached_property
+    def everywhere(self) -> Any:
+        return self.shardings(train=True)[1]
+
+    def put(self, tree: PyTree, sharding: Any) -> PyTree:
+        """Put a tree, the same in every process, on the devices.
+
+        For absent devices, return its form there.
+        """
+        if self.absent:
+            form = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+            return jax.tree.map(lambda x: form(x.shape, x.dtype), tree)
+        if jax.process_count() == 1:
+            return jax.device_put(tree, sharding)
+
+        def put(x):  # unless it is there
+            if isinstance(x, Array) and not x.is_fully_addressable:
+                return x
+            x = np.asarray(x)
+            return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+
+        return jax.tree.map(functools.partial(_on_data, put), tree)
+
+    def share(self, what: str, tree: PyTree) -> PyTree:
+        """Put a copy of a tree everywhere."""
+        return self.put(tree if self.absent else _private(what, tree), self.everywhere)
+
+    def lay(self, what: str, tree: PyTree) -> PyTree:
+        """Lay members [K, ...] into their slots, [D * M, ...]."""
+        member, _ = self.slots
+
+        def lay(x):
+            slots = self.put(np.asarray(_numbers(what, x))[member], self.by_slot)
+            return jax.block_until_ready(slots)  # so one leaf at a time is on the host
+
+        return jax.tree.map(functools.partial(_on_data, lay), tree)
+
+    def deal(self, what: str, batch: PyTree, axis: int, own: bool) -> tuple[dict, dict]:
+        """Give each slot its part of a batch: (of_slot, of_all) of `_over_members`.
+
+        The B examples of each leaf are on the given axis; with `own`, members are on
+        the first.  There are P = gcd(B, R) parts.  If P < R, R / P replicas have the
+        same part, and the mean over replicas is still the mean over the batch.
+        """
+        (member, replica), replicas = self.slots, self.layout.replicas
+        size = jax.tree.leaves(batch)[0].shape[axis]
+        parts = math.gcd(size, replicas)
+        if parts < replicas:
+            whole = size - size % replicas or replicas
+            warnings.warn(
+                f"a batch of {size} is divided into {parts} parts, not {replicas}, "
+                f"so some of a member's replicas do the same work; multiples of "
+                f"{replicas}, such as {whole}, use them all",
+                stacklevel=4,
+            )
+
+        def cut(x):  # to [P, ..., B / P, ...], or [K, P, ..., B / P, ...]
+            x = _split_axis(_numbers(what, x), axis, parts)
+            return np.moveaxis(x, axis, int(own))
+
+        cuts, part = jax.tree.map(cut, batch), replica % parts
+        if replicas == 1 and not own:
+            return {}, {what: jax.tree.map(lambda x: x[0], cuts)}
+        at = (member, part) if own else part
+        dealt = {what: jax.tree.map(lambda x: x[at], cuts)}
+        return dealt, {"parts": np.int32(parts)} if replicas > 1 else {}
+
+    def take(self, tree: PyTree, *steps: int) -> PyTree:
+        """Take each member's first replica out of the slots: [D * M, ...] to [K, ...].
+
+        With `steps`, the second axis is cut to that length.  The result is on the first
+        device, or on the host if there are several processes.
+        """
+        lengths, replicas = (self.layout.members, *steps), self.layout.replicas
+
+        def take(x):
+            if jax.process_count() > 1 and isinstance(x, jax.Array):
+                x = _gather_devices(x)
+            if isinstance(x, np.ndarray):  # copied, since JAX's own is read-only
+                return np.array(x[::replicas][tuple(map(slice, lengths))])
+            copies = [shard.data for shard in x.addressable_shards[::replicas]]
+            copies = jax.device_put(copies, *copies[0].devices())
+            with _no_mesh():
+                return _join(copies, lengths)
+
+        return jax.tree.map(take, tree)
 
 
 def _check_draws(key: Any, at_once: int) -> None:
@@ -1661,142 +1791,80 @@ else:  # JAX 0.5
     _shard_map = functools.partial(shard_map, check_rep=False)
 
 
-def _in_place(f: Callable, states: PyTree, of_slot: PyTree, together: int) -> tuple:
-    """Map f(state, of_slot) -> (state, metrics) as `lax.map` does, states in place.
-
-    Leaves of both arguments are [M, ...].  Each step cuts out `together` states and
-    writes their successors back in their place.  This takes the memory of M states and
-    the work of one f, while `lax.map` writes M new states beside the old ones.
-    """
-
-    def advance(states, start, count=together):
-        def cut(x):
-            return lax.dynamic_slice_in_dim(x, start, count)
-
-        def put(x, new):
-            return lax.dynamic_update_slice_in_dim(x, new, start, 0)
-
-        # One member runs without vmap, since a vmap of one has other bits.
-        batch_size = None if together == 1 else count
-        own = jax.tree.map(cut, (states, of_slot))
-        new, metrics = lax.map(lambda x: f(*x), own, batch_size=batch_size)
-        return jax.tree.map(put, states, new), metrics
-
-    count = len(jax.tree.leaves(states)[0])
-    whole = count - count % together
-    states, metrics = lax.scan(advance, states, jnp.arange(0, whole, together))
-    metrics = jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), metrics)
-    if whole < count:
-        states, last = advance(states, whole, count - whole)
-        metrics = jax.tree.map(lambda *x: jnp.concatenate(x), metrics, last)
-    return states, metrics
-
-
 # On a GPU, XLA would keep all members' kernels twice, in cuDNN's order and in JAX's, so
 # states are flat between the members there.  On a TPU, flattening would copy them.
 _FLAT_ON = ("gpu",)
 
 
-def _over_members(
-    f: Callable, devices: Sequence, layout: Layout, train: bool, at_once: int
-) -> Callable:
+def _in_turn(
+    f: Callable, states: PyTree, of_slot: PyTree, together: int, train: bool, flat: bool
+) -> tuple:
+    """Map f(state, of_slot) over M slots, whose leaves are [M, ...]: (states, results).
+
+    Each step cuts out `together` slots.  With `train`, f returns (state, results), and
+    new states are written in the place of the old.  This takes the memory of M states
+    and the work of one f, while `lax.map` writes M new states beside the old ones.
+    """
+
+    def advance(kept, start, count=together):
+        def cut(x, like):  # x may be flat
+            x = lax.dynamic_slice_in_dim(x, start, count)
+            return x.reshape(count, *like.shape[1:])
+
+        def put(x, new):
+            new = new.reshape(count, *x.shape[1:])
+            return lax.dynamic_update_slice_in_dim(x, new, start, 0)
+
+        # One member runs without vmap, since a vmap of one has other bits.
+        batch_size = None if together == 1 else count
+        own = jax.tree.map(cut, (kept, of_slot), (states, of_slot))
+        made = lax.map(lambda x: f(*x), own, batch_size=batch_size)
+        if not train:
+            return kept, made
+        new, results = made
+        return jax.tree.map(put, kept, new), results
+
+    slots = len(jax.tree.leaves((states, of_slot))[0])
+    whole = slots - slots % together
+    kept = jax.tree.map(lambda x: x.reshape(slots, -1) if flat else x, states)
+    kept, results = lax.scan(advance, kept, jnp.arange(0, whole, together))
+    results = jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), results)
+    if whole < slots:
+        kept, last = advance(kept, whole, slots - whole)
+        results = jax.tree.map(lambda *x: jnp.concatenate(x), results, last)
+    return jax.tree.map(lambda x, y: x.reshape(y.shape), kept, states), results
+
+
+def _over_members(f: Callable, places: _Places, train: bool, at_once: int) -> Callable:
     """Map f(state, **of_slot, **of_all), of one member on one device, over all slots.
 
-    The result is a function of state, of_slot and of_all; the last two are dicts of f's
-    arguments.  Leaves of state and of_slot are [D * M, ...], an entry per slot, and so
-    are the leaves that f returns; of_all is the same for every slot.  With `train`, the
-    state's buffers are reused, and replicas wait for each other.
+    The result is a program of state, of_slot and of_all; the last two are dicts of f's
+    arguments.  Leaves of state and of_slot are by slot, and so are the leaves that f
+    returns; of_all is everywhere.  With `train`, the state's buffers are reused, and
+    replicas wait for each other.
 
     This maps as `jax.pmap` does, but the program is freed with the function returned,
     while JAX (0.10, 0.12) keeps a program of `pmap` for good, with all that f holds.
     """
-    together = min(at_once, layout.members_per_device)
-    devices, axis = devices[: layout.devices], _axis(layout, train)
-    by_slot, everywhere = _sharding(devices, axis, axis), _sharding(devices, axis)
+    together = min(at_once, shared := places.layout.members_per_device)
+    flat = places.platform in _FLAT_ON and together < shared
+    by_slot, everywhere = places.shardings(train)
     given = by_slot, by_slot, everywhere
-    flat = devices[0].platform in _FLAT_ON and together < layout.members_per_device
 
     def on_device(state, of_slot, of_all):
-        leaves, treedef = jax.tree.flatten(state)
-
-        def fold(state, *slots):
-            if not flat:
-                return state
-            return [x.reshape(*slots, -1) for x in jax.tree.leaves(state)]
-
-        def unfold(state, *slots):
-            if not flat:
-                return state
-            pairs = zip(state, leaves)
-            return treedef.unflatten(x.reshape(*slots, *y.shape[1:]) for x, y in pairs)
-
         def in_slot(state, of_slot):
-            made = f(unfold(state), **of_slot, **of_all)
-            return (fold(made[0]), made[1]) if train else made
+            return f(state, **of_slot, **of_all)
 
-        slots = layout.members_per_device
-        xs = fold(state, slots), of_slot
-        if train:
-            new, metrics = _in_place(in_slot, *xs, together)
-            return unfold(new, slots), metrics
-        batch_size = None if together == 1 else together
-        return lax.map(lambda x: in_slot(*x), xs, batch_size=batch_size)
+        both = _in_turn(in_slot, state, of_slot, together, train, flat)
+        return both if train else both[1]
 
     specs = dict(in_specs=tuple(x.spec for x in given), out_specs=by_slot.spec)
-    program = jax.jit(
+    return jax.jit(
         _shard_map(on_device, mesh=by_slot.mesh, **specs),
         in_shardings=given,
         out_shardings=by_slot,
         donate_argnums=(0,) if train else (),
     )
-
-    def convert(to, place, tree):  # keys by their data, for JAX 0.5
-        to = functools.partial(to, global_mesh=place.mesh, pspecs=place.spec)
-        return jax.tree.map(functools.partial(_on_data, to), tree)
-
-    def run(*args):  # each of several processes has a part of the arrays
-        to_all = multihost_utils.host_local_array_to_global_array
-        to_own = multihost_utils.global_array_to_host_local_array
-        args = map(functools.partial(convert, to_all), given, args)
-        return convert(to_own, by_slot, program(*args))
-
-    call = program if jax.process_count() == 1 else run
-    meet = train and layout.replicas > 1
-    return functools.partial(_run, call, meet and devices[0].platform == "cpu")
-
-
-def _on_data(function: Callable, leaf: Array) -> Array:
-    """Apply a function of an array to a leaf, or to the data of a typed random key."""
-    if not _is_key(leaf):
-        return function(leaf)
-    data = function(jax.random.key_data(leaf))
-    data = data if isinstance(data, Array) else jax.device_put(data)
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _join(copies, members):
-    """Join the members of all devices, each copy [M, ...]: [K, ...]."""
-    return jnp.concatenate(copies)[:members]
-
-
-def _take(tree: PyTree, layout: Layout) -> PyTree:
-    """Take the first replica of each member out of the slots: [D * M, ...] to [K, ...].
-
-    The result is on the first device, or on the host if there are several processes.
-    """
-
-    def take(x):
-        if jax.process_count() > 1 and isinstance(x, jax.Array):
-            x = _gather_devices(x)
-        if isinstance(x, np.ndarray):  # copied, since JAX's own is read-only
-            return np.array(x[:: layout.replicas][: layout.members])
-        copies = [shard.data for shard in x.addressable_shards[:: layout.replicas]]
-        copies = jax.device_put(copies, *copies[0].devices())
-        with _no_mesh():
-            return _join(copies, layout.members)
-
-    return jax.tree.map(take, tree)
 
 
 _STEPS = 256  # orders are padded to a multiple of this, so that most share a program
@@ -1951,13 +2019,6 @@ class _Member(NamedTuple):
         return inputs, [outputs] * self.layout.members_per_device
 
 
-class _Lowered(ValueError):
-    """Raised with the lowered program in place of a call, if no device can run it."""
-
-    def __str__(self):
-        return "the devices are a topology's, which cannot run; use Trainer.lower"
-
-
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Trainer:
     """Train K members on D devices, whatever K and D are: see `layout`.
@@ -2044,69 +2105,37 @@ class Trainer:
         return f"Trainer({', '.join(names)}, {self.layout})"
 
     def __getstate__(self) -> dict:  # a copy makes programs of its own
-        own = "_programs", "_devices", "_by_slot"
+        own = "_programs", "_places"
         return {name: x for name, x in vars(self).items() if name not in own}
 
     @functools.cached_property
-    def _devices(self) -> Sequence:
-        """The devices that may be used, of all processes."""
+    def _places(self) -> _Places:
         given: Any = self.devices
+        processes, local = jax.process_count(), jax.local_device_count()
         if np.ndim(given) == 0:
-            lack = given and _lack(_count("devices", given) // jax.process_count())
-            if lack:
+            if lack := given and _lack(_count("devices", given) // processes):
                 raise ValueError(lack)
-            return jax.devices()[:given]
-        if len({x.platform for x in given}) != 1 or len({*given}) < len(given):
+            given = jax.devices()[:given]
+        elif len({x.platform for x in given}) != 1 or len({*given}) < len(given):
             expected = "one or more, each once, of one platform"
             raise ValueError(f"devices are {[*given]}; expected {expected}")
-        return [*given]
+        alike = jax.device_count() == processes * local and [*given] == jax.devices()
+        if processes > 1 and not alike:
+            found = f"devices is {len(given)}; {processes} processes use all of their"
+            raise ValueError(f"{found} {jax.device_count()}, and each has as many")
+        found = layout(self.members, len(given), processes)
+        return _Places(found, given[: found.devices])
 
-    @functools.cached_property
-    def _abstract(self) -> bool:
-        """Whether the devices are a description, for which one can only compile."""
-        with contextlib.suppress(RuntimeError):  # for a platform that is not there
-            return self._devices[0] not in jax.devices(self._devices[0].platform)
-        return True
-
-    @functools.cached_property
+    @property
     def layout(self) -> Layout:
         """K, D, M and R in force, for the devices that JAX has: see `layout`."""
-        processes, devices = jax.process_count(), self._devices
-        alike = jax.device_count() == processes * jax.local_device_count()
-        if processes > 1 and not (alike and devices == jax.devices()):
-            found = f"devices is {len(devices)}; {processes} processes use all of their"
-            raise ValueError(f"{found} {jax.device_count()}, and each has as many")
-        return layout(self.members, len(devices), processes)
-
-    @functools.cached_property
-    def _by_slot(self) -> Any:
-        """The sharding of slots [D * M, ...] over this process's devices, to train."""
-        several, axis = jax.process_count() > 1, _axis(self.layout, train=True)
-        used = self._devices[: self.layout.devices]
-        return _sharding(jax.local_devices() if several else used, axis, axis)
-
-    def _put(self, tree: PyTree, sharding: Any) -> PyTree:
-        """Put a tree on the devices, or return its form there."""
-        if not self._abstract:
-            return jax.device_put(tree, sharding)
-        form = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
-        return jax.tree.map(lambda x: form(x.shape, x.dtype), tree)
-
-    def _lay(self, what: str, tree: PyTree) -> PyTree:
-        """Lay members [K, ...] into their slots, [D * M, ...]."""
-        member, _ = _slots(self.layout)
-
-        def lay(x):
-            slots = self._put(np.asarray(_numbers(what, x))[member], self._by_slot)
-            return jax.block_until_ready(slots)  # so one leaf at a time is on the host
-
-        return jax.tree.map(functools.partial(_on_data, lay), tree)
+        return self._places.layout
 
     @functools.cached_property
     def _member(self) -> _Member:
         member = _Member(*(getattr(self, name) for name in _Member._fields))
         # Micro-batches are for a CPU's cache.
-        other = self.microbatch == "auto" and self._devices[0].platform != "cpu"
+        other = self.microbatch == "auto" and self._places.platform != "cpu"
         return member._replace(microbatch=None) if other else member
 
     @functools.cached_property
@@ -2116,46 +2145,61 @@ class Trainer:
             return ()
         expected = f"arrays [K, ...], an entry for each of the {self.members} members"
         _check_axes("hyper", self.hyper, self.members, expected=expected)
-        return (self._lay("hyper", self.hyper),)
+        return (self._places.lay("hyper", self.hyper),)
 
     @functools.cached_property
     def _frozen(self) -> tuple:
         """The frozen tree on every device, or an empty tuple."""
-        return () if self.frozen is None else (self._place("frozen", self.frozen),)
+        share = functools.partial(self._places.share, "frozen")
+        return () if self.frozen is None else (share(self.frozen),)
 
     @functools.cached_property
     def _programs(self) -> dict:
         """Compiled programs, by the name of the function that each maps."""
         return {}
 
-    def _map(self, f, state, of_slot, of_all, train=False):
+    # `_init`, `_update`, `_epoch` and `_predict` check a method's arguments, and return
+    # its work: a function of `_Member`, and its arguments state, of_slot and of_all, as
+    # `_over_members` has them.  The last two are on the host.
+
+    def _do(self, f, state, of_slot, of_all, lower=False):
         """Call f(state, hyper, frozen, **of_slot, **of_all), of one member, for all.
 
-        `_over_members` explains the arguments; hyper joins of_slot, and frozen of_all.
+        With `lower`, return the program, lowered for the forms of the arguments.
         """
+        places, train = self._places, f.__name__ in ("update", "epoch")
         if f.__name__ not in self._programs:
-            how = self._devices, self.layout, train, self.at_once
-            self._programs[f.__name__] = _over_members(f, *how)
+            self._programs[f.__name__] = _over_members(f, places, train, self.at_once)
+        program = self._programs[f.__name__]
+        if not lower:
+            # The rest is new: counts and chunks, which the program itself puts.
+            given = {"key", "batch", "order", "data"} & of_all.keys()
+            of_all |= {name: places.share(name, of_all[name]) for name in given}
+            of_slot = places.put(of_slot, places.by_slot) if of_slot else {}
         of_slot = {"hyper": self._hyper, **of_slot}
         args = state, of_slot, {"frozen": self._frozen, **of_all}
-        program = self._programs[f.__name__]
-        if self._abstract:
-            raise _Lowered(program.args[0].lower(*args))
-        return _consume(self, program, *args) if train else program(*args)
+        if lower:
+            return program.lower(*jax.eval_shape(lambda *args: args, *args))
+        if places.absent:
+            found = "the devices are a topology's, which cannot run"
+            raise ValueError(f"{found}; use Trainer.lower")
+        alone = train and self.layout.replicas > 1 and places.platform == "cpu"
+        call = functools.partial(_run, program, alone)
+        return _consume(self, call, *args) if train else call(*args)
 
     def _place_state(self, state):
         """Check that a state belongs to these slots, and put it there."""
-        members, _ = _slots(self.layout)
+        members, _ = self._places.slots
         expected = f"this trainer's {len(members)}: use init, or gather and scatter"
         _check_axes("state", state, len(members), expected=expected)
         if state.key is not None:
             _check_draws(state.key, self.at_once)
-            both = jax.random.key_data(state.key), members
+            both = _gather_devices(jax.random.key_data(state.key)), members
             _call("a state of another trainer", expected, _check_keys, *both)
-        leaves = jax.tree.leaves(state)
-        if all(getattr(x, "sharding", 0) == self._by_slot for x in leaves):
+        by_slot, leaves = self._places.by_slot, jax.tree.leaves(state)
+        if all(getattr(x, "sharding", 0) == by_slot for x in leaves):
             return state  # as init and scatter put it
-        return self._put(_private("state", state), self._by_slot)
+        return self._places.put(_private("state", state), by_slot)
 
     # Making and moving the members
 
@@ -2174,12 +2218,13 @@ class Trainer:
         Raises ValueError unless key is one random key, for "rbg" keys with at_once
         above 1, and for an init_fn that returns leaves other than arrays.
         """
+        return self._do(*self._init(key))
+
+    def _init(self, key):
         expected = "expected one random key, such as jax.random.key(0), for all members"
         _call("key", expected, jax.random.split, key)
         _check_draws(key, self.at_once)
-        member, _ = _slots(self.layout)
-        of_all = self.place({"key": key})
-        return self._map(self._member.init, None, {"number": member}, of_all)
+        return self._member.init, None, {"number": self._places.slots[0]}, {"key": key}
 
     def gather(self, state: TrainState) -> TrainState:
         """Bring each member to the host, leaves [K, ...]; compare its replicas.
@@ -2193,7 +2238,7 @@ class Trainer:
             # So a second array of the same buffers is read, and goes with its copy.
             shards = [shard.data for shard in x.addressable_shards]
             x = jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
-            copies = _gather_devices(x)  # [D * M, ...]
+            copies, devices = _gather_devices(x), self._places.devices  # [D * M, ...]
             for i, own in enumerate(copies):
                 first = i - i % self.layout.replicas
                 if i > first and own.tobytes() != copies[first].tobytes():
@@ -2201,10 +2246,10 @@ class Trainer:
                     if name.startswith(".model_state") and own.dtype.kind in "biu":
                         remedy += ", or, if it depends on the batch, make it a float"
                     raise RuntimeError(
-                        f"replicas differ: {name} on device {self._devices[i]} differs "
-                        f"from its copy on {self._devices[first]}; {remedy}"
+                        f"replicas differ: {name} on device {devices[i]} differs "
+                        f"from its copy on {devices[first]}; {remedy}"
                     )
-            return _take(copies, self.layout)
+            return self._places.take(copies)
 
         return jax.tree.map_with_path(
             lambda path, x: _on_data(functools.partial(gather, path), x),
@@ -2240,7 +2285,7 @@ class Trainer:
         _check_axes("members' state", gathered, self.members, expected=expected)
         if gathered.key is not None:
             _check_keys(jax.random.key_data(gathered.key), range(self.members))
-        return self._lay("members' state", gathered)
+        return self._places.lay("members' state", gathered)
 
     def lower(self, method: str, *args: PyTree, **options: Any) -> jax.stages.Lowered:
         """Lower the program of init, update, epoch or predict; run and place nothing.
@@ -2251,30 +2296,23 @@ class Trainer:
         `lower(...).compile().memory_analysis()` says how many bytes the program takes
         on each device.
 
-        Raises ValueError as the method does, for another method, and if JAX runs in
-        several processes.
+        Raises ValueError as the method does, and for another method.
         """
         if method not in ("init", "update", "epoch", "predict"):
             expected = "'init', 'update', 'epoch' or 'predict'"
             raise ValueError(f"method is {method!r}; expected {expected}")
-        if (count := jax.process_count()) > 1:
-            raise ValueError(f"there are {count} processes; lower in a single one")
 
         def zeros(x):  # in the memory of one number, whatever the shape
             return np.broadcast_to(np.zeros((), jnp.result_type(x)), np.shape(x))
 
-        twin = copy.copy(self)
-        vars(twin)["_abstract"] = True
         if method != "init":
-            slots, form = len(_slots(self.layout)[0]), jax.ShapeDtypeStruct
+            slots, form = len(self._places.slots[0]), jax.ShapeDtypeStruct
             one = self.like()
             state = jax.tree.map(lambda x: form((slots, *x.shape[1:]), x.dtype), one)
-            vars(twin)["latest"] = state  # as if a step had returned it
             args = state, *jax.tree.map(zeros, args)
-        try:
-            return getattr(twin, method)(*args, **options)
-        except _Lowered as stopped:
-            return stopped.args[0]
+        work = getattr(self, f"_{method}")(*args, **options)
+        _, work = next(work) if method == "predict" else (None, work)
+        return self._do(*work, lower=True)
 
     # Training
 
@@ -2298,46 +2336,20 @@ class Trainer:
         micro-batches.
         """
         state = _admit(self, state, self._place_state)
+        work = self._update(state, *batch, per_member=per_member)
+        if not per_member:
+            self._warn_if_equal(state)
+        state, metrics = self._do(*work)
+        return state, self._places.take(metrics)
+
+    def _update(self, state, *batch, per_member=False):
         if per_member:
             expected = f"arrays [K, B, ...], with K = {self.members} and one B"
             _check_axes("batch", batch, self.members, None, expected=expected)
         else:
             _check_axes("batch", batch)
-            self._warn_if_equal(state)
-        given = self._deal({"batch": batch}, int(per_member), per_member)
-        state, metrics = self._map(self._member.update, state, *given, train=True)
-        return state, _take(metrics, self.layout)
-
-    def _deal(self, batch: dict, axis: int, own: bool) -> tuple[dict, dict]:
-        """Give each slot its part of a batch: (of_slot, of_all), as `_map` takes them.
-
-        The B examples of each leaf are on the given axis; with `own`, members are on
-        the first.  There are P = gcd(B, R) parts.  If P < R, R / P replicas have the
-        same part, and the mean over replicas is still the mean over the batch.
-        """
-        (member, replica), replicas = _slots(self.layout), self.layout.replicas
-        size = jax.tree.leaves(batch)[0].shape[axis]
-        parts = math.gcd(size, replicas)
-        if parts < replicas:
-            whole = size - size % replicas or replicas
-            warnings.warn(
-                f"a batch of {size} is divided into {parts} parts, not {replicas}, "
-                f"so some of a member's replicas do the same work; multiples of "
-                f"{replicas}, such as {whole}, use them all",
-                stacklevel=3,
-            )
-
-        def cut(x):  # to [P, ..., B / P, ...], or [K, P, ..., B / P, ...]
-            x = _split_axis(_numbers("batch", x), axis, parts)
-            return np.moveaxis(x, axis, int(own))
-
-        cuts, part = jax.tree.map(cut, batch), replica % parts
-        if replicas == 1 and not own:
-            return {}, self.place(jax.tree.map(lambda x: x[0], cuts))
-        at = (member, part) if own else part
-        dealt = jax.tree.map(lambda x: x[at], cuts)
-        dealt = self._put(dealt, self._by_slot)
-        return dealt, {"parts": np.int32(parts)} if replicas > 1 else {}
+        given = self._places.deal("batch", batch, int(per_member), per_member)
+        return self._member.update, state, *given
 
     def epoch(
         self, state: TrainState, data: tuple | list, order: ArrayLike
@@ -2358,22 +2370,22 @@ class Trainer:
         for data of several lengths.
         """
         state = _admit(self, state, self._place_state)
+        work = self._epoch(state, data, order)
+        order = np.asarray(order)
+        self._warn_if_equal(state, order)
+        state, metrics = self._do(*work)
+        return state, self._places.take(metrics, order.shape[-2])
+
+    def _epoch(self, state, data, order):
         if not isinstance(data, (tuple, list)):
             found = f"data is {type(data).__name__}"
             raise ValueError(f"{found}; expected a tuple of loss_fn's arguments")
         _check_axes("data", data)
         num_rows = np.shape(jax.tree.leaves(data)[0])[0]
         rows, num_steps = _padded(order, self.members, num_rows)
-        self._warn_if_equal(state, rows)
-        given, of_all = self._deal({"order": rows}, rows.ndim - 1, rows.ndim == 3)
-        of_all |= {"data": self.place(tuple(data)), "num_steps": np.int32(num_steps)}
-        state, metrics = self._map(self._member.epoch, state, given, of_all, train=True)
-
-        def cut(x):  # x[:, :num_steps] would move its indices to the device
-            return lax.slice_in_dim(x, 0, num_steps, axis=1)
-
-        with _no_mesh():
-            return state, jax.tree.map(cut, _take(metrics, self.layout))
+        given, of_all = self._places.deal("order", rows, rows.ndim - 1, rows.ndim == 3)
+        of_all |= {"data": tuple(data), "num_steps": np.int32(num_steps)}
+        return self._member.epoch, state, given, of_all
 
     def place(self, data: PyTree) -> PyTree:
         """Copy all of data, a tree of arrays [N, ...], to every device in use.
@@ -2382,12 +2394,7 @@ class Trainer:
         already stay.  Each device has its own copy, virtual ones too: 100 MiB take 800
         MiB on eight.
         """
-        return self._place("data", data)
-
-    def _place(self, what, tree):
-        mesh = self._by_slot.mesh
-        everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        return self._put(tree if self._abstract else _private(what, tree), everywhere)
+        return self._places.share("data", data)
 
     def _warn_if_equal(self, state, order=()):
         known = self.members == 1 or self.hyper is not None or self.stateful
@@ -2397,7 +2404,7 @@ class Trainer:
             return
 
         def equal(leaf):
-            members = jax.device_get(_take(leaf, self.layout))
+            members = jax.device_get(self._places.take(leaf))
             return len({x.tobytes() for x in members}) == 1
 
         if all(map(equal, jax.tree.leaves(state.params))):
@@ -2438,7 +2445,25 @@ class Trainer:
         return jax.tree.map(lambda *x: np.concatenate(x, axis=1), *blocks)
 
     def _blocks(self, state, inputs):
-        """Yield the members' outputs for the inputs, a block at a time, [K, n, ...].
+        """Yield the members' outputs for the inputs, a block at a time, [K, n, ...]."""
+        state = _admit(self, state, self._place_state, consume=False)
+        replicas = self.layout.replicas
+
+        def join(n, x):  # [D * M, chunks, chunk, ...] -> [K, n, ...]
+            x = _gather_devices(x)
+            x = x.reshape(len(x) // replicas, replicas, *x.shape[1:]).swapaxes(1, 2)
+            x = x.reshape(len(x), math.prod(x.shape[1:4]), *x.shape[4:])
+            return x[: self.members, :n]
+
+        computing = collections.deque()
+        for n, work in self._predict(state, inputs):
+            computing.append((functools.partial(join, n), self._do(*work)))
+            if len(computing) > 1:  # the devices are a block ahead
+                yield jax.tree.map(*computing.popleft())
+        yield jax.tree.map(*computing.pop())
+
+    def _predict(self, state, inputs):
+        """Yield the number of examples and the work of each block of the inputs.
 
         A block has the same number of chunks for each replica, dealt out in turn.
         """
@@ -2447,9 +2472,8 @@ class Trainer:
         _check_axes("inputs", inputs)
         inputs = jax.tree.map(functools.partial(_array, "inputs"), inputs)
         num_rows = len(jax.tree.leaves(inputs)[0])
-        state = _admit(self, state, self._place_state, consume=False)
         model = (state.params, state.model_state)[: 1 + self.stateful]
-        replicas, (_, replica) = self.layout.replicas, _slots(self.layout)
+        replicas, (_, replica) = self.layout.replicas, self._places.slots
         # Few rows fill one chunk of a power of two; all larger numbers share a program.
         chunk, chunks = 2 ** math.ceil(math.log2(-(-num_rows // replicas))), 1
         if chunk >= self.chunk:
@@ -2463,25 +2487,13 @@ class Trainer:
             x = x.reshape(chunks, replicas, chunk, *x.shape[1:]).swapaxes(0, 1)
             return x[replica] if replicas > 1 else x[0]
 
-        def join(n, x):  # [D * M, chunks, chunk, ...] -> [K, n, ...]
-            x = _gather_devices(x)
-            x = x.reshape(len(x) // replicas, replicas, *x.shape[1:]).swapaxes(1, 2)
-            return x.reshape(len(x), size, *x.shape[4:])[: self.members, :n]
-
-        def dispatch(start):
-            n = min(size, num_rows - start)
-            rows = jax.tree.map(lambda x: _on_data(deal, x[start : start + n]), inputs)
-            of_all = {"count": np.int32(-(-n // turn))}
-            of_slot = {} if replicas == 1 else {"chunks": rows}
-            of_all |= {} if of_slot else {"chunks": rows}
-            outputs = self._map(self._member.predict, model, of_slot, of_all)
-            return functools.partial(join, n), outputs
-
-        computing = [dispatch(0)]
-        for start in range(size, num_rows, size):
-            computing.append(dispatch(start))  # the devices are a block ahead
-            yield jax.tree.map(*computing.pop(0))
-        yield jax.tree.map(*computing.pop())
+        for start in range(0, num_rows, size):
+            n, block = min(size, num_rows - start), slice(start, start + size)
+            rows = jax.tree.map(operator.itemgetter(block), inputs)
+            dealt = {"chunks": jax.tree.map(functools.partial(_on_data, deal), rows)}
+            count = {"count": np.int32(-(-n // turn))}
+            given = (dealt, count) if replicas > 1 else ({}, dealt | count)
+            yield n, (self._member.predict, model, *given)
 
     def _block_chunks(self, model, inputs) -> int:
         """Return the number of chunks per replica in a block, for bounded memory.

@@ -2003,7 +2003,7 @@ def test_lower_takes_shapes_alone_and_moves_no_data():
     assert said == "method is 'gather'; expected 'init', 'update', 'epoch' or 'predict'"
     bad = said_by(ValueError, trainer.lower, "update", *data[:1], order)
     assert "first axes of the batch" in bad
-    vars(trainer)["_abstract"] = True  # as with a topology's devices
+    vars(trainer._places)["absent"] = True  # as with a topology's devices
     assert "which cannot run; use T" in said_by(ValueError, trainer.init, KEY)
 
 
@@ -3086,7 +3086,7 @@ def test_microbatches_are_chosen_by_platform_and_batch(monkeypatch):
     assert sizes(128, **auto) == [128]
     monkeypatch.undo()
     other = making(devices=[mock.Mock(platform="tpu")], **auto)()
-    assert other._abstract and other._member.microbatch is None
+    assert other._places.absent and other._member.microbatch is None
 
 
 NO_COUNTS = 0, -1, 1.5, True, "all"
