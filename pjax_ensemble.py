@@ -1290,10 +1290,12 @@ def _array(what: str, x: Any) -> Any:
 def _numbers(what: str, x: Any) -> Any:
     """Return a leaf as an array of JAX, or as one of NumPy with a type that JAX has.
 
+    A leaf's form, `jax.ShapeDtypeStruct`, is returned as it is.
+
     Raises ValueError for other types, and for integers that JAX's type cannot hold.
     """
     x = _array(what, x)
-    if isinstance(x, Array):
+    if not isinstance(x, np.ndarray):
         return x
     given = x.astype(x.dtype.newbyteorder("="), copy=False)
     remedy, kind = "convert it, as by x.astype(numpy.float32)", np.empty(0, given.dtype)
@@ -1307,10 +1309,9 @@ def _numbers(what: str, x: Any) -> Any:
 
 
 def _private(what: str, tree: PyTree) -> PyTree:
-    """Copy all but JAX's arrays, whose memory `jax.device_put` may share on a CPU."""
-    return jax.tree.map(
-        lambda x: x if isinstance(x, Array) else np.array(_numbers(what, x)), tree
-    )
+    """Copy NumPy's arrays, whose memory `jax.device_put` may share on a CPU."""
+    tree = jax.tree.map(functools.partial(_numbers, what), tree)
+    return jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, tree)
 
 
 def _check_keys(key_data: Any, members: Sequence[int] | np.ndarray) -> None:
@@ -1447,8 +1448,8 @@ def _consume(owner: Any, program: Callable, state: PyTree, *rest) -> tuple:
             handler = signal.signal(signal.SIGINT, itself)
 
     # Only the main thread is interrupted, and only there can handlers be set.
-    main = threading.main_thread() is threading.current_thread()
-    guarded = main and callable(handler)
+    here = threading.main_thread() is threading.current_thread()
+    guarded = here and callable(handler)
     try:
         if guarded:
             signal.signal(signal.SIGINT, guard)
@@ -1693,7 +1694,8 @@ class _Places:
     def put(self, tree: PyTree, sharding: Any) -> PyTree:
         """Put a tree, the same in every process, on the devices.
 
-        For absent devices, return its form there.
+        For absent devices, return its form there.  No other function moves a trainer's
+        arrays to devices, but a program puts NumPy's arguments itself, see `give`.
         """
         if self.absent:
             form = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
@@ -1711,7 +1713,20 @@ class _Places:
 
     def share(self, what: str, tree: PyTree) -> PyTree:
         """Put a copy of a tree everywhere."""
-        return self.put(tree if self.absent else _private(what, tree), self.everywhere)
+        return self.put(_private(what, tree), self.everywhere)
+
+    def give(self, arguments: PyTree, sharding: Any) -> PyTree:
+        """Copy arguments of a program, JAX's arrays to the devices.
+
+        In a single process the program puts NumPy's itself, which takes less time.
+        """
+        single = jax.process_count() == 1
+
+        def copy(x):
+            x = x if isinstance(x, Array) else np.array(x)
+            return x if single and isinstance(x, np.ndarray) else self.put(x, sharding)
+
+        return jax.tree.map(copy, arguments)
 
     def lay(self, what: str, tree: PyTree) -> PyTree:
         """Lay members [K, ...] into their slots, [D * M, ...]."""
@@ -1723,35 +1738,25 @@ class _Places:
 
         return jax.tree.map(functools.partial(_on_data, lay), tree)
 
-    def deal(self, what: str, batch: PyTree, axis: int, own: bool) -> tuple[dict, dict]:
-        """Give each slot its part of a batch: (of_slot, of_all) of `_over_members`.
+    def deal(self, name: str, batch: PyTree, axis: int, own: bool = False) -> tuple:
+        """Give each slot its part of a batch: of_slot, of_all, the number of parts.
 
-        The B examples of each leaf are on the given axis; with `own`, members are on
-        the first.  There are P = gcd(B, R) parts.  If P < R, R / P replicas have the
-        same part, and the mean over replicas is still the mean over the batch.
+        The first two are dicts of that name, as `_over_members` takes them; where all
+        slots have the whole batch, it is in of_all.  The B examples of each leaf are on
+        the given axis; with `own`, members are on the first.  There are P = gcd(B, R)
+        parts.  If P < R, R / P replicas have the same part, and the mean over replicas
+        is still the mean over the batch.
         """
         (member, replica), replicas = self.slots, self.layout.replicas
-        size = jax.tree.leaves(batch)[0].shape[axis]
-        parts = math.gcd(size, replicas)
-        if parts < replicas:
-            whole = size - size % replicas or replicas
-            warnings.warn(
-                f"a batch of {size} is divided into {parts} parts, not {replicas}, "
-                f"so some of a member's replicas do the same work; multiples of "
-                f"{replicas}, such as {whole}, use them all",
-                stacklevel=4,
-            )
+        if replicas == 1 and not own:
+            return {}, {name: batch}, 1
+        parts = math.gcd(jax.tree.leaves(batch)[0].shape[axis], replicas)
+        at = (member, replica % parts) if own else replica % parts
 
         def cut(x):  # to [P, ..., B / P, ...], or [K, P, ..., B / P, ...]
-            x = _split_axis(_numbers(what, x), axis, parts)
-            return np.moveaxis(x, axis, int(own))
+            return np.moveaxis(_split_axis(x, axis, parts), axis, int(own))[at]
 
-        cuts, part = jax.tree.map(cut, batch), replica % parts
-        if replicas == 1 and not own:
-            return {}, {what: jax.tree.map(lambda x: x[0], cuts)}
-        at = (member, part) if own else part
-        dealt = {what: jax.tree.map(lambda x: x[at], cuts)}
-        return dealt, {"parts": np.int32(parts)} if replicas > 1 else {}
+        return {name: jax.tree.map(cut, batch)}, {}, parts
 
     def take(self, tree: PyTree, *steps: int) -> PyTree:
         """Take each member's first replica out of the slots: [D * M, ...] to [K, ...].
@@ -2065,7 +2070,8 @@ class Trainer:
 
     Where JAX runs in several processes (`jax.distributed`), every process calls the
     same methods with the same arguments, of which its devices take their part.  Every
-    process has the same results, except that each holds its own part of the states.
+    process has the same results, except that each holds its own part of the states:
+    `numpy.asarray` of a state's leaf raises JAX's error there, and `gather` returns it.
 
     Raises ValueError for members, devices, chunk or at_once that are not ints of 1 or
     more, for more devices than there are, and for a `hyper` or an optimizer that does
@@ -2159,32 +2165,29 @@ class Trainer:
         return {}
 
     # `_init`, `_update`, `_epoch` and `_predict` check a method's arguments, and return
-    # its work: a function of `_Member`, and its arguments state, of_slot and of_all, as
-    # `_over_members` has them.  The last two are on the host.
+    # its work, (f, state, of_slot, of_all): f is one of `_Member`'s functions, and the
+    # arguments are as in `_over_members`.  `_do` runs the work, and `lower` lowers it.
 
-    def _do(self, f, state, of_slot, of_all, lower=False):
-        """Call f(state, hyper, frozen, **of_slot, **of_all), of one member, for all.
-
-        With `lower`, return the program, lowered for the forms of the arguments.
-        """
-        places, train = self._places, f.__name__ in ("update", "epoch")
-        if f.__name__ not in self._programs:
-            self._programs[f.__name__] = _over_members(f, places, train, self.at_once)
-        program = self._programs[f.__name__]
-        if not lower:
-            # The rest is new: counts and chunks, which the program itself puts.
-            given = {"key", "batch", "order", "data"} & of_all.keys()
-            of_all |= {name: places.share(name, of_all[name]) for name in given}
-            of_slot = places.put(of_slot, places.by_slot) if of_slot else {}
+    def _program(self, f, state, of_slot, of_all):
+        """Return the program of some work, whether it trains, and its arguments."""
+        name, train = f.__name__, f.__name__ in ("update", "epoch")
+        if name not in self._programs:
+            how = self._places, train, self.at_once
+            self._programs[name] = _over_members(f, *how)
         of_slot = {"hyper": self._hyper, **of_slot}
-        args = state, of_slot, {"frozen": self._frozen, **of_all}
-        if lower:
-            return program.lower(*jax.eval_shape(lambda *args: args, *args))
-        if places.absent:
+        of_all = {"frozen": self._frozen, **of_all}
+        return self._programs[name], train, (state, of_slot, of_all)
+
+    def _do(self, f, state, of_slot, of_all):
+        """Call f(state, hyper, frozen, **of_slot, **of_all), of one member, for all."""
+        if (places := self._places).absent:
             found = "the devices are a topology's, which cannot run"
             raise ValueError(f"{found}; use Trainer.lower")
-        alone = train and self.layout.replicas > 1 and places.platform == "cpu"
-        call = functools.partial(_run, program, alone)
+        of_slot = places.give(of_slot, places.by_slot)
+        of_all = places.give(of_all, places.everywhere)
+        program, train, args = self._program(f, state, of_slot, of_all)
+        meet = train and self.layout.replicas > 1
+        call = functools.partial(_run, program, meet and places.platform == "cpu")
         return _consume(self, call, *args) if train else call(*args)
 
     def _place_state(self, state):
@@ -2263,16 +2266,13 @@ class Trainer:
         kind of `key`, by default the kind of `jax.random.key(0)`.
         """
 
-        def first(hyper, frozen, key):
-            hyper = jax.tree.map(lambda x: x[0], hyper)
-            return self._member.init(None, hyper, frozen, 0, key)
+        return self._state_form(self.members, jax.random.key(0) if key is None else key)
 
-        def stack(x):
-            return jax.ShapeDtypeStruct((self.members, *x.shape), x.dtype)
-
-        key = jax.random.key(0) if key is None else key
-        one = jax.eval_shape(first, self._hyper, self._frozen, key)
-        return jax.tree.map(stack, one)
+    def _state_form(self, length, key):
+        """Return the form of a state whose leaves have that length, [length, ...]."""
+        program, _, args = self._program(*self._init(key))
+        form, state = jax.ShapeDtypeStruct, jax.eval_shape(program, *args)
+        return jax.tree.map(lambda x: form((length, *x.shape[1:]), x.dtype), state)
 
     def scatter(self, gathered: TrainState) -> TrainState:
         """Put members, leaves [K, ...], on the devices: the inverse of `gather`.
@@ -2306,13 +2306,12 @@ class Trainer:
             return np.broadcast_to(np.zeros((), jnp.result_type(x)), np.shape(x))
 
         if method != "init":
-            slots, form = len(self._places.slots[0]), jax.ShapeDtypeStruct
-            one = self.like()
-            state = jax.tree.map(lambda x: form((slots, *x.shape[1:]), x.dtype), one)
+            state = self._state_form(len(self._places.slots[0]), jax.random.key(0))
             args = state, *jax.tree.map(zeros, args)
         work = getattr(self, f"_{method}")(*args, **options)
         _, work = next(work) if method == "predict" else (None, work)
-        return self._do(*work, lower=True)
+        program, _, args = self._program(*work)
+        return program.lower(*jax.eval_shape(lambda *args: args, *args))
 
     # Training
 
@@ -2348,8 +2347,23 @@ class Trainer:
             _check_axes("batch", batch, self.members, None, expected=expected)
         else:
             _check_axes("batch", batch)
-        given = self._places.deal("batch", batch, int(per_member), per_member)
+        batch = jax.tree.map(functools.partial(_numbers, "batch"), batch)
+        given = self._deal("batch", batch, int(per_member), per_member)
         return self._member.update, state, *given
+
+    def _deal(self, name, batch, axis, own):
+        """Deal a batch to train on: of_slot and of_all, with the number of parts."""
+        replicas, size = self.layout.replicas, jax.tree.leaves(batch)[0].shape[axis]
+        of_slot, of_all, parts = self._places.deal(name, batch, axis, own)
+        if parts < replicas:
+            whole = size - size % replicas or replicas
+            warnings.warn(
+                f"a batch of {size} is divided into {parts} parts, not {replicas}, "
+                f"so some of a member's replicas do the same work; multiples of "
+                f"{replicas}, such as {whole}, use them all",
+                stacklevel=4,
+            )
+        return of_slot, of_all | ({"parts": np.int32(parts)} if replicas > 1 else {})
 
     def epoch(
         self, state: TrainState, data: tuple | list, order: ArrayLike
@@ -2370,10 +2384,11 @@ class Trainer:
         for data of several lengths.
         """
         state = _admit(self, state, self._place_state)
-        work = self._epoch(state, data, order)
+        *work, of_all = self._epoch(state, data, order)
+        of_all["data"] = self.place(of_all["data"])  # as a trace depends on it
         order = np.asarray(order)
         self._warn_if_equal(state, order)
-        state, metrics = self._do(*work)
+        state, metrics = self._do(*work, of_all)
         return state, self._places.take(metrics, order.shape[-2])
 
     def _epoch(self, state, data, order):
@@ -2383,7 +2398,7 @@ class Trainer:
         _check_axes("data", data)
         num_rows = np.shape(jax.tree.leaves(data)[0])[0]
         rows, num_steps = _padded(order, self.members, num_rows)
-        given, of_all = self._places.deal("order", rows, rows.ndim - 1, rows.ndim == 3)
+        given, of_all = self._deal("order", rows, rows.ndim - 1, rows.ndim == 3)
         of_all |= {"data": tuple(data), "num_steps": np.int32(num_steps)}
         return self._member.epoch, state, given, of_all
 
@@ -2473,27 +2488,28 @@ class Trainer:
         inputs = jax.tree.map(functools.partial(_array, "inputs"), inputs)
         num_rows = len(jax.tree.leaves(inputs)[0])
         model = (state.params, state.model_state)[: 1 + self.stateful]
-        replicas, (_, replica) = self.layout.replicas, self._places.slots
+        replicas = self.layout.replicas
         # Few rows fill one chunk of a power of two; all larger numbers share a program.
         chunk, chunks = 2 ** math.ceil(math.log2(-(-num_rows // replicas))), 1
         if chunk >= self.chunk:
             chunk, chunks = self.chunk, self._block_chunks(model, inputs)
         turn, size = replicas * chunk, replicas * chunk * chunks
 
-        def deal(x):  # [n, ...] -> [D * M, chunks, chunk, ...]; one replica: no D * M
+        def fill(x):  # [n, ...] -> [chunks, R * chunk, ...]
             x = np.asarray(_numbers("inputs", x))
             if len(x) < size:
                 x = np.pad(x, [(0, size - len(x)), *[(0, 0)] * (x.ndim - 1)])
-            x = x.reshape(chunks, replicas, chunk, *x.shape[1:]).swapaxes(0, 1)
-            return x[replica] if replicas > 1 else x[0]
+            return x.reshape(chunks, turn, *x.shape[1:])
+
+        def block(start):
+            end = start + size
+            return jax.tree.map(lambda x: _on_data(fill, x[start:end]), inputs)
 
         for start in range(0, num_rows, size):
-            n, block = min(size, num_rows - start), slice(start, start + size)
-            rows = jax.tree.map(operator.itemgetter(block), inputs)
-            dealt = {"chunks": jax.tree.map(functools.partial(_on_data, deal), rows)}
-            count = {"count": np.int32(-(-n // turn))}
-            given = (dealt, count) if replicas > 1 else ({}, dealt | count)
-            yield n, (self._member.predict, model, *given)
+            n = min(size, num_rows - start)
+            of_slot, of_all, _ = self._places.deal("chunks", block(start), axis=1)
+            of_all["count"] = np.int32(-(-n // turn))
+            yield n, (self._member.predict, model, of_slot, of_all)
 
     def _block_chunks(self, model, inputs) -> int:
         """Return the number of chunks per replica in a block, for bounded memory.

@@ -3245,6 +3245,14 @@ for members in (1, 5):
     found[f"{members} losses"] = losses
     if members > 1:
         state, found["5 own"] = trainer.update(state, *own, per_member=True)
+    else:
+        text = trainer.lower("update", xs, ys).as_text()
+        found["1 program"] = np.frombuffer(text.encode(), np.uint8)
+    try:
+        np.asarray(jax.tree.leaves(state.params)[0])
+        assert count == 1
+    except RuntimeError:  # each process has a part of it
+        assert count > 1
     gathered = trainer.gather(state)
     assert jax.tree.all(jax.tree.map(np.array_equal, gathered._replace(key=0),
         trainer.gather(trainer.scatter(gathered))._replace(key=0)))
