@@ -107,7 +107,7 @@ assert dict(jax.config.values) == before
 pjax_ensemble.use_cpu_devices()  # warns, without effect, once a device is in use
 assert jax.device_count() == 3, jax.device_count()
 sys.path.append("benchmarks")
-import devices, faults, interrupts, memory, programs, recipe, speed
+import devices, faults, interrupts, memory, programs, speed
 """
     assert run_python(code) == ""
 

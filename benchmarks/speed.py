@@ -24,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -258,15 +257,6 @@ def check_data(commands: list[str]) -> None:
         small.load_concrete()
     if not all(command.startswith(("small_", "transformer_")) for command in commands):
         common.load_mnist()
-
-
-@contextlib.contextmanager
-def one_line(*errors: type) -> Iterator[None]:
-    """Exit with the message of such an error, on one line."""
-    try:
-        yield
-    except errors as error:
-        raise SystemExit(f"{Path(sys.argv[0]).name}: error: {error}") from None
 
 
 def main() -> None:

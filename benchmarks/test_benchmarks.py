@@ -19,7 +19,6 @@ import memory
 import numpy as np
 import programs
 import pytest
-import recipe as recipes
 import speed
 import tables
 import tabular
@@ -29,7 +28,6 @@ from sklearn.utils.estimator_checks import check_estimator
 
 import ensemble_metrics as em
 import pjax_ensemble as pe
-import train_mnist as tm
 from conftest import (
     ENVIRONMENT,
     HERE,
@@ -39,9 +37,7 @@ from conftest import (
     member,
     posix,
     randn,
-    random_probs,
     said_by,
-    words,
 )
 
 
@@ -136,68 +132,6 @@ def test_trainers_that_are_dropped_leave_nothing_alive():
     assert programs.complaint(first, first._replace(maps=550, memory=450)) is None
     for left in {"maps": 551}, {"memory": 451}, {"states": 1}, {"functions": 1}:
         assert programs.complaint(first, first._replace(**left)), left
-
-
-@pytest.fixture
-def linear(monkeypatch):
-    """Replace the CNN by a linear model."""
-    model = tm.Network(
-        lambda key, **form: (jax.random.normal(key, (784, 10)) / 28, ()),
-        lambda w, _, images, key=None: (images.reshape(len(images), 784) @ w, ()),
-    )
-    monkeypatch.setitem(tm.NETWORKS, "cnn", model)
-
-
-def test_sweep_trains_each_rate_on_each_order_as_the_script_does(linear):
-    data, rates = tm.generate_digits(0, 160, 40), (0.1, 0.02)
-    recipe = tm.RECIPES["cnn"]._replace(batch_size=32, epochs=2)
-    what = data, data.test_images
-    probs, _ = recipes.sweep(recipe, rates, 2, *what, devices=1)
-    alone, _ = recipes.sweep(recipe, rates, 1, *what, at_once=False, devices=1)
-    assert_array_equal(probs[0], alone[0])
-    # These members have the second rate; all but the last have member 0's starting
-    # weights and order.
-    recipe = recipe._replace(learning_rate=rates[1])
-    trainer, number = tm.make_trainer(recipe, 4, 1, 10, data.form()), [0, 0, 0, 1]
-    start = trainer.gather(trainer.init(jax.random.key(0)))
-    state = trainer.scatter(start._replace(params=start.params[number]))
-    for epoch in range(2):
-        order = pe.epoch_order(160, recipe.batch_size, members=2, epoch=epoch)
-        state, _ = trainer.epoch(state, data[1:3], order[number])
-    _, *expected = trainer.predict_members(state, data.test_images)
-    assert_close([alone[1], *probs[2:]], expected)
-
-
-@mock.patch.multiple(recipes, VALIDATION=200, FACTORS=(1, 2), ORDERS=2)
-def test_sweep_prints_a_rate_a_row(small_folder, monkeypatch, capsys):
-    probs, calls = random_probs(0, 4, 200, 10), []
-
-    def sweep(*what, at_once=True):
-        calls.append(what)
-        return (probs, 1.25) if at_once else (probs + 0.01, 3.5)
-
-    monkeypatch.setenv("MNIST_DIR", str(small_folder))
-    monkeypatch.setattr(recipes, "sweep", sweep)
-    recipes.main(words("--epochs 3 --one-by-one"))
-    out, (images, labels) = capsys.readouterr().out, tm.load_mnist(small_folder)[1:3]
-    rate, rows = tm.RECIPES["cnn"].learning_rate, []
-    assert len(calls) == 2
-    for recipe, rates, orders, data, held in calls:
-        assert recipe == tm.RECIPES["cnn"]._replace(epochs=3)
-        assert (rates, orders) == ([rate, 2 * rate], 2)
-        assert_array_equal(data.train_images, images[:-200])
-        assert_array_equal(data.train_labels, labels[:-200])
-        assert_array_equal(held, images[-200:])
-    for times, own in ((1, probs[:2]), (2, probs[2:])):
-        report = em.ensemble_report(own, labels[-200:])
-        (a, x, *_), (b, y, *_) = (scores.values() for scores in report["member"])
-        row = f"{times * rate} | {50 * (a + b):.2f} ± {100 * abs(a - b) / 2**0.5:.2f}"
-        row += f" | {(x + y) / 2:.4f} ± {abs(x - y) / 2**0.5:.4f} | "
-        accuracy, nll, _, ece = report["ensemble"].values()
-        rows.append(f"| {row}{100 * accuracy:.2f} | {nll:.4f} | {ece:.4f} |")
-    end = "\n\n4 members at once: 1.2 s\n"
-    end += "one after another: 3.5 s, probabilities within 0.01\n"
-    assert out.endswith("\n".join(rows) + end)
 
 
 def solve(trainer, state, data, order):
