@@ -31,10 +31,10 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from interrupts import write_data
 from speed import print_head, print_row
 
 import pjax_ensemble as pe
+import train_mnist as tm
 
 ROOT = Path(__file__).resolve().parent.parent
 CORES = 1, 2, 3, 5, 6, 8, 10, 12, 16, 24, 64
@@ -149,6 +149,15 @@ def try_seeds(code: list[str], count: int) -> bool:
     print(f"\nof {count} seeds, NLL and area below every member's in", end=" ")
     print("{} and {}; at most {:.0%} wrong in {}".format(*better[:2], RISK, better[2]))
     return False
+
+
+def write_data(folder: Path) -> None:
+    """Write 512 training and 128 test digits in MNIST's form."""
+    arrays = tm.generate_digits(seed=0)[1:]
+    for name, array, count in zip(tm.MNIST_FILES, arrays, (512, 512, 128, 128)):
+        array = array[:count].squeeze().astype(np.uint8)
+        header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
+        (folder / name).write_bytes(header + array.tobytes())
 
 
 def main() -> int:
