@@ -52,7 +52,7 @@ LARGE = "too much memory"
 EQUAL = "loaded with equal values"
 REFUSED = "refused"
 
-SECONDS = 2  # the limit for a refusal
+SECONDS = 2  # of the processor, on which others may compute too: a refusal takes less
 SPARE_BYTES = 2_000_000  # for `load`, besides six times the data
 
 
@@ -115,7 +115,7 @@ def judge(
     of bytes that Python and NumPy may hold at a time.
     """
     tracemalloc.start()
-    started = time.perf_counter()
+    started = time.thread_time()
     try:
         kind, detail = accept(call()), ""
     except refusal as error:
@@ -124,7 +124,7 @@ def judge(
         kind, detail = REFUSED if clear else FOREIGN, repr(error)
     except Exception as error:
         kind, detail = FOREIGN, repr(error)
-    seconds = time.perf_counter() - started
+    seconds = time.thread_time() - started
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     if seconds > SECONDS:
