@@ -108,13 +108,15 @@ SURE, FAR = np.array([[0.75, 0.25]] * 3), np.full((2, 40_000, 2), 0.5)
 FAR[1, -1] = 1
 ONE_HOT, LABELS = np.eye(4)[:3], np.array([0, 0, 1])
 
+
+def reliability(*args):
+    return np.nan_to_num(em.reliability(*args))
+
+
 METRICS = [  # with the arrays that they take, by the names in the messages
     (em.predictive_entropy, {"probabilities": HALVES}),
     (em.mutual_information, {"probabilities": HALVES}),
-    (
-        lambda *args: np.nan_to_num(em.reliability(*args)),
-        {"probabilities": SURE, "labels": LABELS},
-    ),
+    (reliability, {"probabilities": SURE, "labels": LABELS}),
     (em.ensemble_report, {"probabilities": SURE[None], "labels": LABELS}),
     (regression, {"means": TWO, "variances": TWO, "targets": TWO[0]}),
     (em.auroc, {"scores_in": THREE, "scores_out": THREE}),
@@ -127,10 +129,7 @@ METRICS = [  # with the arrays that they take, by the names in the messages
 LABELS_ARE = r"labels are \w+\[.+\]; expected integers \[3\], class indices"
 WRONG = {  # changes to these arrays, and the errors that they raise
     "probabilities": [
-        (
-            lambda p: 8 * p,
-            r"\[0.*\] begin with \d.* add up to 8.0; expected .*; pass softmax",
-        ),
+        (lambda p: 8 * p, r"\[0.*\] begin with \d.* add up to 8.0; .*; pass softmax"),
         (lambda p: p * np.nan, "begin with nan and add up to nan"),
         (lambda p: p + np.array([1, -1]), r"begin with 1\.\d+ and add up to 1.0"),
         (lambda p: p[..., :0], r"shape \(.*, 0\); expected \["),
@@ -143,10 +142,7 @@ WRONG = {  # changes to these arrays, and the errors that they raise
         *((change, LABELS_ARE) for change in (np.float64, np.diag, lambda y: y[1:])),
     ],
     "means": [
-        (
-            lambda x: x * np.inf,
-            r"means\[0, 0\] is inf, its variance 1.0, its target 1.0",
-        ),
+        (lambda x: x * np.inf, r"s\[0, 0\] is inf, its variance 1.0, its target 1.0"),
         (lambda x: x[..., None], r"means have shape \(1, 2, 1\), .*; drop a last axis"),
     ],
     "variances": [
@@ -156,10 +152,7 @@ WRONG = {  # changes to these arrays, and the errors that they raise
     ],
     "targets": [
         (lambda x: x * np.nan, "target nan; expected finite numbers"),
-        (
-            lambda x: x[0],
-            r"targets \(\); .* \[K, N, ...\], \[K, N, ...\] and \[N, ...\]",
-        ),
+        (lambda x: x[0], r"targets \(\); .*\[K, N, ...\], .* and \[N, ...\]"),
     ],
     "wrong": [
         (lambda x: x + 0, r"wrong is int64\[3\]; expected bool\[3\], one per example"),
@@ -167,10 +160,7 @@ WRONG = {  # changes to these arrays, and the errors that they raise
     ],
 }
 SCORES = [
-    (
-        lambda x: x[None],
-        r"have shape \(1, 3\); expected \[n\]; from .* one column, \[:, h",
-    ),
+    (lambda x: x[None], r"e shape \(1, 3\); expected \[n\]; from .* one column, \[:, "),
     (lambda x: x * [1, np.nan, 1], "have 1 nan; expected none"),
 ]
 EMPTY = (lambda x: x[:0], r"there are \d scores_in and \d scores_out; expected one or")
@@ -200,9 +190,7 @@ def test_tensors_of_pytorch_without_an_array_are_named_with_the_remedy():
     probs, remedy = tensor(SURE), r"; for a PyTorch tensor pass x\.detach\(\)\.cpu\(\)"
     for bad in (probs.requires_grad_(), [*probs], probs.detach().bfloat16()):
         said = said_by(ValueError, em.temper, bad, 2)
-        assert re.fullmatch(
-            "probabilities cannot become.*" + remedy + ".*float.*", said
-        )
+        assert re.fullmatch(f"probabilities cannot become.*{remedy}.*float.*", said)
 
 
 test_probabilities_that_do_not_fit_are_named = refuses(
@@ -213,16 +201,10 @@ test_probabilities_that_do_not_fit_are_named = refuses(
     (lambda: em.ensemble_report(HALVES[:, :0], LABELS[:0]), "none may be empty"),
     (
         lambda: em.reliability(SURE[None], [[0, 1, 2]]),
-        r"0\.\.2; the classes are 0\.\.1$",
+        r"0\.\.2; the classes are 0\.\.1",
     ),
-    (
-        lambda: em.temper(SURE * 1.0011, 2),
-        r"s\[0\] begin with 0.75\d* and add up to 1.0011",
-    ),
-    (
-        lambda: em.temper(SURE * 0.9989, 2),
-        r"s\[0\] begin with 0.74\d* and add up to 0.9989",
-    ),
+    (lambda: em.temper(SURE * 1.0011, 2), r"s\[0\] begin with 0.75\d* .* to 1.0011"),
+    (lambda: em.temper(SURE * 0.9989, 2), r"s\[0\] begin with 0.74\d* .* to 0.9989"),
     (lambda: em.temper(FAR, 2), r"s\[1, 39999\] begin with 1.0 and add up to 2.0"),
     (lambda: em.mutual_information(FAR), r"s\[1, 39999\] begin with 1.0 and add up"),
 )
@@ -366,9 +348,8 @@ def gaussian_scores_by_loops(mean, variance, targets):
 def test_regression_report_equals_loops_for_members_and_sizes(members, offset, shape):
     draw = np.random.default_rng(0)
     # Multiples of 1 / 1024, so that adding the offset rounds nothing off.
-    targets, means = (
-        draw.integers(-4000, 4000, (*k, 60)) / 1024 for k in ((), [members])
-    )
+    targets, *means = draw.integers(-4000, 4000, (1 + members, 60)) / 1024
+    means = np.array(means)
     variances = draw.uniform(0.1, 3, means.shape)
     arrays = means + offset, variances, (targets + offset)[None]
     means_of, variances_of, (targets_of,) = (x.reshape(-1, *shape) for x in arrays)
@@ -400,12 +381,9 @@ test_means_and_variances_that_do_not_fit_are_named = refuses(
     (lambda: regression(THREE, THREE, 1), r"shape \(3,\), .* expected \[K, N, ...\], "),
     (
         lambda: regression(COLUMN, COLUMN, THREE),
-        r"\(3,\); .*a last axis of 1 by \[\.\.\.",
+        r"\(3,\); .*a last axis of 1 by \[\.\.",
     ),
-    (
-        lambda: regression(COLUMN[..., 0], COLUMN[..., 0], COLUMN[0]),
-        r"targets \(3, 1\);",
-    ),
+    (lambda: regression(*[COLUMN[..., 0]] * 2, COLUMN[0]), r"targets \(3, 1\);"),
     (lambda: regression(COLUMN, COLUMN[..., 0], COLUMN[0]), r"variances \(2, 3\) and"),
 )
 
