@@ -306,12 +306,6 @@ def test_init_draws_weights_of_hes_variance_and_zero_biases():
         assert (weight != weight.astype(np.float32)).any()  # drawn in float64
 
 
-def test_dense_equals_numpy():
-    weight, bias, inputs = randn(0, 3, 4), randn(1, 4), randn(2, 2, 5, 3)
-    params = pe.Dense(jnp.asarray(weight), jnp.asarray(bias))
-    assert_close(pe.dense(params, inputs), inputs @ weight + bias)
-
-
 POOLS, WINDOWS = {pe.avg_pool: np.mean, pe.max_pool: np.max}, [(2, None), (3, 2)]
 WINDOWS += [((2, 3), (3, 1)), (3, 4)]
 
@@ -385,9 +379,7 @@ test_layers_refuse_arguments_that_do_not_fit = refuses(
     (lambda: pe.conv(CONV, ONES[..., :1]), r"5, 1\); expected \[..., 2\], as para"),
     (lambda: pe.conv(CONV, ONES, padding="same"), "'same'; expected 'SAME' or"),
     (lambda: pe.conv(CONV, ONES[0]), r"\(5, 5, 2\); expected \[B, H, W, I\]"),
-    *out_of_range(
-        "stride", None, lambda n: pe.conv(CONV, ONES, stride=n), 0, 1.5, (0, 1)
-    ),
+    *out_of_range("stride", None, lambda n: pe.conv(CONV, ONES, stride=n), 1.5, (0, 1)),
     (lambda: pe.conv(CONV, ONES[:, :2], padding="VALID"), "window of 3x3 does not"),
     (lambda: pe.avg_pool(ONES, 6), r"6x6 does not fit .* \(1, 5, 5, 2\); use a small"),
     (lambda: pe.max_pool(ONES, (1, 2, 3)), r"window is \(1, 2, 3\)"),
@@ -421,6 +413,7 @@ FORMS += ({"image_shape": (33, 10, 2), "num_classes": np.int64(26)},)
 def test_cnn_equals_the_guides_network(form):
     params = pe.cnn_init(jax.random.key(0), **form)
     assert form or sum(x.size for x in jax.tree.leaves(params)) == 824_458
+    params = jax.tree.map(lambda x: x + randn(x.size, *x.shape) / 99, params)
     images = jnp.asarray(randn(0, 3, *form.get("image_shape", (28, 28, 1))))
 
     def pool(x):
@@ -618,9 +611,7 @@ def steps_of(optimizer, apply_updates):
     ("adam", LINEAR, dict(b1=0.5, b2=0.9, eps=0.1)),
     ("adam", COSINE, dict(b1=0, b2=0)),
 )
-def test_optimizer_equals_optax_alone_and_in_a_chain(
-    name, rate, options, x64, tolerance
-):
+def test_optimizer_equals_optax_also_in_a_chain(name, rate, options, x64, tolerance):
     ours, theirs = (getattr(module, name)(rate, **options) for module in (pe, optax))
     with enable_x64(x64):
         with jax.numpy_dtype_promotion("strict"):
@@ -1227,9 +1218,7 @@ REFUSED_STEPS = [
 
 
 @pytest.mark.parametrize("make, make_state, options, shape, message", REFUSED_STEPS)
-def test_a_refused_update_does_not_consume_its_state(
-    make, make_state, options, shape, message
-):
+def test_a_refused_update_keeps_its_state(make, make_state, options, shape, message):
     state = make_state()
     with pytest.raises(ValueError, match=message):
         make(product, SGD, **options)(state, np.ones(shape))
@@ -1556,6 +1545,9 @@ def test_every_convolution_is_canonical_on_cpus_and_unchanged_elsewhere(name):
     assert {*expected} <= {*found}
     if jax.__version_info__ >= (0, 10):
         assert found == expected
+    functions = lambda key: args[1], lambda kernel, x: convolve(x, kernel).var(), SGD
+    trainer = pe.make_trainer(*functions, members=2, devices=1, at_once=2)
+    trainer.lower("update", args[0])  # JAX itself could not map groups over members
 
 
 # Seeds 21 to 38 err if XLA (JAX 0.5, 0.10) gets a negative padding.
@@ -1594,27 +1586,13 @@ def scanned_constant(x, kernel, layer=nchw):
     return jax.lax.scan(lambda x, _: (layer(x, kernel), ()), x, length=2)[0]
 
 
-def repeated(x, kernel):
-    count = 2 + jnp.int32(x.sum() > 99)  # unknown at tracing
-    return jax.lax.fori_loop(0, count, lambda _, x: nchw(x, kernel), x)
-
-
 def chosen(x, kernel):
     return jax.lax.cond(x.sum() > 0, nchw, lambda x, k: x * k.sum(), x, kernel)
-
-
-def solved(x, kernel):
-    def solve(matvec, b):
-        return matvec(b) + nchw(b, kernel)
-
-    matvec = functools.partial(nchw, kernel=kernel)
-    return jax.lax.custom_linear_solve(matvec, x, solve, symmetric=True)
 
 
 # Each entry puts a convolution inside one of JAX's transformations.
 NESTINGS = {
     "scan of a constant": scanned_constant,
-    "while": repeated,
     "cond": chosen,
     "jit of scan of checkpoint": jax.jit(
         functools.partial(scanned_constant, layer=jax.checkpoint(nchw))
@@ -1623,18 +1601,16 @@ NESTINGS = {
     "custom_vjp": with_vjp,
     "grad": lambda x, k: jax.grad(lambda x: nchw(x, k).sum())(x),
     "vmap": lambda x, k: jax.vmap(nchw)(*twice((x, k))).sum(0),
-    "linear solve": solved,
 }
-NO_GRADIENT = "while", "linear solve"  # unknown length; not linear
 
 
 @pytest.mark.parametrize("name", NESTINGS)
-def test_convolutions_are_canonical_inside_every_transformation(name):
+def test_convolutions_are_canonical_inside_transformations(name):
     function, args = NESTINGS[name], (randn(0, 2, 3, 5, 4), randn(1, 3, 3, 3, 2))
 
     def plain(*args):
         grads = jax.grad(lambda *args: function(*args).sum(), (0, 1))
-        return function(*args), None if name in NO_GRADIENT else grads(*args)
+        return function(*args), grads(*args)
 
     fast = jax.jit(pe._fast_in_loops(plain)).lower(*args)
     assert are_canonical(find_forms(fast.as_text()))
@@ -1675,8 +1651,7 @@ def counting_loss(params, counted, key, images, labels, rate):
     layer = jax.checkpoint(lambda x, kernel: (nchw(x, kernel), ()))
     x, _ = jax.lax.scan(layer, x, params["kernels"])
     x = x - pe.replica_mean(x.mean(axis=0))[None]
-    grouped = functools.partial(dilated, axes="NCHW OIHW NCHW", feature_group_count=2)
-    logits = jax.jit(grouped)(x.repeat(2, axis=1), params["head"]).mean(axis=(2, 3))
+    logits = jax.jit(nchw)(x, params["head"]).mean(axis=(2, 3))
     jax.debug.callback(lambda steps: STEPS_SEEN.append(int(steps)), counted["steps"])
     new = dict(steps=counted["steps"] + 1, key=jax.random.fold_in(counted["key"], 0))
     return cross_entropy(logits, labels).mean(), new
@@ -1714,9 +1689,7 @@ def test_every_program_traces_the_users_function_once_and_anew():
 
 # One has replicas; in the other, two members are together and one is alone.
 @cases("members, devices, at_once", (1, 2, 1), (3, 2, 2))
-def test_rewriting_convolutions_changes_nothing_but_their_form(
-    members, devices, at_once
-):
+def test_rewriting_convolutions_changes_only_their_form(members, devices, at_once):
     """Effects, typed keys, averages, hyper and the number of traces stay the same."""
 
     def lower_and_run(program, meet, *args):
@@ -2016,24 +1989,21 @@ def test_predictions_are_any_tree_of_any_tree(members, devices):
         assert_close(finite(trainer.predict(state, inputs)), finite(mean))
 
 
-SOFTMAX, ALONE = jax.nn.softmax, r"outputs have .*\[\(\)\]; expected 32, an"
-REFUSED_OUTPUTS = [
-    (lambda p, x: (x * p, x), SOFTMAX, r"\('float32\[32, 4\]', .*\) for .*=None"),
-    (lambda p, x: x[:, 0] * p, SOFTMAX, r"\[32\] for .* x\[None\]; the softmax takes"),
-    (lambda p, x: x[..., None] * p, SOFTMAX, r"float32\[32, 4, 1\] for .*; the soft"),
-    (lambda p, x: (x * p).mean(), None, ALONE),
-    (lambda p, x: x * p, jnp.mean, ALONE),
-]
+def predicting(apply_fn, output=jax.nn.softmax):
+    trainer = net_trainer.__wrapped__(2, apply_fn=apply_fn, output=output)
+    inputs = np.ones((128, 4), np.float32)
+    return lambda: trainer.predict(net_trainer(2).init(KEY), inputs)
 
 
-@pytest.mark.parametrize("apply_fn, output, message", REFUSED_OUTPUTS)
-def test_predict_refuses_all_but_one_output_per_example(apply_fn, output, message):
-    options = dict(members=2, apply_fn=apply_fn, output=output)
-    trainer = pe.make_trainer(lambda key: jnp.ones(()), net_loss, SGD, **options)
-    state = trainer.init(jax.random.key(0))
-    for predict in (trainer.predict, trainer.predict_members):
-        said = said_by(ValueError, predict, state, np.ones((128, 4), np.float32))
-        assert re.search(message, said)
+ALONE = r"outputs have .*\[\(\)\]; expected 32, an"
+
+test_predict_refuses_all_but_one_output_per_example = refuses(
+    (predicting(lambda _, x: (x, x)), r"\('float32\[32, 4\]', .*\) for .*=None"),
+    (predicting(lambda _, x: x[:, 0]), r"\[32\] for .* x\[None\]; the softmax takes"),
+    (predicting(lambda _, x: x[..., None]), r"float32\[32, 4, 1\] for .*; the soft"),
+    (predicting(lambda _, x: x.mean(), None), ALONE),
+    (predicting(lambda _, x: x, jnp.mean), ALONE),
+)
 
 
 @pytest.mark.parametrize("per_member", [False, True])
@@ -2519,27 +2489,24 @@ FAILING = """
 import jax, numpy as np, pjax_ensemble as pe
 jax.config.update("jax_num_cpu_devices", 2)
 
-def loss_fn(w, x):
-    return (w * x).mean()
-
 def fail(_):
     raise RuntimeError("a callback")
 
-def failing_loss(w, x):
-    loss = loss_fn(w, x)
-    jax.debug.callback(fail, jax.lax.stop_gradient(loss))
-    return loss
-
-def trainer_of(loss_fn):
+def begin(fails):
+    def loss_fn(w, x):
+        loss = (w * x).mean()
+        if fails:
+            jax.debug.callback(fail, jax.lax.stop_gradient(loss))
+        return loss
     init = lambda key: jax.random.normal(key, (3,))
     trainer = pe.make_trainer(init, loss_fn, pe.sgd(0.1), members=1)
     return trainer, trainer.init(jax.random.key(0))
 
 x, losses = np.ones((2, 3), np.float32), []
 for fails in (False, True):
-    other, state = trainer_of(loss_fn)
+    other, state = begin(False)
     if fails:
-        trainer, bad = trainer_of(failing_loss)
+        trainer, bad = begin(True)
         for said in ("RuntimeError: a callback", "failed, with a saved one"):
             try:
                 jax.block_until_ready(trainer.update(bad, x))
@@ -2748,22 +2715,6 @@ def test_an_optimizer_keeps_the_form_of_its_state(new, message):
     trainer.update(state, *batch)  # the state still works
 
 
-@cases(
-    "optimizer, message",
-    (optax.lbfgs(), "missing 2 .* 'value_fn'; .* docs/coming-from.md#l-bfgs shows"),
-    (
-        pe.Optimizer(pe.sgd(0.1).init, optax.scale_by_adam().update),
-        "no attribute .*; it is given gradients, a state that its own init made",
-    ),
-)
-def test_an_optimizer_that_takes_more_is_told_what_it_is_given(optimizer, message):
-    trainer, state = begin(net_trainer.__wrapped__(2, 2, optimizer=optimizer))
-    said = said_by(ValueError, trainer.update, state, *net_batches(1)[0])
-    assert re.search(message, said)
-    page = (HERE / "docs" / "coming-from.md").read_text("utf-8")
-    assert "# L-BFGS\n" in page
-
-
 def test_the_optimizer_of_the_docstring_runs():
     text = inspect.getdoc(pe.Optimizer)
     code = re.search(r"\n\n((?: {4}.*\n|\n)+)", text)[1]
@@ -2847,10 +2798,7 @@ test_init_refuses_bad_keys_and_models_that_are_not_arrays = refuses(
     (initializing(lambda _: {"act": len}), r"returns builtin\w* at .*act.*array"),
     (initializing(lambda _: {"act": "relu"}), r"returns str at .*act.*array"),
     (initializing(net_init, stateful=True), "init_fn returns Net; with stateful=True"),
-    (
-        initializing(lambda _: np.int64(2**40)),
-        "init_fn returns: found 1099511627776, b",
-    ),
+    (initializing(lambda _: np.int64(2**40)), "init_fn returns: found 1099511627776"),
 )
 
 
@@ -2874,6 +2822,8 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
     last = np.arange(4)[None] == 3
     ten, blind = [x[:10] for x in data], net_trainer(2, D, apply_fn=None)
     odd, odds = begin(net_trainer(2, D, optimizer=optax.lbfgs()))
+    bad = pe.Optimizer(SGD.init, optax.scale_by_adam().update)
+    bad = net_trainer(2, D, optimizer=bad)
     bent, bents = begin(net_trainer(2, D, loss_fn=lambda p, x, y: p.dense.bias))
     large = np.full(NUM_IMAGES, 2**40)
     own = functools.partial(trainer.update, per_member=True)
@@ -2890,7 +2840,11 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         ("loss_fn: .*'labels'; it is given 1 argu", trainer.update, data[0]),
         ("data: found 1099511627776, beyo", trainer.epoch, (data[0], large), rows),
         (r"loss of shapes \[\(4,\)\]; exp", lambda _: bent.update(bents, *data)),
-        ("update: .*'value_fn'; it is .*=loss", lambda _: odd.update(odds, *data)),
+        (
+            "update: .*'value_fn'; it is .*=loss; docs/coming-from.md#l-bfgs shows",
+            lambda _: odd.update(odds, *data),
+        ),
+        ("update: .* no attribute .*; it is given gradients", bad.update, *data),
         (r"data .*\[\(10,\), \(240,\)\]", trainer.epoch, (data[0], ten[1]), rows),
         ("batch: found 1099511627776, beyond int", trainer.update, *data[:1], large),
         ("inputs: found MaskedArray of ", trainer.predict, np.ma.array(data[0])),
@@ -2935,18 +2889,14 @@ if count > 1:  # otherwise this runs in pytest's process, which has 8 devices
 import pjax_ensemble as pe
 
 def init(key):
-    keys = jax.random.split(key)
-    return pe.dense_init(keys[0], 6, 8), pe.dense_init(keys[1], 8, 4)
-
-def net(params, xs):
-    return pe.dense(params[1], jax.nn.relu(pe.dense(params[0], xs)))
+    return pe.dense_init(key, 6, 4)
 
 def stateful_loss(params, model_state, key, xs, ys, rate):
     xs = xs + 0.1 * rate * jax.random.normal(key, xs.shape)
-    return pe.softmax_cross_entropy(net(params, xs), ys).mean(), model_state
+    return pe.softmax_cross_entropy(pe.dense(params, xs), ys).mean(), model_state
 
 def scaled(params, _, inputs, rate):
-    return net(params, inputs["xs"]), inputs["xs"][:, 0] * rate
+    return pe.dense(params, inputs["xs"]), inputs["xs"][:, 0] * rate
 
 rng = np.random.default_rng(0)
 xs, ys = rng.normal(size=(48, 6)).astype(np.float32), rng.integers(4, size=48)
@@ -2979,7 +2929,7 @@ for members in (1, 5):
         found[f"{members} {name}"] = np.append(logits, rates[..., None], axis=-1)
 
 def plain_loss(params, xs, ys):
-    return pe.softmax_cross_entropy(net(params, xs), ys).mean()
+    return pe.softmax_cross_entropy(pe.dense(params, xs), ys).mean()
 
 optimizer, same = pe.sgd(0.1), jax.random.key(0)
 plain = pe.make_trainer(lambda key: init(same), plain_loss, optimizer, members=2,
@@ -2995,7 +2945,7 @@ state = pe.replicate(one, local)
 mine = np.split(np.arange(48), count)[index]
 for _ in range(3):
     state, loss = update(state, *pe.split((xs[mine], ys[mine]), local))
-found["sync update"] = np.asarray(pe.unreplicate(state.params)[0].weight)
+found["sync update"] = np.asarray(pe.unreplicate(state.params).weight)
 keys = jax.random.split(jax.random.key(5), local)  # equal in every process
 state = pe.replicate(one, local)._replace(key=keys)
 update = pe.make_ensemble_update(plain_loss, optimizer)
@@ -3290,9 +3240,7 @@ def test_a_file_is_replaced_when_it_is_whole_and_not_before(tmp_path, monkeypatc
 
 
 @posix
-def test_a_file_is_synced_before_it_is_renamed_and_its_folder_after(
-    tmp_path, monkeypatch
-):
+def test_a_file_is_synced_before_its_rename_and_its_folder_after(tmp_path, monkeypatch):
     calls = []
 
     def watched(call, what, *args):

@@ -117,7 +117,7 @@ for name in "tables", "tokens":
 
 
 @pytest.mark.once
-def test_examples_take_the_modules_beside_or_above_them_and_say_what_they_lack(
+def test_examples_take_modules_beside_or_above_them_and_say_what_they_lack(
     tmp_path,
 ):
     for library in LIBRARIES.values():
@@ -127,9 +127,8 @@ def test_examples_take_the_modules_beside_or_above_them_and_say_what_they_lack(
     for name in "pjax_ensemble.py", "ensemble_metrics.py":
         shutil.copy(HERE / name, tmp_path)
     for folder in tmp_path, tmp_path / "examples":
-        printed = run_python(
-            IMPORTS, *scripts, cwd=tmp_path / "examples", PYTHONPATH=""
-        )
+        options = dict(cwd=tmp_path / "examples", PYTHONPATH="")
+        printed = run_python(IMPORTS, *scripts, **options)
         *files, table, tokens = printed.splitlines()
         assert files == [str(folder / "pjax_ensemble.py")] * len(scripts)
         assert table.endswith(": python -m pip install scikit-learn")
