@@ -64,6 +64,15 @@ def few_programs():
         jax.clear_caches()
 
 
+@pytest.fixture
+def optimized():
+    """Compile with optimizations, as users do, for a test of programs or a long one."""
+    name = "jax_disable_most_optimizations"
+    jax.config.update(name, False)
+    yield
+    jax.config.update(name, COMPILING[name])
+
+
 # ---------------------------------------------------------------------------------
 # Markers and tables of cases
 # ---------------------------------------------------------------------------------

@@ -45,7 +45,6 @@ import ensemble_metrics as em
 import pjax_ensemble as pe
 import train_mnist as tm
 from conftest import (
-    COMPILING,
     HERE,
     SGD,
     D,
@@ -75,15 +74,6 @@ def out_of_range(name, below, call, *values):
 
 # This context manager sets whether JAX's default types have 64 bits.
 enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
-
-
-@pytest.fixture
-def optimized():
-    """Compile with optimizations, as users do, for tests of XLA's compiled programs."""
-    name = "jax_disable_most_optimizations"
-    jax.config.update(name, False)
-    yield
-    jax.config.update(name, COMPILING[name])
 
 
 def test_eight_virtual_devices_are_there():
@@ -1037,7 +1027,8 @@ def test_sync_averages_over_replicas_that_draw_different_numbers():
     assert_allclose(state.params, np.full(D, 2 - x.mean()))
     assert_allclose(state.model_state["mean"], np.full(D, x.mean()))
     assert_array_equal(state.model_state["steps"], np.full(D, 2**30 + 1))
-    assert state.model_state["steps"].dtype == np.int32
+    kinds = [state.model_state[name].dtype.name for name in ("steps", "large")]
+    assert kinds == ["int32", "float16"]
     assert_array_equal(state.model_state["large"], np.full(D, 3e4, np.float16))
     _, (_, later) = update(state, x)
     draws = np.concatenate([each["draws"][0] for each in (aux, later)])
@@ -1394,6 +1385,15 @@ def uses(trainer):
     data = image_data()
     update, epoch = (trainer.update, *data), (trainer.epoch, data, orders(1)[0])
     return [update, epoch, (trainer.predict, data[0]), (trainer.gather,)]
+
+
+def use_all(trainer, images, labels):
+    """Call every method that takes a state; return the results."""
+    state, losses = trainer.update(trainer.init(KEY), images, labels)
+    data, order = trainer.place((images, labels)), np.arange(12)[None]
+    state, more = trainer.epoch(state, data, order)
+    gathered = trainer.gather(trainer.scatter(trainer.gather(state)))
+    return losses, more, trainer.predict_members(state, images), gathered
 
 
 def orders(members, epoch=0, batch=24):
@@ -1802,14 +1802,12 @@ def test_a_trainer_uses_the_devices_that_it_is_given():
     ends = []
     for asked in 3, jax.devices()[6:3:-1]:
         for members in 2, 1:  # on two of the devices; on three as replicas
-            trainer, state = begin(net_trainer.__wrapped__(members, asked))
-            there = trainer.scatter(trainer.gather(state)).params[0][0].devices()
+            trainer = noisy_trainer.__wrapped__(members, asked)
+            ends.append(use_all(trainer, *(x[:18] for x in image_data())))
             used = jax.devices()[:3] if asked == 3 else asked
+            there = trainer.latest.params[0][0].devices()
             assert there == {*used[: trainer.layout.devices]}
-            state, losses = trainer.epoch(state, image_data(), orders(1)[0])
-            assert losses.devices() == {used[0]}
-            probs = trainer.predict_members(state, image_data()[0])
-            ends.append((losses, probs, trainer.gather(state)))
+            assert ends[-1][0].devices() == {used[0]}
     assert leaves_equal(ends[:2], ends[2:])
 
 
@@ -2260,24 +2258,14 @@ def test_choose_members_takes_each_member_with_its_key_from_either_state(make):
         assert re.search(message, said_by(ValueError, pe.choose_members, *args))
 
 
-@pytest.mark.once
 def test_an_ensemble_can_be_exported_for_batches_of_any_size():
-    init = functools.partial(pe.cnn_init, image_shape=(8, 8, 1), num_classes=4)
-    options = dict(members=2, devices=1, apply_fn=pe.cnn)
-    trainer, state = begin(pe.make_trainer(init, cnn_loss, SGD, **options))
-    params, images = trainer.gather(state).params, randn(0, 5, 8, 8, 1)
-
-    def mean_probs(images):
-        logits = jax.vmap(pe.cnn, (0, None))(params, images)
-        return jax.nn.softmax(logits).mean(axis=0)
-
-    (n,) = export.symbolic_shape("n")
-    form = jax.ShapeDtypeStruct((n, 8, 8, 1), jnp.float32)
-    platforms = ["cpu", "cuda", "tpu"]
-    exported = export.export(jax.jit(mean_probs), platforms=platforms)(form)
-    expected = trainer.predict(state, images)
+    init = functools.partial(pe.cnn_init, image_shape=(8, 8, 1))
+    params, images = jax.vmap(init)(keys_of(0, 2)), randn(0, 5, 8, 8, 1)
+    ensemble = jax.jit(lambda images: jax.vmap(pe.cnn, (0, None))(params, images))
+    form = jax.ShapeDtypeStruct((*export.symbolic_shape("n"), 8, 8, 1), jnp.float32)
+    exported = export.export(ensemble, platforms=["cpu", "cuda", "tpu"])(form)
     for count in (1, 5):
-        assert_close(exported.call(images[:count]), expected[:count])
+        assert_close(exported.call(images[:count]), ensemble(images[:count]))
 
 
 def test_a_trainer_warns_once_of_members_that_cannot_differ():
@@ -2522,31 +2510,20 @@ def test_a_program_that_fails_leaves_other_programs_intact():
 
 @cases("members, devices", *LAYOUTS[1:])
 def test_a_trainer_moves_its_arguments_under_a_transfer_guard(members, devices):
-    trainer = noisy_trainer.__wrapped__(members, devices)
-    images, labels = net_batches(1)[0]
     with jax.transfer_guard("disallow"):
-        state = trainer.init(KEY)
-        state, _ = trainer.update(state, images, labels)
-        state, _ = trainer.epoch(state, (images, labels), np.arange(16)[None])
-        trainer.predict(state, images)
-        trainer.scatter(trainer.gather(state))
+        use_all(noisy_trainer.__wrapped__(members, devices), *net_batches(1)[0])
         plain = net_trainer.__wrapped__(members, devices)
-        plain.update(plain.init(KEY), images, labels)  # compares the members
+        plain.update(plain.init(KEY), *net_batches(1)[0])  # compares the members
 
 
 @pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="this JAX lacks set_mesh")
 def test_a_mesh_that_is_set_for_the_whole_program_changes_nothing():
     def run():
-        trainer = noisy_trainer.__wrapped__(3, 2)
-        state, batch = trainer.init(KEY), net_batches(1)[0]
-        images, labels = map(jnp.asarray, batch)
-        state, losses = trainer.update(state, images, labels)
-        data = trainer.place((images, labels))
-        state, more = trainer.epoch(state, data, np.arange(16)[None])
-        probs = trainer.predict_members(state, images)
-        ended = trainer.gather(trainer.scatter(trainer.gather(state)))
+        (batch,) = net_batches(1)
         by_hand = sync(net_loss, SGD)(one_net(), *pe.split(batch))
-        return ended, losses, more, probs, by_hand
+        return use_all(
+            noisy_trainer.__wrapped__(3, 2), *map(jnp.asarray, batch)
+        ), by_hand
 
     expected, kinds = run(), (jax.sharding.AxisType.Explicit,) * 2
     with jax.set_mesh(jax.make_mesh((2, 2), ("x", "y"), axis_types=kinds)):

@@ -56,6 +56,7 @@ def test_example_of_abstaining_finds_the_numbers_of_the_pages(run_example):
 
 
 @pytest.mark.once
+@pytest.mark.usefixtures("optimized")
 def test_example_of_forecasts_has_intervals_that_hold_at_each_horizon(run_example):
     *rows, (_, calibrated, raw) = run_example("forecast")
     hours, errors, held, _ = np.transpose([row[[0, 1, -2, -1]] for row in rows])
@@ -176,8 +177,10 @@ def test_readme_learns_and_keeps_what_it_says(readme):
 @pytest.mark.once
 @pytest.mark.parametrize("name", OF_CODE)
 def test_code_of_every_page_runs_and_prints_what_it_says(
-    name, readme, tmp_path, monkeypatch
+    name, readme, tmp_path, monkeypatch, request
 ):
+    if name in ("tables", "uncertainty"):  # whose training takes longer than compiling
+        request.getfixturevalue("optimized")
     monkeypatch.chdir(tmp_path)
     few = tm.generate_digits(0, 640, 64)
     monkeypatch.setattr(tm, "load_data", lambda *where: few)
