@@ -112,8 +112,6 @@ def cases(names, *rows):
 
 D = 8
 SGD = pe.sgd(0.1, momentum=0.9)
-METHODS = "init update epoch place predict predict_members gather scatter like layout"
-METHODS = [*METHODS.split(), "lower"]
 
 
 def member(tree, i):

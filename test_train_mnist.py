@@ -31,27 +31,13 @@ from numpy.testing import assert_allclose, assert_array_equal
 import ensemble_metrics as em
 import pjax_ensemble as pe
 import train_mnist as tm
-from conftest import (
-    ENVIRONMENT,
-    HERE,
-    RUN,
-    TINY,
-    D,
-    assert_close,
-    cases,
-    free_port,
-    idx,
-    leaves_equal,
-    lines_of,
-    linux,
-    member,
-    posix,
-    said_by,
-    small_files,
-    start_python,
-    words,
-    write_files,
-)
+from conftest import ENVIRONMENT, HERE, RUN, TINY, D, assert_close, cases, free_port
+
+# isort: split
+from conftest import idx, leaves_equal, lines_of, linux, member, posix, said_by
+
+# isort: split
+from conftest import small_files, start_python, words, write_files
 
 IMAGES, LABELS, TEST_IMAGES, TEST_LABELS = tm.MNIST_FILES
 MNIST_DIR = os.environ.get("MNIST_DIR")
@@ -274,9 +260,7 @@ def check_images(axes, images, labels, probs, classes):
 
 @pytest.mark.once
 @cases("members, network, epochs", (3, "tiny", 3), (1, "cnn", 1))
-def test_run_learns_images_of_another_size_and_reports_them(
-    tmp_path, capsys, drawn, members, network, epochs
-):
+def test_run_learns_oblong_images(tmp_path, capsys, drawn, members, network, epochs):
     data = tm.generate_digits(3, 768, 200)
     images = [x[:, ::2, ::3, 0] for x in (data.train_images, data.test_images)]
     labels = [28 * x + 3 for x in (data.train_labels, data.test_labels)]
@@ -311,9 +295,7 @@ def test_run_learns_images_of_another_size_and_reports_them(
 
 
 @pytest.mark.once
-def test_member_that_is_not_finite_is_named_and_left_out(
-    tmp_path, script, small_folder, drawn, monkeypatch
-):
+def test_failed_member_is_left_out(tmp_path, script, small_folder, drawn, monkeypatch):
     train = tm.Run.train
 
     def spoil(run):
@@ -394,10 +376,9 @@ def test_parts_to_predict_are_short_but_hold_a_chunk(layout, count, expected):
         sizes.append(len(part))
         return np.zeros((layout[0], len(part), 2))
 
-    trainer = types.SimpleNamespace(layout=pe.Layout(*layout), chunk=4)
-    trainer.predict_members = predict_members
-    run = types.SimpleNamespace(trainer=trainer, segment_images=24, state=None)
-    run.look = lambda: None
+    run = mock.Mock(segment_images=24)
+    run.trainer = mock.Mock(layout=pe.Layout(*layout), chunk=4)
+    run.trainer.predict_members = predict_members
     assert tm.Run.predict(run, np.zeros((count, 1))).shape == (layout[0], count, 2)
     assert sizes == expected
 
@@ -505,9 +486,7 @@ def test_progress_bar_is_drawn_on_a_terminal(tmp_path, small_folder, monkeypatch
     assert not list(tmp_path.iterdir())  # nothing is written without a workdir
 
 
-def test_epoch_line_has_its_seconds_and_the_time_left_after_a_resume_too(
-    tmp_path, script, monkeypatch
-):
+def test_epoch_line_has_the_time_left_after_a_resume_too(tmp_path, script, monkeypatch):
     clock = types.SimpleNamespace(now=0, perf_counter=lambda: clock.now)
 
     def slow(name, seconds):
@@ -643,9 +622,8 @@ def mirrors(monkeypatch):
 
 
 def test_missing_file_is_not_taken_from_another_data_set(tmp_path, mirrors):
-    with pytest.raises(tm.Failure, match=f"{LABELS} is missing, and {IMAGES} is not"):
-        tm.load_mnist(write_files(tmp_path, {IMAGES: GOOD}))
-    assert not mirrors[1]
+    said = said_by(tm.Failure, tm.load_mnist, write_files(tmp_path, {IMAGES: GOOD}))
+    assert f"{LABELS} is missing, and {IMAGES} is not" in said and not mirrors[1]
 
 
 OTHER = [urllib.error.URLError("no route"), TimeoutError("timed out"), b"", b"<html>"]
@@ -653,7 +631,7 @@ OTHER += [http.client.IncompleteRead(b""), PACKED]  # a sound file of other cont
 
 
 @pytest.mark.parametrize("answer", OTHER, ids=repr)
-def test_missing_files_are_downloaded_once_from_a_mirror_that_delivers_them(
+def test_missing_files_come_from_a_mirror_and_once(
     tmp_path, mirrors, elsewhere, answer
 ):
     answers, asked = mirrors
@@ -960,7 +938,7 @@ def start_run(small_folder, tmp_path):
         run.kill()
 
 
-def test_signal_before_training_or_second_signal_ends_the_run_at_once(
+def test_signal_before_training_or_a_second_one_ends_at_once(
     tmp_path, run_in, monkeypatch
 ):
     seen, save = [], tm.Run.save
@@ -1198,12 +1176,10 @@ def test_defaults_follow_the_network_and_the_optimizer():
     assert recipe("--learning-rate", "0", "--max-shift", "0")[4:8:3] == (0, 0)
 
 
-@cases(
-    "cache, mnist, expected",
-    ("", "", "/me/.cache/pjax_ensemble"),
-    ("/cache", "", "/cache/pjax_ensemble"),
-    ("/cache", "digits", "digits"),
-)
+FOLDERS = ("", "", "/me/.cache/pjax_ensemble"), ("/cache", "", "/cache/pjax_ensemble")
+
+
+@cases("cache, mnist, expected", *FOLDERS, ("/cache", "digits", "digits"))
 def test_data_folder_follows_the_environment(monkeypatch, cache, mnist, expected):
     monkeypatch.setattr(Path, "home", lambda: Path("/me"))
     monkeypatch.setenv("XDG_CACHE_HOME", cache)
@@ -1333,14 +1309,12 @@ def test_members_and_replicas_follow_the_devices_and_the_batch(
     assert tm.prepare(args)[2] == expected and args.members == expected[0]
 
 
-@cases(
-    "size, flags, expected",
-    ((28, 28), "", 2),
-    ((12, 40), "", 1),
-    ((128, 140), "", 9),  # more pixels than images
-    ((8, 8), "--max-shift 8", 8),
-    ((8, 8), "--network batchnorm", 0),
-)
+# The third has more pixels than images.
+SHIFTS = ((28, 28), "", 2), ((12, 40), "", 1), ((128, 140), "", 9)
+SHIFTS += ((8, 8), "--max-shift 8", 8), ((8, 8), "--network batchnorm", 0)
+
+
+@cases("size, flags, expected", *SHIFTS)
 def test_default_shift_is_in_proportion_to_the_images(tmp_path, size, flags, expected):
     folder = write_set(tmp_path, [np.zeros((64, *size))] * 2, [np.arange(64) % 2] * 2)
     args = tm.parse_arguments(words(flags, "--data-dir", folder))

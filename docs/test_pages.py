@@ -19,7 +19,7 @@ from numpy.testing import assert_allclose
 import ensemble_metrics as em
 import pjax_ensemble as pe
 import train_mnist as tm
-from conftest import ENVIRONMENT, HERE, METHODS, D, posix, run_python
+from conftest import ENVIRONMENT, HERE, D, posix, run_python
 
 LIBRARIES = {"tables": "sklearn", "tokens": "flax"}  # which an example asks for
 
@@ -321,8 +321,9 @@ def write_functions():
             elif name in module.__all__:
                 page, head = page + head + row(name, getattr(module, name)), ""
             if name == "Trainer":
-                for method in filter(METHODS.__contains__, vars(pe.Trainer)):
-                    page += row(f"trainer.{method}", getattr(pe.Trainer, method))
+                for name, call in vars(pe.Trainer).items():
+                    if name[0] != "_" and isinstance(call, (property, type(row))):
+                        page += row(f"trainer.{name}", call)
     return page
 
 
