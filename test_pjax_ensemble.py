@@ -455,6 +455,7 @@ def test_batch_norm_cnn_equals_the_guides_network():
     forward = tm.batch_norm_cnn
     logits, kept = jax.jit(forward)(params, stats, images)
     assert_close(logits, network(lambda i, x: stats[i]))
+    assert logits.shape == (5, 4)
     assert leaves_equal(kept, stats)
 
     key = jax.random.key(1)
@@ -709,7 +710,7 @@ test_optimizers_refuse_numbers_out_of_range_and_integer_parameters = refuses(
 # ---------------------------------------------------------------------------------
 
 
-@cases("num_devices, rows, rest", (1, 0, [2]), (2, 3, []), (3, 4, [2, 3]))
+@cases("num_devices, rows, rest", (1, 0, [2]), (2, 3, []), (9, 4, [2, 3]))
 def test_merge_undoes_split_and_split_keeps_the_order_of_rows(num_devices, rows, rest):
     shape = (num_devices * rows, *rest)
     numbers = np.arange(np.prod(shape, dtype=int)).reshape(shape)
@@ -802,6 +803,7 @@ def noisy_loss(params, model_state, key, images, labels):
     return loss, jax.tree.map(lambda count: count + 1, model_state)
 
 
+net_and_gradients = jax.jit(jax.value_and_grad(net_loss))
 NUM_IMAGES = 240
 
 
@@ -906,7 +908,7 @@ def test_step_equals_one_on_the_whole_batch(way, name):
         params = member(first.params, i)
         opt_state = theirs.init(params)
         for batch, found in zip(batches, losses):
-            loss, grads = jax.jit(jax.value_and_grad(net_loss))(params, *batch)
+            loss, grads = net_and_gradients(params, *batch)
             updates, opt_state = theirs.update(grads, opt_state, params, value=loss)
             params = optax.apply_updates(params, updates)
             assert_close(found[i], loss)
@@ -1801,11 +1803,9 @@ def test_an_epoch_in_pieces_ends_in_the_same_bits(members, devices):
 def test_placing_data_again_copies_nothing():
     trainer = net_trainer(3, 2)
     data = trainer.place(image_data())
-    shards = [
-        [x.addressable_shards for x in each] for each in (data, trainer.place(data))
-    ]
-    first, again = jax.tree.map(lambda x: x.data.unsafe_buffer_pointer(), shards)
-    assert first == again
+    both = (x.addressable_shards for each in (data, trainer.place(data)) for x in each)
+    buffers = [[shard.data.unsafe_buffer_pointer() for shard in x] for x in both]
+    assert buffers[:2] == buffers[2:]
 
 
 def test_probabilities_from_half_precision_logits_are_distributions():
@@ -1986,8 +1986,8 @@ def test_a_batch_may_come_from_any_devices(per_member):
 
 # The members' hyperparameters; each of the user's functions uses one or more.  The
 # spread is the scale of the initial weights.
-NAMES = "spread", "decay", "rate", "temperature"
-Own = NamedTuple("Own", [(name, float) for name in NAMES])
+OWN = "spread", "decay", "rate", "temperature"
+Own = NamedTuple("Own", [(name, float) for name in OWN])
 
 
 HYPER = Own(*np.float32(np.random.default_rng(5).uniform(0.1, 0.9, size=(4, 10))))
@@ -2486,9 +2486,8 @@ def test_a_mesh_that_is_set_for_the_whole_program_changes_nothing():
     def run():
         (batch,) = net_batches(1)
         by_hand = sync(net_loss, SGD)(one_net(), *pe.split(batch))
-        return use_all(
-            noisy_trainer.__wrapped__(3, 2), *map(jnp.asarray, batch)
-        ), by_hand
+        trainer = noisy_trainer.__wrapped__(3, 2)
+        return use_all(trainer, *map(jnp.asarray, batch)), by_hand
 
     expected, kinds = run(), (jax.sharding.AxisType.Explicit,) * 2
     with jax.set_mesh(jax.make_mesh((2, 2), ("x", "y"), axis_types=kinds)):
