@@ -1791,29 +1791,31 @@ def test_lower_takes_shapes_alone_and_moves_no_data():
 
 
 def test_states_kept_flat_between_members_have_the_same_bits():
-    ends, reshaped, data = [], [], image_data()
+    ends, reshaped, (batch,) = [], [], net_batches(1)
     for flat in (), ("cpu",):
         with mock.patch.object(pe, "_FLAT_ON", flat):
-            trainer, state = begin(noisy_trainer.__wrapped__(5, 1, at_once=2))
-            text = trainer.lower("epoch", data, orders(5)).as_text()
-            state, losses = trainer.epoch(state, data, orders(5))
-            probs = trainer.predict_members(state, data[0])
+            trainer, state = begin(noisy_trainer.__wrapped__(3, 1, at_once=2))
+            text = trainer.lower("update", *batch).as_text()
+            state, losses = trainer.update(state, *batch)
+            probs = trainer.predict_members(state, batch[0])
         ends.append((losses, probs, trainer.gather(state)))
-        assert ends[-1][2].model_state.tolist() == [10] * 5  # the last one is alone
+        assert ends[-1][2].model_state.tolist() == [1] * 3  # the last one is alone
         reshaped.append(text.count("stablehlo.reshape"))
     assert leaves_equal(*ends) and reshaped[0] < reshaped[1]
 
 
 def test_a_trainer_uses_the_devices_that_it_is_given():
-    ends = []
+    ends, data = [], [x[:18] for x in image_data()]
     for asked in 3, jax.devices()[6:3:-1]:
         for members in 2, 1:  # on two of the devices; on three as replicas
-            trainer = noisy_trainer.__wrapped__(members, asked)
-            ends.append(use_all(trainer, *(x[:18] for x in image_data())))
+            trainer, state = begin(net_trainer.__wrapped__(members, asked))
+            state, losses = trainer.update(state, *data)
             used = jax.devices()[:3] if asked == 3 else asked
-            there = trainer.latest.params[0][0].devices()
+            there = trainer.scatter(trainer.gather(state)).params[0][0].devices()
             assert there == {*used[: trainer.layout.devices]}
-            assert ends[-1][0].devices() == {used[0]}
+            assert losses.devices() == {used[0]}
+            probs = trainer.predict_members(state, data[0])
+            ends.append((losses, probs, trainer.gather(state)))
     assert leaves_equal(ends[:2], ends[2:])
 
 
