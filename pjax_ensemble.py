@@ -2129,8 +2129,8 @@ class Trainer:
         if processes > 1 and not alike:
             found = f"devices is {len(given)}; {processes} processes use all of their"
             raise ValueError(f"{found} {jax.device_count()}, and each has as many")
-        found = layout(self.members, len(given), processes)
-        return _Places(found, given[: found.devices])
+        used = layout(self.members, len(given), processes)
+        return _Places(used, given[: used.devices])
 
     @property
     def layout(self) -> Layout:
@@ -2384,11 +2384,11 @@ class Trainer:
         for data of several lengths.
         """
         state = _admit(self, state, self._place_state)
-        *work, of_all = self._epoch(state, data, order)
+        f, state, of_slot, of_all = self._epoch(state, data, order)
         of_all["data"] = self.place(of_all["data"])  # as a trace depends on it
         order = np.asarray(order)
         self._warn_if_equal(state, order)
-        state, metrics = self._do(*work, of_all)
+        state, metrics = self._do(f, state, of_slot, of_all)
         return state, self._places.take(metrics, order.shape[-2])
 
     def _epoch(self, state, data, order):
