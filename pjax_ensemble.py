@@ -2171,12 +2171,11 @@ class Trainer:
     def _program(self, f, state, of_slot, of_all):
         """Return the program of some work, whether it trains, and its arguments."""
         name, train = f.__name__, f.__name__ in ("update", "epoch")
-        if name not in self._programs:
-            how = self._places, train, self.at_once
-            self._programs[name] = _over_members(f, *how)
+        if (programs := self._programs).get(name) is None:
+            programs[name] = _over_members(f, self._places, train, self.at_once)
         of_slot = {"hyper": self._hyper, **of_slot}
         of_all = {"frozen": self._frozen, **of_all}
-        return self._programs[name], train, (state, of_slot, of_all)
+        return programs[name], train, (state, of_slot, of_all)
 
     def _do(self, f, state, of_slot, of_all):
         """Call f(state, hyper, frozen, **of_slot, **of_all), of one member, for all."""
