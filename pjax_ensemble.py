@@ -889,9 +889,8 @@ def merge(tree: PyTree) -> PyTree:
     return jax.tree.map(reshape, tree)
 
 
-def _sharding(devices: Sequence, axis: str, *spec: str) -> Any:
-    """Return a sharding: the first axis over devices, or, without spec, copies."""
-    mesh = jax.sharding.Mesh(np.array(devices), (axis,))
+def _sharding(mesh: jax.sharding.Mesh, *spec: str | None) -> Any:
+    """Return a sharding: array axes over the mesh's, or, without spec, copies."""
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
 
 
@@ -899,7 +898,8 @@ def _device_sharding(num_devices: int, axis: str = "devices") -> Any:
     """Return a sharding of a leading axis [D, ...] over the first D local devices."""
     if lack := _lack(num_devices):
         raise ValueError(lack)
-    return _sharding(jax.local_devices()[:num_devices], axis, axis)
+    devices = np.array(jax.local_devices()[:num_devices])
+    return _sharding(jax.sharding.Mesh(devices, (axis,)), axis)
 
 
 def replicate(tree: PyTree, num_devices: int | None = None) -> PyTree:
@@ -1157,12 +1157,13 @@ def _average(tree: PyTree, axis: str, groups: list | None = None) -> PyTree:
     return jax.tree.map(lambda mean, x: mean.astype(x.dtype), means, tree)
 
 
-def _make_step(average, part, loss_fn, optimizer, more, *options) -> Callable:
+def _make_step(average, part, divide, loss_fn, optimizer, more, *options) -> Callable:
     """Make the training step: (state, *batch) -> (state, metrics).
 
     average(tree) averages over the model's replicas.  Each replica sees a part of the
-    batch, and part() is that part's number, from 0.  The loss takes `more` as its last
-    arguments.  The options are make_sync_update's, in their order.
+    batch, and part() is that part's number, from 0.  divide(rows) divides rows over the
+    devices that hold a replica together.  The loss takes `more` as its last arguments.
+    The options are make_sync_update's, in their order.
     """
     has_aux, stateful, microbatch, skip_nonfinite = options
     loss_fn = _full_loss(loss_fn, more, has_aux, stateful)
@@ -1194,7 +1195,8 @@ def _make_step(average, part, loss_fn, optimizer, more, *options) -> Callable:
             rows_key = None
             if stateful:
                 rows_key = jax.random.fold_in(loss_key, part() * num_parts + i)
-            result, grads = loss_and_grads(params, model_state, rows_key, *rows)
+            model = params, model_state, rows_key
+            result, grads = loss_and_grads(*model, *divide(rows))
             total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
             return total, result
 
@@ -1467,7 +1469,11 @@ def _make_update(replicas: bool, *args) -> Callable:
     """Map the step over the devices; check and place states that it did not return."""
     axis = "devices" if replicas else "members"
     average = functools.partial(_average, axis=axis) if replicas else _alone
-    step = _make_step(average, lambda: lax.axis_index(axis) if replicas else 0, *args)
+
+    def part():
+        return lax.axis_index(axis) if replicas else 0
+
+    step = _make_step(average, part, _alone, *args)
     pmapped = jax.pmap(step, axis_name=axis, donate_argnums=0)
 
     form = "the number of devices in all of them: replicate or split them"
@@ -1645,6 +1651,9 @@ def _join(copies, lengths):
     return jnp.concatenate(copies)[tuple(map(slice, lengths))]
 
 
+_WHOLE = 1024  # leaves of fewer numbers are not divided over shards
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Places:
     """Where a trainer's arrays are: by slot, or everywhere.
@@ -1654,10 +1663,14 @@ class _Places:
     the last devices, repeat the last member.  Arrays by slot are [D * M, ...]; of an
     array that is everywhere, each device has a copy.  Where there are several
     processes, each has the parts of both that are on its own devices.
+
+    With S shards, S neighboring devices take the place of one.  They divide the leaves
+    of states and of the frozen tree among them, and hold copies of other arrays.
     """
 
     layout: Layout
-    devices: Sequence  # D, of all processes, there or in a topology's description
+    devices: Sequence  # D * S, of all processes, there or in a topology's description
+    shards: int  # S
 
     @functools.cached_property
     def slots(self) -> tuple[np.ndarray, np.ndarray]:
@@ -1679,8 +1692,12 @@ class _Places:
 
     def shardings(self, train: bool) -> tuple:
         """Return the shardings of a program's arrays: by slot, and everywhere."""
-        axis = _axis(self.layout, train)
-        return _sharding(self.devices, axis, axis), _sharding(self.devices, axis)
+        axis, grid = _axis(self.layout, train), np.array(self.devices)
+        mesh = jax.sharding.Mesh(grid, (axis,))
+        if self.shards > 1:
+            grid = grid.reshape(-1, self.shards)
+            mesh = jax.sharding.Mesh(grid, (axis, "shards"))
+        return _sharding(mesh, axis), _sharding(mesh)
 
     @functools.cached_property
     def by_slot(self) -> Any:
@@ -1691,36 +1708,50 @@ class _Places:
     def everywhere(self) -> Any:
         return self.shardings(train=True)[1]
 
-    def put(self, tree: PyTree, sharding: Any) -> PyTree:
+    def divide(self, x: Any, sharding: Any) -> Any:
+        """Return the sharding of a leaf that the devices of a slot divide.
+
+        It adds to `sharding` the longest axis, behind those of its spec, that S
+        divides.  Small leaves, and leaves without such an axis, are whole on each.
+        """
+        (mesh, spec), shape = (sharding.mesh, sharding.spec), np.shape(x)
+        axes = [i for i in range(len(spec), len(shape)) if shape[i] % self.shards == 0]
+        if self.shards == 1 or not axes or math.prod(shape[len(spec) :]) < _WHOLE:
+            return sharding
+        between = max(axes, key=lambda i: shape[i]) - len(spec)
+        return _sharding(mesh, *spec, *[None] * between, "shards")
+
+    def put(self, tree: PyTree, sharding: Any, divide: bool = False) -> PyTree:
         """Put a tree, the same in every process, on the devices.
 
-        For absent devices, return its form there.  No other function moves a trainer's
-        arrays to devices, but a program puts NumPy's arguments itself, see `give`.
+        With `divide`, the devices of a slot divide its leaves.  For absent devices,
+        return its form there.  No other function moves a trainer's arrays to devices,
+        but a program puts NumPy's arguments itself: see `give`.
         """
-        if self.absent:
-            form = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
-            return jax.tree.map(lambda x: form(x.shape, x.dtype), tree)
-        if jax.process_count() == 1:
-            return jax.device_put(tree, sharding)
 
-        def put(x):  # unless it is there
+        def put(x):
+            where = self.divide(x, sharding) if divide else sharding
+            if self.absent:
+                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+            if jax.process_count() == 1:
+                return jax.device_put(x, where)
+            return _on_data(functools.partial(put_part, where), x)
+
+        def put_part(where, x):  # of an array that is not there yet
             if isinstance(x, Array) and not x.is_fully_addressable:
                 return x
             x = np.asarray(x)
-            return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+            return jax.make_array_from_callback(x.shape, where, x.__getitem__)
 
-        return jax.tree.map(functools.partial(_on_data, put), tree)
-
-    def share(self, what: str, tree: PyTree) -> PyTree:
-        """Put a copy of a tree everywhere."""
-        return self.put(_private(what, tree), self.everywhere)
+        return jax.tree.map(put, tree)
 
     def give(self, arguments: PyTree, sharding: Any) -> PyTree:
         """Copy arguments of a program, JAX's arrays to the devices.
 
-        In a single process the program puts NumPy's itself, which takes less time.
+        In a single process, without shards, the program puts NumPy's itself, which
+        takes less time.
         """
-        single = jax.process_count() == 1
+        single = jax.process_count() == self.shards == 1
 
         def copy(x):
             x = x if isinstance(x, Array) else np.array(x)
@@ -1733,7 +1764,8 @@ class _Places:
         member, _ = self.slots
 
         def lay(x):
-            slots = self.put(np.asarray(_numbers(what, x))[member], self.by_slot)
+            slots = np.asarray(_numbers(what, x))[member]
+            slots = self.put(slots, self.by_slot, divide=True)
             return jax.block_until_ready(slots)  # so one leaf at a time is on the host
 
         return jax.tree.map(functools.partial(_on_data, lay), tree)
@@ -1762,16 +1794,18 @@ class _Places:
         """Take each member's first replica out of the slots: [D * M, ...] to [K, ...].
 
         With `steps`, the second axis is cut to that length.  The result is on the first
-        device, or on the host if there are several processes.
+        device, or on the host where a slot is in parts or in another process.
         """
         lengths, replicas = (self.layout.members, *steps), self.layout.replicas
 
         def take(x):
-            if jax.process_count() > 1 and isinstance(x, jax.Array):
-                x = _gather_devices(x)
+            if isinstance(x, Array):
+                whole = x.sharding.shard_shape(x.shape)[1:] == x.shape[1:]
+                x = x if whole and x.is_fully_addressable else _gather_devices(x)
             if isinstance(x, np.ndarray):  # copied, since JAX's own is read-only
                 return np.array(x[::replicas][tuple(map(slice, lengths))])
-            copies = [shard.data for shard in x.addressable_shards[::replicas]]
+            firsts = x.addressable_shards[:: replicas * self.shards]
+            copies = [shard.data for shard in firsts]
             copies = jax.device_put(copies, *copies[0].devices())
             with _no_mesh():
                 return _join(copies, lengths)
@@ -1852,7 +1886,7 @@ def _over_members(f: Callable, places: _Places, train: bool, at_once: int) -> Ca
     while JAX (0.10, 0.12) keeps a program of `pmap` for good, with all that f holds.
     """
     together = min(at_once, shared := places.layout.members_per_device)
-    flat = places.platform in _FLAT_ON and together < shared
+    flat = places.platform in _FLAT_ON and together < shared and places.shards == 1
     by_slot, everywhere = places.shardings(train)
     given = by_slot, by_slot, everywhere
 
@@ -1864,12 +1898,20 @@ def _over_members(f: Callable, places: _Places, train: bool, at_once: int) -> Ca
         return both if train else both[1]
 
     specs = dict(in_specs=tuple(x.spec for x in given), out_specs=by_slot.spec)
-    return jax.jit(
-        _shard_map(on_device, mesh=by_slot.mesh, **specs),
-        in_shardings=given,
-        out_shardings=by_slot,
-        donate_argnums=(0,) if train else (),
-    )
+    how: dict = dict(in_shardings=given, out_shardings=by_slot)
+    if places.shards > 1:  # XLA divides the work of a slot as its arrays are divided
+        specs, how = specs | {"axis_names": {*by_slot.spec}}, {}
+    mapped = _shard_map(on_device, mesh=by_slot.mesh, **specs)
+
+    def divided(*args):
+        states, metrics = mapped(*args) if train else (mapped(*args), ())
+        where = jax.tree.map(lambda x: places.divide(x, by_slot), states)
+        states = lax.with_sharding_constraint(states, where)
+        metrics = lax.with_sharding_constraint(metrics, by_slot)
+        return (states, metrics) if train else states
+
+    program = mapped if places.shards == 1 else divided
+    return jax.jit(program, donate_argnums=(0,) if train else (), **how)
 
 
 _STEPS = 256  # orders are padded to a multiple of this, so that most share a program
@@ -1957,6 +1999,15 @@ class _Member(NamedTuple):
     stateful: bool
     microbatch: int | str | None
     skip_nonfinite: bool
+    shards: int
+
+    def divide(self, rows):
+        """Divide examples, leaves [B, ...], over a member's shards, if S divides B."""
+
+        spec = jax.sharding.PartitionSpec("shards")
+        constrain = functools.partial(lax.with_sharding_constraint, shardings=spec)
+        whole = self.shards == 1 or len(jax.tree.leaves(rows)[0]) % self.shards
+        return rows if whole else jax.tree.map(constrain, rows)
 
     def make_optimizer(self, *hyper):
         form = "with hyper, expected a function, such as lambda h: sgd(h)"
@@ -1973,7 +2024,9 @@ class _Member(NamedTuple):
         options = self.has_aux, self.stateful, self.microbatch, self.skip_nonfinite
         optimizer = self.make_optimizer(*hyper)
         args = self.loss_fn, optimizer, (*hyper, *frozen), *options
-        return _make_step(average, lambda: lax.axis_index(axis) % parts, *args)
+        return _make_step(
+            average, lambda: lax.axis_index(axis) % parts, self.divide, *args
+        )
 
     def init(self, _, hyper, frozen, number, key):
         init_key, key = jax.random.split(jax.random.fold_in(key, number))
@@ -1995,7 +2048,10 @@ class _Member(NamedTuple):
         return _scan_first(train_on, state, order, num_steps)
 
     def predict(self, model, hyper, frozen, chunks, count):
-        predict = functools.partial(self.predict_chunk, model, (*hyper, *frozen))
+        def predict(carry, inputs):
+            inputs = self.divide(inputs)
+            return self.predict_chunk(model, (*hyper, *frozen), carry, inputs)
+
         return _scan_first(predict, (), chunks, count)[1]
 
     def predict_chunk(self, model, more, carry, inputs):
@@ -2095,6 +2151,7 @@ class Trainer:
     chunk: int = 32  # examples that a device predicts at a time
     at_once: int = 1  # members of a device that are computed together
     frozen: PyTree = None  # arrays that members share and none trains
+    shards: int = 1  # devices that hold one member together
     latest: TrainState | None = dataclasses.field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
@@ -2129,8 +2186,15 @@ class Trainer:
         if processes > 1 and not alike:
             found = f"devices is {len(given)}; {processes} processes use all of their"
             raise ValueError(f"{found} {jax.device_count()}, and each has as many")
-        used = layout(self.members, len(given), processes)
-        return _Places(used, given[: used.devices])
+        if len(given) % (shards := _count("shards", self.shards)):
+            remedy = f"use a divisor, such as {math.gcd(shards, len(given))}"
+            raise ValueError(f"{shards=} do not divide {len(given)} devices; {remedy}")
+        if shards > 1 and jax.__version_info__ < (0, 8):
+            raise ValueError(
+                f"{shards=} take JAX 0.8 or newer; this is {jax.__version__}"
+            )
+        used = layout(self.members, len(given) // shards, processes)
+        return _Places(used, given[: used.devices * shards], shards)
 
     @property
     def layout(self) -> Layout:
@@ -2156,8 +2220,10 @@ class Trainer:
     @functools.cached_property
     def _frozen(self) -> tuple:
         """The frozen tree on every device, or an empty tuple."""
-        share = functools.partial(self._places.share, "frozen")
-        return () if self.frozen is None else (share(self.frozen),)
+        if self.frozen is None:
+            return ()
+        frozen, places = _private("frozen", self.frozen), self._places
+        return (places.put(frozen, places.everywhere, divide=True),)
 
     @functools.cached_property
     def _programs(self) -> dict:
@@ -2185,7 +2251,7 @@ class Trainer:
         of_slot = places.give(of_slot, places.by_slot)
         of_all = places.give(of_all, places.everywhere)
         program, train, args = self._program(f, state, of_slot, of_all)
-        meet = train and self.layout.replicas > 1
+        meet = places.shards > 1 or (train and self.layout.replicas > 1)
         call = functools.partial(_run, program, meet and places.platform == "cpu")
         return _consume(self, call, *args) if train else call(*args)
 
@@ -2198,10 +2264,15 @@ class Trainer:
             _check_draws(state.key, self.at_once)
             both = _gather_devices(jax.random.key_data(state.key)), members
             _call("a state of another trainer", expected, _check_keys, *both)
-        by_slot, leaves = self._places.by_slot, jax.tree.leaves(state)
-        if all(getattr(x, "sharding", 0) == by_slot for x in leaves):
+        places = self._places
+
+        def there(x):
+            at = places.divide(x, places.by_slot)
+            return isinstance(x, Array) and x.sharding.is_equivalent_to(at, x.ndim)
+
+        if all(map(there, jax.tree.leaves(state))):
             return state  # as init and scatter put it
-        return self._places.put(_private("state", state), by_slot)
+        return places.put(_private("state", state), places.by_slot, divide=True)
 
     # Making and moving the members
 
@@ -2240,7 +2311,8 @@ class Trainer:
             # So a second array of the same buffers is read, and goes with its copy.
             shards = [shard.data for shard in x.addressable_shards]
             x = jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
-            copies, devices = _gather_devices(x), self._places.devices  # [D * M, ...]
+            devices = self._places.devices[:: self.shards]
+            copies = _gather_devices(x)  # [D * M, ...]
             for i, own in enumerate(copies):
                 first = i - i % self.layout.replicas
                 if i > first and own.tobytes() != copies[first].tobytes():
@@ -2267,11 +2339,15 @@ class Trainer:
 
         return self._state_form(self.members, jax.random.key(0) if key is None else key)
 
-    def _state_form(self, length, key):
-        """Return the form of a state whose leaves have that length, [length, ...]."""
+    def _state_form(self, length, key, where=lambda x: None):
+        """Return the form of a state, leaves [length, ...], with sharding where(x)."""
+
+        def form(x):
+            shape = length, *x.shape[1:]
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=where(x))
+
         program, _, args = self._program(*self._init(key))
-        form, state = jax.ShapeDtypeStruct, jax.eval_shape(program, *args)
-        return jax.tree.map(lambda x: form((length, *x.shape[1:]), x.dtype), state)
+        return jax.tree.map(form, jax.eval_shape(program, *args))
 
     def scatter(self, gathered: TrainState) -> TrainState:
         """Put members, leaves [K, ...], on the devices: the inverse of `gather`.
@@ -2305,12 +2381,14 @@ class Trainer:
             return np.broadcast_to(np.zeros((), jnp.result_type(x)), np.shape(x))
 
         if method != "init":
-            state = self._state_form(len(self._places.slots[0]), jax.random.key(0))
+            places, key = self._places, jax.random.key(0)
+            where = functools.partial(places.divide, sharding=places.by_slot)
+            state = self._state_form(len(places.slots[0]), key, where)
             args = state, *jax.tree.map(zeros, args)
         work = getattr(self, f"_{method}")(*args, **options)
         _, work = next(work) if method == "predict" else (None, work)
         program, _, args = self._program(*work)
-        return program.lower(*jax.eval_shape(lambda *args: args, *args))
+        return program.lower(*args)
 
     # Training
 
@@ -2408,7 +2486,7 @@ class Trainer:
         already stay.  Each device has its own copy, virtual ones too: 100 MiB take 800
         MiB on eight.
         """
-        return self._places.share("data", data)
+        return self._places.put(_private("data", data), self._places.everywhere)
 
     def _warn_if_equal(self, state, order=()):
         known = self.members == 1 or self.hyper is not None or self.stateful
