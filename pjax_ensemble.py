@@ -2387,7 +2387,9 @@ class Trainer:
             args = state, *jax.tree.map(zeros, args)
         work = getattr(self, f"_{method}")(*args, **options)
         _, work = next(work) if method == "predict" else (None, work)
-        program, _, args = self._program(*work)
+        f, state, *given = work
+        given = jax.eval_shape(lambda *given: given, *given)  # forms, also of keys
+        program, _, args = self._program(f, state, *given)
         return program.lower(*args)
 
     # Training

@@ -1804,6 +1804,140 @@ def test_states_kept_flat_between_members_have_the_same_bits():
     assert leaves_equal(*ends) and reshaped[0] < reshaped[1]
 
 
+class Parts(NamedTuple):
+    conv: pe.Conv  # [3, 3, 1, 32]
+    norm: pe.BatchNorm
+    heads: pe.Dense  # [32, 96], queries, keys and values
+    last: pe.Dense  # [32, 4]
+
+
+@functools.cache
+def divided_trainer(members, devices, shards, loss=lambda x: x, **more):
+    """Make a trainer of convolution, batch statistics, attention and dropout.
+
+    Its frozen tree is a matrix, and members have their own rates.
+    """
+
+    def init(key, rate, frozen):
+        keys, (norm, stats) = jax.random.split(key, 3), pe.batch_norm_init(32)
+        conv = pe.conv_init(keys[0], 1, 32, bias=False)
+        dense = pe.dense_init(keys[1], 32, 96), pe.dense_init(keys[2], 32, 4)
+        return Parts(conv, norm, *dense), stats
+
+    def forward(params, stats, images, frozen, key=None):
+        x = pe.conv(params.conv, images.astype(jnp.float32) / 255, stride=2)
+        x, stats = pe.batch_norm(params.norm, stats, x, training=key is not None)
+        x = loss(jax.nn.relu(x.reshape(len(x), -1, 32)))
+        queries, keys, values = jnp.split(pe.dense(params.heads, x), 3, axis=-1)
+        weights = jax.nn.softmax(queries @ keys.swapaxes(1, 2) / 8)
+        x = pe.dropout(key, (weights @ values).mean(axis=1) @ frozen, 0.2)
+        return pe.dense(params.last, x), stats
+
+    def loss_fn(params, stats, key, images, labels, rate, frozen):
+        logits, stats = forward(params, stats, images, frozen, key)
+        losses = cross_entropy(logits, labels)
+        return losses.mean(), (stats, pe.accuracy(logits, labels))
+
+    def apply(params, stats, images, rate, frozen):
+        return forward(params, stats, images, frozen)[0]
+
+    options = dict(members=members, devices=devices, shards=shards, apply_fn=apply)
+    options |= dict(hyper=np.linspace(0.05, 0.1, members), frozen=randn(3, 32, 32) / 6)
+    options |= dict(stateful=True, has_aux=True, skip_nonfinite=True, chunk=8) | more
+    return pe.make_trainer(init, loss_fn, pe.sgd, **options)
+
+
+def take_steps(trainer, state):
+    """Return all that a trainer's calls return, from a state on."""
+    images, labels = data = image_data()
+    members, few = trainer.layout.members, [x[:10] for x in data]
+    first = trainer.predict(state, images[:1])
+    state, metrics = trainer.epoch(state, data, orders(members)[:, :2])
+    state, more = trainer.update(state, images[:8], labels[:8])
+    own = [np.stack([x] * members) for x in few]
+    state, last = trainer.update(state, *own, per_member=True)
+    assert trainer.latest is state
+    probs = trainer.predict_members(state, images[:37])
+    gathered = trainer.gather(state)
+    return metrics, more, last, first, probs, gathered[:3]
+
+
+needs_shards = pytest.mark.skipif(
+    jax.__version_info__ < (0, 8), reason="JAX before 0.8"
+)
+
+
+@needs_shards
+@cases("members, devices, shards, at_once", (2, 8, 2, 1), (3, 8, 4, 2))
+@pytest.mark.filterwarnings("ignore:a batch of 10 is divided")
+def test_a_member_in_shards_equals_one_on_a_device(
+    members, devices, shards, at_once, tmp_path
+):
+    trainer, state = begin(divided_trainer(members, devices, shards, at_once=at_once))
+    whole, start = begin(divided_trainer(members, devices // shards, 1))
+    assert trainer.layout == whole.layout
+    (frozen,), weights = trainer._frozen, state.params.heads.weight
+    assert [*weights.sharding.spec[1:]] == [None, "shards"]  # the longest axis
+    assert frozen.addressable_data(0).size == frozen.size // shards
+    for leaf in jax.tree.leaves(state[:3]):
+        here, size = leaf.addressable_data(0)[0].size, leaf[0].size
+        assert here == size // (shards if size >= 1024 else 1)
+    gathered = trainer.gather(state)
+    assert_close(gathered[:3], whole.gather(start)[:3])
+    pe.save(tmp_path / "x", gathered)
+    again = pe.load(tmp_path / "x", trainer.like())
+    assert_close(take_steps(trainer, state), take_steps(whole, start))
+    with pytest.raises(ValueError, match="was consumed by an earlier"):
+        trainer.update(state, *image_data())
+    for other in trainer, whole:  # from S shards to S, and to one
+        placed = other.scatter(again)
+        assert leaves_equal(other.gather(placed), gathered)
+
+
+@needs_shards
+@mock.patch.object(pe, "_WHOLE", 1)
+def test_a_loss_may_divide_its_arrays_over_shards_by_itself():
+    ends, steps, (batch,) = [], [], net_batches(1)
+    for devices, shards in (1, 1), (2, 2):
+
+        def loss_fn(params, images, labels, shards=shards):
+            hidden = pe.dense(params.hidden, images.reshape(len(images), -1) / 255)
+            if shards > 1:  # by features, in place of examples
+                spec = jax.sharding.PartitionSpec(None, "shards")
+                hidden = jax.lax.with_sharding_constraint(hidden, spec)
+            logits = pe.dense(params.dense, jax.nn.relu(hidden))
+            return cross_entropy(logits, labels).mean()
+
+        options = dict(loss_fn=loss_fn, shards=shards, microbatch=4)
+        trainer, state = begin(net_trainer.__wrapped__(2, devices, **options))
+        steps.append(trainer.lower("update", *batch))
+        new, losses = trainer.update(state, *batch)
+        assert "was consumed" in said_by(ValueError, trainer.update, state, *batch)
+        ends.append((losses, trainer.gather(new)[:2]))
+    assert_close(*ends)
+    divided = '[{"shards"}, {}, {}, {}]> : tensor<%dx8x8x1xui8>'
+    assert divided % 4 in steps[1].as_text()  # a micro-batch
+    assert divided % 16 in trainer.lower("predict", batch[0]).as_text()  # a chunk
+    whole, half = (step.compile().memory_analysis() for step in steps)
+    assert half.argument_size_in_bytes < 0.65 * whole.argument_size_in_bytes
+
+
+def in_shards(shards):
+    return lambda: net_trainer.__wrapped__(2, 8, shards=shards)
+
+
+test_shards_that_do_not_fit_are_refused = refuses(
+    (in_shards(3), "shards=3 do not divide 8 devices; use a divisor, such as 1"),
+    (in_shards(12), "shards=12 do not divide 8 devices; use a divisor, such as 4"),
+    *out_of_range("shards", None, lambda v: in_shards(v)(), 0, True, 2.0),
+)
+
+
+def test_shards_take_a_newer_jax(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 7, 2))
+    assert "shards=2 take JAX 0.8 or n" in said_by(ValueError, in_shards(2))
+
+
 def test_a_trainer_uses_the_devices_that_it_is_given():
     ends, data = [], [x[:18] for x in image_data()]
     for asked in 3, jax.devices()[6:3:-1]:
@@ -2861,10 +2995,15 @@ def scaled(params, _, inputs, rate):
 rng = np.random.default_rng(0)
 xs, ys = rng.normal(size=(48, 6)).astype(np.float32), rng.integers(4, size=48)
 found = {}
-for members in (1, 5):  # replicas, and members that each have their own order
+pe._WHOLE = 1
+layouts = [(1, 1), (5, 1)]  # replicas, and members that each have their own order
+if jax.__version_info__ >= (0, 8):
+    layouts.append((2, 4))  # a member in both processes
+for members, shards in layouts:
     trainer = pe.make_trainer(lambda key, rate: (pe.dense_init(key, 6, 4), ()),
         stateful_loss, pe.sgd, members=members, stateful=True, chunk=5, apply_fn=scaled,
-        output=None, devices=count * local, hyper=np.linspace(0.1, 0.5, members))
+        output=None, devices=count * local, hyper=np.linspace(0.1, 0.5, members),
+        shards=shards)
     order = pe.epoch_order(48, 12, members=members if members > 1 else None)
     state = trainer.init(jax.random.key(1))
     state, found[f"{members} losses"] = trainer.epoch(state, (xs, ys), order)
@@ -2919,7 +3058,8 @@ np.savez(f"{folder}/{count} {index}.npz", **found)
 def test_two_processes_equal_one_with_as_many_devices(tmp_path):
     port = free_port()
     runs = [start_python(PROCESS, i, 2, 2, port, tmp_path) for i in range(2)]
-    with mock.patch.object(sys, "argv", ["", "0", "1", "4", "0", str(tmp_path)]):
+    argv = mock.patch.object(sys, "argv", ["", "0", "1", "4", "0", str(tmp_path)])
+    with argv, mock.patch.object(pe, "_WHOLE", 1):
         exec(PROCESS, {})
     for run in runs:
         _, errors = run.communicate(timeout=300)
