@@ -1598,7 +1598,7 @@ class Layout(NamedTuple):
     """The places of members and replicas: see `layout`."""
 
     members: int  # K
-    devices: int  # D, in use
+    devices: int  # D, in use; with S shards, D groups of S devices
     members_per_device: int  # M, above 1 only where R = 1
     replicas: int  # R, above 1 only where M = 1
 
@@ -1651,7 +1651,7 @@ def _join(copies, lengths):
     return jnp.concatenate(copies)[tuple(map(slice, lengths))]
 
 
-_WHOLE = 1024  # leaves of fewer numbers are not divided over shards
+_WHOLE = 1024  # a leaf of fewer numbers is not divided over shards
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -2089,7 +2089,7 @@ class Trainer:
         (params, model_state).
       loss_fn, optimizer, has_aux, stateful, microbatch, skip_nonfinite: as in
         `make_sync_update`; the step is the same.
-      members: the number of models, K.  Each has to fit on one device.
+      members: the number of models, K.  Each has to fit on one device, or on `shards`.
       devices: the largest number of devices to use, by default all, or the devices
         themselves, a sequence of one platform.  If there are more devices than members,
         each sees a part of its member's batch, and losses are averaged.  For a loss
@@ -2108,6 +2108,13 @@ class Trainer:
       frozen: a tree of arrays that all members share and none trains, such as the
         weights of a pretrained network, with one copy per device.  init_fn, loss_fn and
         apply_fn then take it as their last argument, after the member's `hyper`.
+      shards: how many neighboring devices hold one member together, S.  A group of S
+        devices then takes the place of a device.  It divides each leaf of the state and
+        of `frozen` along the longest axis that S divides (leaves of less than 1,024
+        numbers are copied), and each batch along its examples, where S divides them.
+        Results are those of one device, to rounding.  A function may divide its arrays
+        otherwise, by `jax.lax.with_sharding_constraint` over the axis "shards".  This
+        takes JAX 0.8 or newer.
       chunk: how many examples a device predicts at a time.
       at_once: how many of the members that share a device are computed together, by
         `vmap`; a number above M means all.  This is faster where one member does not
@@ -2129,9 +2136,9 @@ class Trainer:
     process has the same results, except that each holds its own part of the states:
     `numpy.asarray` of a state's leaf raises JAX's error there, and `gather` returns it.
 
-    Raises ValueError for members, devices, chunk or at_once that are not ints of 1 or
-    more, for more devices than there are, and for a `hyper` or an optimizer that does
-    not fit.  Before they consume anything, all methods raise ValueError for a state of
+    Raises ValueError for members, devices, shards, chunk or at_once that are not ints
+    of 1 or more, for more devices than there are, for shards that do not divide them,
+    and for a `hyper` or an optimizer that does not fit.  Before they consume anything, all methods raise ValueError for a state of
     another trainer, a state that was consumed or has one buffer in two leaves, integers
     that JAX's type cannot hold, and the errors that each method names.
     """
