@@ -2138,9 +2138,10 @@ class Trainer:
 
     Raises ValueError for members, devices, shards, chunk or at_once that are not ints
     of 1 or more, for more devices than there are, for shards that do not divide them,
-    and for a `hyper` or an optimizer that does not fit.  Before they consume anything, all methods raise ValueError for a state of
-    another trainer, a state that was consumed or has one buffer in two leaves, integers
-    that JAX's type cannot hold, and the errors that each method names.
+    and for a `hyper` or an optimizer that does not fit.  Before they consume anything,
+    all methods raise ValueError for a state of another trainer, a state that was
+    consumed or has one buffer in two leaves, integers that JAX's type cannot hold, and
+    the errors that each method names.
     """
 
     init_fn: InitFn = dataclasses.field(kw_only=False)
