@@ -1157,13 +1157,29 @@ def _average(tree: PyTree, axis: str, groups: list | None = None) -> PyTree:
     return jax.tree.map(lambda mean, x: mean.astype(x.dtype), means, tree)
 
 
-def _make_step(average, part, divide, loss_fn, optimizer, more, *options) -> Callable:
+def _once(length: int, shards: int) -> bool:
+    """Return whether to unroll a loop of this length.
+
+    Within a loop of one turn over divided arrays, XLA for TPUs computes loops twice.
+    """
+    return length == 1 and shards > 1
+
+
+def _over_shards(rows: PyTree, shards: int) -> PyTree:
+    """Divide examples, leaves [B, ...], over a model's S devices, where S divides B."""
+    if shards == 1 or len(jax.tree.leaves(rows)[0]) % shards:
+        return rows
+    spec = jax.sharding.PartitionSpec("shards")
+    return jax.tree.map(lambda x: lax.with_sharding_constraint(x, spec), rows)
+
+
+def _make_step(average, part, shards, loss_fn, optimizer, more, *options) -> Callable:
     """Make the training step: (state, *batch) -> (state, metrics).
 
     average(tree) averages over the model's replicas.  Each replica sees a part of the
-    batch, and part() is that part's number, from 0.  divide(rows) divides rows over the
-    devices that hold a replica together.  The loss takes `more` as its last arguments.
-    The options are make_sync_update's, in their order.
+    batch, and part() is that part's number, from 0.  Each is on S = shards devices.
+    The loss takes `more` as its last arguments.  The options are make_sync_update's,
+    in their order.
     """
     has_aux, stateful, microbatch, skip_nonfinite = options
     loss_fn = _full_loss(loss_fn, more, has_aux, stateful)
@@ -1195,8 +1211,8 @@ def _make_step(average, part, divide, loss_fn, optimizer, more, *options) -> Cal
             rows_key = None
             if stateful:
                 rows_key = jax.random.fold_in(loss_key, part() * num_parts + i)
-            model = params, model_state, rows_key
-            result, grads = loss_and_grads(*model, *divide(rows))
+            rows = _over_shards(rows, shards)
+            result, grads = loss_and_grads(params, model_state, rows_key, *rows)
             total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
             return total, result
 
@@ -1210,7 +1226,8 @@ def _make_step(average, part, divide, loss_fn, optimizer, more, *options) -> Cal
         parts = jnp.arange(num_parts, dtype=jnp.int32), jax.tree.map(cut, batch)
         context = contextvars.copy_context()  # limits the change to this trace
         context.run(_replica_mean.set, average)
-        total, results = context.run(lax.scan, add, _zeros(params), parts)
+        scan = functools.partial(lax.scan, unroll=_once(num_parts, shards))
+        total, results = context.run(scan, add, _zeros(params), parts)
         loss, (new_model_state, aux) = results
         loss, aux = jax.tree.map(mean, (loss, aux))
         new_model_state = jax.tree.map(lambda x: x[0], new_model_state)  # one part
@@ -1473,7 +1490,7 @@ def _make_update(replicas: bool, *args) -> Callable:
     def part():
         return lax.axis_index(axis) if replicas else 0
 
-    step = _make_step(average, part, _alone, *args)
+    step = _make_step(average, part, 1, *args)
     pmapped = jax.pmap(step, axis_name=axis, donate_argnums=0)
 
     form = "the number of devices in all of them: replicate or split them"
@@ -1835,39 +1852,41 @@ else:  # JAX 0.5
 _FLAT_ON = ("gpu",)
 
 
-def _in_turn(
-    f: Callable, states: PyTree, of_slot: PyTree, together: int, train: bool, flat: bool
-) -> tuple:
+def _in_turn(f, states, of_slot, places, train, at_once) -> tuple:
     """Map f(state, of_slot) over M slots, whose leaves are [M, ...]: (states, results).
 
-    Each step cuts out `together` slots.  With `train`, f returns (state, results), and
-    new states are written in the place of the old.  This takes the memory of M states
-    and the work of one f, while `lax.map` writes M new states beside the old ones.
+    Each step cuts out up to `at_once` slots.  With `train`, f returns (state, results),
+    and new states are written in the place of the old.  This takes the memory of M
+    states and the work of one f, while `lax.map` writes M new states beside the old.
     """
+    slots = places.layout.members_per_device
+    together = min(at_once, slots)
+    whole = slots - slots % together
+    flat = places.platform in _FLAT_ON and together < slots and places.shards == 1
 
     def advance(kept, start, count=together):
+        axes = () if together == 1 else (count,)
+
         def cut(x, like):  # x may be flat
             x = lax.dynamic_slice_in_dim(x, start, count)
-            return x.reshape(count, *like.shape[1:])
+            return x.reshape(*axes, *like.shape[1:])
 
         def put(x, new):
             new = new.reshape(count, *x.shape[1:])
             return lax.dynamic_update_slice_in_dim(x, new, start, 0)
 
         # One member runs without vmap, since a vmap of one has other bits.
-        batch_size = None if together == 1 else count
-        own = jax.tree.map(cut, (kept, of_slot), (states, of_slot))
-        made = lax.map(lambda x: f(*x), own, batch_size=batch_size)
-        if not train:
-            return kept, made
-        new, results = made
-        return jax.tree.map(put, kept, new), results
+        work = f if together == 1 else jax.vmap(f)
+        made = work(*jax.tree.map(cut, (kept, of_slot), (states, of_slot)))
+        new, results = made if train else ((), made)
+        return jax.tree.map(put, kept, new) if train else kept, results
 
-    slots = len(jax.tree.leaves((states, of_slot))[0])
-    whole = slots - slots % together
     kept = jax.tree.map(lambda x: x.reshape(slots, -1) if flat else x, states)
-    kept, results = lax.scan(advance, kept, jnp.arange(0, whole, together))
-    results = jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), results)
+    starts = jnp.arange(0, whole, together)
+    unroll = _once(len(starts), places.shards)
+    kept, results = lax.scan(advance, kept, starts, unroll=unroll)
+    if together > 1:
+        results = jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), results)
     if whole < slots:
         kept, last = advance(kept, whole, slots - whole)
         results = jax.tree.map(lambda *x: jnp.concatenate(x), results, last)
@@ -1885,8 +1904,6 @@ def _over_members(f: Callable, places: _Places, train: bool, at_once: int) -> Ca
     This maps as `jax.pmap` does, but the program is freed with the function returned,
     while JAX (0.10, 0.12) keeps a program of `pmap` for good, with all that f holds.
     """
-    together = min(at_once, shared := places.layout.members_per_device)
-    flat = places.platform in _FLAT_ON and together < shared and places.shards == 1
     by_slot, everywhere = places.shardings(train)
     given = by_slot, by_slot, everywhere
 
@@ -1894,7 +1911,7 @@ def _over_members(f: Callable, places: _Places, train: bool, at_once: int) -> Ca
         def in_slot(state, of_slot):
             return f(state, **of_slot, **of_all)
 
-        both = _in_turn(in_slot, state, of_slot, together, train, flat)
+        both = _in_turn(in_slot, state, of_slot, places, train, at_once)
         return both if train else both[1]
 
     specs = dict(in_specs=tuple(x.spec for x in given), out_specs=by_slot.spec)
@@ -2001,14 +2018,6 @@ class _Member(NamedTuple):
     skip_nonfinite: bool
     shards: int
 
-    def divide(self, rows):
-        """Divide examples, leaves [B, ...], over a member's shards, if S divides B."""
-
-        spec = jax.sharding.PartitionSpec("shards")
-        constrain = functools.partial(lax.with_sharding_constraint, shardings=spec)
-        whole = self.shards == 1 or len(jax.tree.leaves(rows)[0]) % self.shards
-        return rows if whole else jax.tree.map(constrain, rows)
-
     def make_optimizer(self, *hyper):
         form = "with hyper, expected a function, such as lambda h: sgd(h)"
         make = self.optimizer
@@ -2024,9 +2033,8 @@ class _Member(NamedTuple):
         options = self.has_aux, self.stateful, self.microbatch, self.skip_nonfinite
         optimizer = self.make_optimizer(*hyper)
         args = self.loss_fn, optimizer, (*hyper, *frozen), *options
-        return _make_step(
-            average, lambda: lax.axis_index(axis) % parts, self.divide, *args
-        )
+        args = self.shards, *args
+        return _make_step(average, lambda: lax.axis_index(axis) % parts, *args)
 
     def init(self, _, hyper, frozen, number, key):
         init_key, key = jax.random.split(jax.random.fold_in(key, number))
@@ -2049,7 +2057,7 @@ class _Member(NamedTuple):
 
     def predict(self, model, hyper, frozen, chunks, count):
         def predict(carry, inputs):
-            inputs = self.divide(inputs)
+            inputs = _over_shards(inputs, self.shards)
             return self.predict_chunk(model, (*hyper, *frozen), carry, inputs)
 
         return _scan_first(predict, (), chunks, count)[1]
