@@ -2301,7 +2301,7 @@ def test_at_once_is_the_number_of_members_in_one_vmap(at_once, together):
 @cases("members, devices, at_once", (4, 2, 2), (2, 4, 1))
 def test_frozen_arrays_are_copied_shared_and_not_trained(members, devices, at_once):
     frozen = jax.tree.map(aligned, jax.device_get(net_init(jax.random.key(9)).hidden))
-    closed_over = jax.tree.map(jnp.array, frozen)
+    closed_over = jax.tree.map(np.array, frozen)
 
     def full(params, backbone):
         return Net(backbone, params)
