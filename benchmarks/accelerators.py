@@ -14,14 +14,15 @@ arguments, for temporary arrays, and in total, the total also in units of one me
 state (its parameters and its optimizer's state).  Then come counts, per `update` or per
 step of `epoch`: "endless" loops, whose length XLA does not know, so that every turn
 begins with a check (`epoch` and `predict` have one per member, over the steps and over
-the examples); meetings of devices, and the megabytes that a device contributes to them;
-and started kernels.  The last two columns are XLA's estimates for TPUs: billions of
-operations, and gigabytes accessed.  They count the body of a loop once: one turn over
-members, one step of an epoch.
+the examples); meetings of devices, and their megabytes, also by kind if there are
+several: of whole arrays, before a reduction or after an all-gather, and otherwise of
+those that a device sends; and started kernels.  The last two columns are XLA's
+estimates for TPUs: billions of operations, and gigabytes accessed.  They count the body
+of a loop once: one turn over members, one step of an epoch, one of `large`'s layers.
 
 Nothing runs.  On GPUs, cuBLAS computes products, in 34 MB of its own, since XLA would
-have to try kernels on a GPU to choose among them.  The status is 1 if a program does
-not compile, or if an update has an endless loop.
+have to try kernels on a GPU to choose among them.  The status is 1 if a program that
+fits in the memory does not compile, or if an update has an endless loop.
 """
 
 import argparse
@@ -65,7 +66,7 @@ SETTINGS = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-GPUS, TPUS = ["h100:1", "h100:8"], ["v5e:2x4", "v6e:2x4", "v5e:16x16"]
+GPUS, TPUS = ["h100:1", "h100:8"], ["v5e:2x4", "v6e:2x4", "v5e:4x4", "v5e:16x16"]
 COMPILERS = {"jax_cuda12_plugin": GPUS, "libtpu": TPUS}
 
 
@@ -91,6 +92,8 @@ class Network(NamedTuple):
     data: tuple  # forms of inputs and labels, [N, ...]
     per_device: int = 8  # members per device, if there are several
     sync: bool = False  # whether also as one model on all devices
+    plans: tuple = ()  # instead of these: members, how many at once, and shards
+    frozen: Callable = lambda: None  # forms of the arrays that members share
 
 
 def form(*shape: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
@@ -120,35 +123,87 @@ def wide(params, images):
     return images.mean((1, 2))
 
 
+def block_init(keys, width):
+    sizes = (width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)
+    return [pe.dense_init(k, *s) for k, s in zip(keys, sizes)]
+
+
+def block(x, heads, layer, adapter=()):
+    (into, out, wide, narrow), norm = layer, jax.nn.standardize
+    each = pe.dense(into, norm(x))
+    if adapter:
+        each += norm(x) @ adapter[0] @ adapter[1]
+    each = each.reshape(*x.shape[:2], 3, heads, -1)
+    mixed = jax.nn.dot_product_attention(*jnp.moveaxis(each, 2, 0), is_causal=True)
+    x += pe.dense(out, mixed.reshape(x.shape))
+    return x + pe.dense(narrow, jax.nn.gelu(pe.dense(wide, norm(x))))
+
+
 def transformer_init(key, width=512, layers=8, words=8192):  # 29 million parameters
     keys = jax.random.split(key, (layers + 1, 4))
-    sizes = (width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)
-    layers = [[pe.dense_init(k, *s) for k, s in zip(ks, sizes)] for ks in keys[1:]]
+    layers = [block_init(ks, width) for ks in keys[1:]]
     return pe.dense_init(keys[0, 0], words, width).weight, layers
 
 
 def transformer(params, tokens, heads=8):
     """Map tokens [B, T] to logits of the next ones, [B, T, words]."""
     table, layers = params
-    x, norm = table[tokens], jax.nn.standardize
-    for into, out, wide, narrow in layers:
-        each = pe.dense(into, norm(x)).reshape(*x.shape[:2], 3, heads, -1)
-        mixed = jax.nn.dot_product_attention(*jnp.moveaxis(each, 2, 0), is_causal=True)
-        x += pe.dense(out, mixed.reshape(x.shape))
-        x += pe.dense(narrow, jax.nn.gelu(pe.dense(wide, norm(x))))
-    return norm(x) @ table.T
+    x = table[tokens]
+    for layer in layers:
+        x = block(x, heads, layer)
+    return jax.nn.standardize(x) @ table.T
+
+
+def large_init(key, width=2048, layers=24, words=32_768):  # 1.3 billion parameters
+    keys = jax.random.split(key, (layers + 1, 4))
+    table = pe.dense_init(keys[0, 0], words, width).weight
+    return table, jax.lax.map(lambda ks: block_init(ks, width), keys[1:])
+
+
+def large(params, tokens, adapters=(), heads=16):
+    """Do as `transformer`, in bfloat16, with stacked layers [layers, ...]."""
+
+    def half(tree):
+        return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
+
+    @jax.checkpoint
+    def layer(x, own):
+        return block(x, heads, *half(own)), None
+
+    table, layers = params
+    x, _ = jax.lax.scan(layer, half(table[tokens]), (layers, adapters))
+    return jax.nn.standardize(x) @ half(table).T
+
+
+def backbone():  # forms of 6.6 billion parameters
+    forms = jax.eval_shape(lambda: large_init(jax.random.key(0), 4096, 32))
+    return jax.tree.map(lambda x: form(*x.shape, dtype=jnp.bfloat16), forms)
+
+
+def adapters_init(key, _, width=4096, layers=32, rank=16):
+    """Draw, for each layer, a correction of rank 16 to the kernel of attention."""
+    first = jax.random.normal(key, (layers, width, rank)) / width**0.5
+    return first, jnp.zeros((layers, rank, 3 * width))
+
+
+def adapters(params, tokens, backbone):
+    return large(backbone, tokens, params, heads=32)
 
 
 SGD, ADAM = pe.sgd(0.1, momentum=0.9), pe.adam(1e-3)
 MNIST = form(60_000, 28, 28, 1, dtype=np.uint8), form(60_000)
 TABLE, TEXT = (form(1000, 8, dtype=np.float32), form(1000)), (form(1000, 256),) * 2
 MAPS = form(1000, 8, 8, 512, dtype=np.float32), form(1000)
+TEXTS, PLANS = (form(1000, 512),) * 2, ((2, 1, 1), (4, 1, 2), (2, 1, 4), (1, 1, 8))
+SHARED: dict = dict(plans=((8, 1, 1), (8, 1, 2), (8, 1, 8)), frozen=backbone)
 NETWORKS = {
     "small": Network(small_init, small, ADAM, 100, TABLE, per_device=100),
     "cnn": Network(pe.cnn_init, cnn, SGD, 128, MNIST),
     "wide": Network(wide_init, wide, SGD, 8, MAPS),
     "batchnorm": Network(None, None, None, 64, MNIST, per_device=0, sync=True),
     "transformer": Network(transformer_init, transformer, ADAM, 8, TEXT, sync=True),
+    "large": Network(large_init, large, ADAM, 16, TEXTS, plans=PLANS),
+    "adapters": Network(adapters_init, adapters, ADAM, 16, TEXTS, **SHARED),
 }
 
 
@@ -157,21 +212,24 @@ def make(name: str, **how: Any) -> pe.Trainer:
         sizes = {"image_shape": (28, 28, 1), "classes": range(10)}
         members, devices = how["members"], how["devices"]
         return tm.make_trainer(tm.RECIPES[name], members, devices, 1, sizes)
-    init, logits, optimizer, *_ = NETWORKS[name]
+    init, logits, optimizer, *_, frozen = NETWORKS[name]
 
-    def loss_fn(params, x, y):
-        return pe.softmax_cross_entropy(logits(params, x), y).mean()
+    def loss_fn(params, x, y, *more):
+        return pe.softmax_cross_entropy(logits(params, x, *more), y).mean()
 
-    return pe.make_trainer(init, loss_fn, optimizer, apply_fn=logits, **how)
+    how |= dict(apply_fn=logits, frozen=frozen())
+    return pe.make_trainer(init, loss_fn, optimizer, **how)
 
 
-def layouts(name: str, num_devices: int) -> list[tuple[int, int]]:
-    """Return each trainer's number of members, and how many are computed at once."""
+def layouts(name: str, num_devices: int) -> list[tuple[int, int, int]]:
+    """Return each trainer's members, how many are computed at once, and its shards."""
     network = NETWORKS[name]
+    if network.plans:
+        return [plan for plan in network.plans if num_devices % plan[-1] == 0]
     found, most = [(1, 1)] * network.sync, network.per_device
     if most:
         found += [(num_devices, 1), *((most * num_devices, n) for n in (1, most))]
-    return [*dict.fromkeys(found)]
+    return [(*x, 1) for x in dict.fromkeys(found)]
 
 
 # ---------------------------------------------------------------------------------
@@ -179,6 +237,7 @@ def layouts(name: str, num_devices: int) -> list[tuple[int, int]]:
 # ---------------------------------------------------------------------------------
 
 MEETINGS = r"all-(reduce|gather|to-all)|reduce-scatter|collective-permute"
+DIVIDED = "all-gather", "reduce-scatter"
 FREE = (
     r"parameter|constant|tuple|get-tuple-element|bitcast|after-all|copy-start|.*-done"
 )
@@ -217,10 +276,36 @@ def turns(loop: str, condition: list[tuple]) -> int | None:
     return known[0] if opcode == "compare" and known else None
 
 
+def meetings(computations: dict, name: str, inside: bool = False) -> dict[str, tuple]:
+    """Return a computation's meetings: each one's kind, and bytes of its whole arrays.
+
+    Whole arrays are those before a reduction and after an all-gather; for other kinds
+    they are what a device sends.  Fusions on TPUs hold meetings, or parts of one.
+    """
+    found: dict[str, tuple] = {}
+    for label, shape, opcode, rest in computations[name]:
+        kind, size = opcode.removesuffix("-start"), num_bytes(shape)
+        if kind == "fusion":
+            for each in re.findall(r"calls=%?([\w.-]+)", rest):
+                found |= meetings(computations, each, inside=True)
+        elif re.fullmatch(MEETINGS, kind):
+            groups = re.search(r"replica_groups=(?:\[\d+,(\d+)|\{\{([\d,]*))", rest)
+            n = int(groups[1] or groups[2].count(",") + 1) if groups else 1
+            if opcode != kind != "all-reduce":  # a start's shape has both ends
+                size = size * n // (n + 1) if kind in DIVIDED else size // 2
+            elif kind == "reduce-scatter":
+                size *= n
+            key = re.search(r"channel_id=\d+", rest)[0] if inside else label
+            found[key] = "reduce-scatter" if "reduce-scatter" in name else kind, size
+    return found
+
+
 def count(computations: dict[str, list[tuple]], name: str) -> collections.Counter:
     """Count a computation's endless loops, meetings, their bytes, and kernels."""
     total: collections.Counter = collections.Counter()
-    for _, shape, opcode, rest in computations[name]:
+    for kind, size in meetings(computations, name).values():
+        total.update({"meetings": 1, "bytes": size, kind: size})
+    for _, _, opcode, rest in computations[name]:
         kind, times = opcode.removesuffix("-start"), 1
         inner = re.findall(r"[\w.-]+", " ".join(re.findall(CALLS, rest)))
         if kind == "while":
@@ -228,9 +313,7 @@ def count(computations: dict[str, list[tuple]], name: str) -> collections.Counte
             times = turns(rest, computations[condition])
             total["endless"] += times is None
         elif kind not in ("call", "conditional", "async"):
-            inner, meets = [], bool(re.fullmatch(MEETINGS, kind))
-            total["meetings"] += meets
-            total["bytes"] += num_bytes(shape) if meets else 0
+            inner = []
             total["kernels"] += not re.fullmatch(FREE, opcode)
         for each in inner:
             for key, value in count(computations, each).items():
@@ -242,21 +325,22 @@ def count(computations: dict[str, list[tuple]], name: str) -> collections.Counte
 # Rows
 # ---------------------------------------------------------------------------------
 
-COLUMNS = "seconds | arguments, MB | temporary | all | in states | endless loops"
-ENDLESS = COLUMNS.count("|")
+COLUMNS = "S | seconds | arguments, MB | temporary | all | in states | endless loops"
+ENDLESS = COLUMNS.count("|") - 1  # the first column is not a cell
 COLUMNS = f"{COLUMNS} | meetings | MB | kernels | Gop | GB"
 
 
 def cells_of(
-    name: str, devices: list, program: str, members: int, at_once: int
+    name: str, devices: list, program: str, members: int, at_once: int, shards: int = 1
 ) -> list:
     """Compile a program; return its entries for the columns."""
-    *_, batch, data, _, _ = NETWORKS[name]
-    batch *= len(devices) if members == 1 else 1
+    batch, data = NETWORKS[name].batch, NETWORKS[name].data
+    batch *= len(devices) if members == shards == 1 else 1
     given = {"init": (jax.random.key(0),), "predict": data[:1]}
     given["update"] = [form(batch, *x.shape[1:], dtype=x.dtype) for x in data]
     given["epoch"] = data, form(256, batch)
-    trainer = make(name, members=members, devices=devices, at_once=at_once)
+    how = dict(members=members, devices=devices, at_once=at_once, shards=shards)
+    trainer = make(name, **how)
     one = sum(np.prod(x.shape[1:]) * 4 for x in jax.tree.leaves(trainer.like()))
     lowered, start = trainer.lower(program, *given[program]), time.perf_counter()
     compiled = lowered.compile()
@@ -264,12 +348,14 @@ def cells_of(
     sizes = [memory.argument_size_in_bytes, memory.temp_size_in_bytes]
     sizes += [sum(sizes) + memory.output_size_in_bytes - memory.alias_size_in_bytes]
     found, cost = count(*read(compiled.as_text())), compiled.cost_analysis() or {}
+    each = [f"{x} {y / 1e6:.0f}" for x, y in found.items() if re.fullmatch(MEETINGS, x)]
     costs = cost.get("flops"), cost.get("bytes accessed")
     return [
         f"{seconds:.0f}",
         *(f"{x / 1e6:.1f}" for x in sizes),
         f"{sizes[-1] / one:.1f}",
-        *(found["endless"], found["meetings"], f"{found['bytes'] / 1e6:.2f}"),
+        *(found["endless"], found["meetings"]),
+        f"{found['bytes'] / 1e6:.2f}" + f" ({', '.join(each)})" * (len(each) > 1),
         found["kernels"],
         *(f"{x / 1e9:.2f}" if x else "-" for x in costs),
     ]
@@ -294,21 +380,21 @@ def main() -> None:
         args.devices = [COMPILERS[compiler][0] for compiler in there]
     os.environ |= SETTINGS | os.environ
     jax.config.update("jax_platforms", "cpu")
-    print(f"| devices | network | program | K | at once | {COLUMNS} |\n|{'---|' * 16}")
+    print(f"| devices | network | program | K | at once | {COLUMNS} |\n|{'---|' * 17}")
     failures = 0
     for name in args.devices or known:
         devices = devices_of(name)
         trainers = [(x, *y) for x in args.networks for y in layouts(x, len(devices))]
-        for network, members, at_once in trainers:
+        for network, members, at_once, shards in trainers:
             for program in args.programs:
                 if at_once > 1 and program != "update":
                     continue
-                what = name, network, program, members, at_once
+                what = name, network, program, members, at_once, shards
                 try:
                     cells = cells_of(network, devices, *what[2:])
                     failures += program == "update" and cells[ENDLESS] > 0
                 except jax.errors.JaxRuntimeError as error:
-                    failures += 1
+                    failures += "RESOURCE_EXHAUSTED" not in str(error)
                     cells = [f"does not compile: {str(error).splitlines()[0]}"]
                 print("|", " | ".join(map(str, [*what, *cells])), "|", flush=True)
     sys.exit(failures > 0)

@@ -92,7 +92,14 @@ backend_config={"known_trip_count":{"n":"8"}}
   ROOT %z = f32[4]{0} custom-call(%c), custom_call_target="convolve"
 }
 
+%all-reduce-scatter (x: f32[16]) -> f32[4] {
+  %sum = f32[16]{0} all-reduce(%x), channel_id=7, replica_groups={{0,1,2,3}}
+}
+
 %branch (x: f32[4]) -> f32[4] {
+  %start = (f32[2]{0}, f32[8]{0}) all-gather-start(%x), replica_groups=[2,4]<=[8]
+  %first = f32[4]{0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter
+  %second = f32[4]{0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter
   ROOT %all = f32[8]{0} all-gather(%x), dimensions={0}
 }
 """
@@ -101,9 +108,10 @@ backend_config={"known_trip_count":{"n":"8"}}
 def test_compiled_programs_are_counted_turn_by_turn():
     found = accelerators.count(*accelerators.read(HLO))
     turns = 8 + 3 + 1
-    expected = dict(endless=1, meetings=turns + 1, bytes=28 * turns + 32)
-    # Per turn a meeting and a fusion; a kernel in each branch; the custom call.
-    assert found == expected | dict(kernels=2 * turns + 2 + 1)
+    sizes = {"all-reduce": 28 * turns, "all-gather": 2 * 32, "reduce-scatter": 64}
+    expected = dict(endless=1, meetings=turns + 3, bytes=sum(sizes.values())) | sizes
+    # Per turn a meeting and a fusion; kernels in the branches; the custom call.
+    assert found == expected | dict(kernels=2 * turns + 5 + 1)
     # On a CPU the length of the optimizer's loop is hidden, once per member.
     devices = jax.devices()[:2]
     _, *sizes, states, endless, meetings, megabytes, kernels, _, _ = (
