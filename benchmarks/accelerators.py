@@ -237,7 +237,6 @@ def layouts(name: str, num_devices: int) -> list[tuple[int, int, int]]:
 # ---------------------------------------------------------------------------------
 
 MEETINGS = r"all-(reduce|gather|to-all)|reduce-scatter|collective-permute"
-DIVIDED = "all-gather", "reduce-scatter"
 FREE = (
     r"parameter|constant|tuple|get-tuple-element|bitcast|after-all|copy-start|.*-done"
 )
@@ -276,34 +275,34 @@ def turns(loop: str, condition: list[tuple]) -> int | None:
     return known[0] if opcode == "compare" and known else None
 
 
-def meetings(computations: dict, name: str, inside: bool = False) -> dict[str, tuple]:
+def meetings(computations: dict, name: str) -> list[tuple[str, int]]:
     """Return a computation's meetings: each one's kind, and bytes of its whole arrays.
 
     Whole arrays are those before a reduction and after an all-gather; for other kinds
     they are what a device sends.  Fusions on TPUs hold meetings, or parts of one.
     """
-    found: dict[str, tuple] = {}
-    for label, shape, opcode, rest in computations[name]:
-        kind, size = opcode.removesuffix("-start"), num_bytes(shape)
+    found: list[tuple[str, int]] = []
+    sizes = {label: num_bytes(shape) for label, shape, _, _ in computations[name]}
+    starts = any("AsyncCollectiveStart" in rest for *_, rest in computations[name])
+    for label, _, opcode, rest in computations[name]:
+        kind, size = opcode.removesuffix("-start"), sizes[label]
         if kind == "fusion":
             for each in re.findall(r"calls=%?([\w.-]+)", rest):
-                found |= meetings(computations, each, inside=True)
-        elif re.fullmatch(MEETINGS, kind):
-            groups = re.search(r"replica_groups=(?:\[\d+,(\d+)|\{\{([\d,]*))", rest)
-            n = int(groups[1] or groups[2].count(",") + 1) if groups else 1
-            if opcode != kind != "all-reduce":  # a start's shape has both ends
-                size = size * n // (n + 1) if kind in DIVIDED else size // 2
-            elif kind == "reduce-scatter":
-                size *= n
-            key = re.search(r"channel_id=\d+", rest)[0] if inside else label
-            found[key] = "reduce-scatter" if "reduce-scatter" in name else kind, size
+                found += meetings(computations, each)
+        elif re.fullmatch(MEETINGS, kind) and (starts or "chain_id=" not in rest):
+            if kind != "all-reduce":  # a start's shape has what is given, too
+                names = re.findall(r"[\w.-]+", rest.partition(")")[0])
+                given = sum(sizes.get(x, 0) for x in names)
+                size = max(given, size - given * (opcode != kind))
+            kind = "reduce-scatter" if "reduce-scatter" in name else kind
+            found.append((kind, size))
     return found
 
 
 def count(computations: dict[str, list[tuple]], name: str) -> collections.Counter:
     """Count a computation's endless loops, meetings, their bytes, and kernels."""
     total: collections.Counter = collections.Counter()
-    for kind, size in meetings(computations, name).values():
+    for kind, size in meetings(computations, name):
         total.update({"meetings": 1, "bytes": size, kind: size})
     for _, _, opcode, rest in computations[name]:
         kind, times = opcode.removesuffix("-start"), 1

@@ -96,10 +96,15 @@ backend_config={"known_trip_count":{"n":"8"}}
   %sum = f32[16]{0} all-reduce(%x), channel_id=7, replica_groups={{0,1,2,3}}
 }
 
+%later (x: f32[2]) -> f32[8] {
+  %part = f32[8]{0} all-gather(%x), channel_id=8, frontend_attributes={chain_id="0"}
+}
+
 %branch (x: f32[4]) -> f32[4] {
-  %start = (f32[2]{0}, f32[8]{0}) all-gather-start(%x), replica_groups=[2,4]<=[8]
+  %x = f32[2]{0} parameter(0)
+  %start = (f32[2]{0}, f32[8]{0}) all-gather-start(%x), channel_id=6
   %first = f32[4]{0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter
-  %second = f32[4]{0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter
+  %second = f32[4]{0} fusion(%x), kind=kCustom, calls=%later
   ROOT %all = f32[8]{0} all-gather(%x), dimensions={0}
 }
 """
