@@ -2204,10 +2204,12 @@ class Trainer:
             raise ValueError(f"{found} {jax.device_count()}, and each has as many")
         if len(given) % (shards := _count("shards", self.shards)):
             remedy = f"use a divisor, such as {math.gcd(shards, len(given))}"
-            raise ValueError(f"{shards=} do not divide {len(given)} devices; {remedy}")
+            raise ValueError(
+                f"{shards=} does not divide {len(given)} devices; {remedy}"
+            )
         if shards > 1 and jax.__version_info__ < (0, 8):
             raise ValueError(
-                f"{shards=} take JAX 0.8 or newer; this is {jax.__version__}"
+                f"{shards=} takes JAX 0.8 or newer; this is {jax.__version__}"
             )
         used = layout(self.members, len(given) // shards, processes)
         return _Places(used, given[: used.devices * shards], shards)

@@ -1927,15 +1927,15 @@ def in_shards(shards):
 
 
 test_shards_that_do_not_fit_are_refused = refuses(
-    (in_shards(3), "shards=3 do not divide 8 devices; use a divisor, such as 1"),
-    (in_shards(12), "shards=12 do not divide 8 devices; use a divisor, such as 4"),
+    (in_shards(3), "shards=3 does not divide 8 devices; use a divisor, such as 1"),
+    (in_shards(12), "shards=12 does not divide 8 devices; use a divisor, such as 4"),
     *out_of_range("shards", None, lambda v: in_shards(v)(), 0, True, 2.0),
 )
 
 
 def test_shards_take_a_newer_jax(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 7, 2))
-    assert "shards=2 take JAX 0.8 or n" in said_by(ValueError, in_shards(2))
+    assert "shards=2 takes JAX 0.8 or n" in said_by(ValueError, in_shards(2))
 
 
 def test_a_trainer_uses_the_devices_that_it_is_given():
