@@ -1306,6 +1306,10 @@ def _array(what: str, x: Any) -> Any:
     return array
 
 
+# JAX has these types whatever its settings are, so they need no further check.
+_COMMON = {np.dtype(name) for name in ("bool", "float32", "int32", "uint8")}
+
+
 def _numbers(what: str, x: Any) -> Any:
     """Return a leaf as an array of JAX, or as one of NumPy with a type that JAX has.
 
@@ -1314,7 +1318,7 @@ def _numbers(what: str, x: Any) -> Any:
     Raises ValueError for other types, and for integers that JAX's type cannot hold.
     """
     x = _array(what, x)
-    if not isinstance(x, np.ndarray):
+    if not isinstance(x, np.ndarray) or x.dtype in _COMMON:
         return x
     given = x.astype(x.dtype.newbyteorder("="), copy=False)
     remedy, kind = "convert it, as by x.astype(numpy.float32)", np.empty(0, given.dtype)
