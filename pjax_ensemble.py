@@ -1157,12 +1157,15 @@ def _average(tree: PyTree, axis: str, groups: list | None = None) -> PyTree:
     return jax.tree.map(lambda mean, x: mean.astype(x.dtype), means, tree)
 
 
-def _once(length: int, shards: int) -> bool:
-    """Return whether to unroll a loop of this length.
+def _scan(f: Callable, carry: PyTree, xs: PyTree, shards: int) -> tuple:
+    """Do as `lax.scan` does; over shards, without a loop of one turn.
 
-    Within a loop of one turn over divided arrays, XLA for TPUs computes loops twice.
+    Within such a loop over divided arrays, XLA for TPUs computes other loops twice.
     """
-    return length == 1 and shards > 1
+    if shards == 1 or len(jax.tree.leaves(xs)[0]) > 1:
+        return lax.scan(f, carry, xs)
+    carry, y = f(carry, jax.tree.map(lambda x: x[0], xs))
+    return carry, jax.tree.map(lambda y: y[None], y)
 
 
 def _over_shards(rows: PyTree, shards: int) -> PyTree:
@@ -1226,8 +1229,7 @@ def _make_step(average, part, shards, loss_fn, optimizer, more, *options) -> Cal
         parts = jnp.arange(num_parts, dtype=jnp.int32), jax.tree.map(cut, batch)
         context = contextvars.copy_context()  # limits the change to this trace
         context.run(_replica_mean.set, average)
-        scan = functools.partial(lax.scan, unroll=_once(num_parts, shards))
-        total, results = context.run(scan, add, _zeros(params), parts)
+        total, results = context.run(_scan, add, _zeros(params), parts, shards)
         loss, (new_model_state, aux) = results
         loss, aux = jax.tree.map(mean, (loss, aux))
         new_model_state = jax.tree.map(lambda x: x[0], new_model_state)  # one part
@@ -1716,8 +1718,7 @@ class _Places:
         axis, grid = _axis(self.layout, train), np.array(self.devices)
         mesh = jax.sharding.Mesh(grid, (axis,))
         if self.shards > 1:
-            grid = grid.reshape(-1, self.shards)
-            mesh = jax.sharding.Mesh(grid, (axis, "shards"))
+            mesh = jax.sharding.Mesh(grid.reshape(-1, self.shards), (axis, "shards"))
         return _sharding(mesh, axis), _sharding(mesh)
 
     @functools.cached_property
@@ -1887,8 +1888,7 @@ def _in_turn(f, states, of_slot, places, train, at_once) -> tuple:
 
     kept = jax.tree.map(lambda x: x.reshape(slots, -1) if flat else x, states)
     starts = jnp.arange(0, whole, together)
-    unroll = _once(len(starts), places.shards)
-    kept, results = lax.scan(advance, kept, starts, unroll=unroll)
+    kept, results = _scan(advance, kept, starts, places.shards)
     if together > 1:
         results = jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), results)
     if whole < slots:
@@ -2289,8 +2289,9 @@ class Trainer:
         places = self._places
 
         def there(x):
-            at = places.divide(x, places.by_slot)
-            return isinstance(x, Array) and x.sharding.is_equivalent_to(at, x.ndim)
+            now, at = getattr(x, "sharding", None), places.divide(x, places.by_slot)
+            alike = getattr(now, "mesh", None) == at.mesh  # otherwise traces differ
+            return alike and now.is_equivalent_to(at, x.ndim)
 
         if all(map(there, jax.tree.leaves(state))):
             return state  # as init and scatter put it
