@@ -1892,6 +1892,8 @@ def test_a_member_in_shards_equals_one_on_a_device(
     for other in trainer, whole:  # from S shards to S, and to one
         placed = other.scatter(again)
         assert leaves_equal(other.gather(placed), gathered)
+        here = placed.params.heads.weight.addressable_data(0)[0].size
+        assert here == 32 * 96 // other.shards
 
 
 @needs_shards
