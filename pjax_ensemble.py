@@ -1060,6 +1060,8 @@ def _num_parts(batch: PyTree, model_state: PyTree, microbatch: int | str | None)
 # sixty times as long (jax issue 12868): the code below converts them before XLA does.
 # The routine reads uninitialized memory (JAX 0.5, 0.10) if an axis is padded by
 # (-p, +p), as in gradients of causal convolutions: negative padding is cut off before.
+# A kernel's gradient is a convolution whose window is a whole image, for which the
+# routine would gather patches of the whole batch: it becomes products.
 
 
 def _channels_last(ndim: int) -> lax.ConvDimensionNumbers:
@@ -1073,8 +1075,66 @@ def _has_negative_padding(how: dict) -> bool:
     return any(pad < 0 for pads in how["padding"] for pad in pads)
 
 
+def _joined(x, axis, starts, length, stride=1):
+    """Join views of an axis, each from a start on, as channels; x has zeros around."""
+    span, views = (length - 1) * stride + 1, []
+    for start in starts:
+        edges = [(0, 0, 0)] * x.ndim
+        edges[axis] = -start, start + span - x.shape[axis], 0
+        view = lax.pad(x, jnp.zeros((), x.dtype), edges)
+        views.append(lax.slice_in_dim(view, 0, span, stride, axis))
+    return jnp.concatenate(views, axis=-1)
+
+
+def _kernel_gradient(x, g, size, strides, dilation, padding):
+    """Return the sum over n, h, w of x[n, i s + h d, j s + w d, I] g[n, h, w, O].
+
+    x [N, H, W, I], with zeros around, and g [N, H', W', O] -> [kh, kw, I, O], for any
+    number of axes.  Each product takes a chunk of the batch that fits a core's cache.
+    Columns of x are gathered for it.  So are rows if d > 1; otherwise rows of g are
+    moved.
+    """
+    each = zip(size, strides, padding)
+    starts = [range(-low, n * step - low, step) for n, step, (low, _) in each]
+    rows = size[0] if dilation[0] == 1 else 1  # of the kernel, by moving g
+    ins, outs, wide = x.shape[-1], g.shape[-1], _wide(x.dtype)
+    shape = math.prod(size) // rows * ins, rows * outs
+    num_bytes = math.prod(g.shape[:-1]) * sum(shape) * wide.itemsize
+    chunks = min(-(-num_bytes // _CHUNK_BYTES), len(x))
+    while len(x) % chunks:
+        chunks += 1
+
+    def add(total, chunk):
+        x, g = chunk
+        length = g.shape[1:-1]
+        if rows > 1:
+            g = _joined(g, 1, [-i for i in starts[0]], x.shape[1])
+        for i in reversed(range(rows > 1, len(size))):
+            x = _joined(x, i + 1, starts[i], length[i], dilation[i])
+        x, g = (y.reshape(-1, y.shape[-1]).astype(wide) for y in (x, g))
+        return total + lax.dot_general(x, g, (((0,), (0,)), ((), ()))), None
+
+    parts = [y.reshape(chunks, -1, *y.shape[1:]) for y in (x, g)]
+    total, _ = lax.scan(add, jnp.zeros(shape, wide), parts)
+    total = total.reshape(*size[rows > 1 :], ins, rows, outs)
+    return jnp.moveaxis(total, -2, 0).reshape(*size, ins, outs)
+
+
+def _gains_by_pairs(kernel, size, how) -> bool:
+    """Return whether two columns of outputs are faster as one of twice the channels.
+
+    The kernel is HWIO, the size of the outputs (H', W').  On CPUs, XLA's fastest
+    routine takes more than 16 channels.
+    """
+    *length, ins, outs = kernel
+    simple = how["feature_group_count"] == how["rhs_dilation"][-1] == 1
+    simple = simple and how["batch_group_count"] == max(how["lhs_dilation"]) == 1
+    few = max(ins, outs) <= 16 < 2 * outs and size[-1] % 2 == 0
+    return simple and few and length[-1] > how["window_strides"][-1]
+
+
 def _convolve(lhs, rhs, *, dimension_numbers, **how):
-    """Convolve in any form; on CPU, transpose to NHWC before and back after."""
+    """Convolve in any form; on CPU, as XLA's routines are fast there."""
     (batch, features, *space), (out, ins, *window), (b, f, *s) = dimension_numbers
     # Gradients name a sharding, and `vmap` could not map groups with one.
     how |= dict.fromkeys({"out_sharding"} & how.keys())
@@ -1082,10 +1142,21 @@ def _convolve(lhs, rhs, *, dimension_numbers, **how):
     def convolve(lhs, rhs, **own):
         return lax.conv_general_dilated_p.bind(lhs, rhs, **how | own)
 
+    as_it_is = functools.partial(convolve, dimension_numbers=dimension_numbers)
+    made = jax.eval_shape(as_it_is, lhs, rhs)
+    size, back = [made.shape[i] for i in s], np.argsort((b, *s, f))
+    groups, strides = how["batch_group_count"], how["window_strides"]
+
+    def kernel_gradient(x, g):
+        x, g = x.transpose(features, *space, batch), g.transpose(ins, *window, out)
+        steps = strides, how["rhs_dilation"], how["padding"]
+        kernel = _kernel_gradient(x, g, size, *steps).astype(made.dtype)
+        return jnp.moveaxis(kernel, -2, 0).transpose(back)
+
     def on_cpu(lhs, rhs):
         lhs = lhs.transpose(batch, *space, features)
         rhs = rhs.transpose(*window, ins, out)
-        own, groups = {}, how["batch_group_count"]
+        own = {}
         if _has_negative_padding(how):
             pads = [(*p, d - 1) for p, d in zip(how["padding"], how["lhs_dilation"])]
             no, zero = (0, 0, 0), jnp.zeros((), lhs.dtype)
@@ -1095,11 +1166,20 @@ def _convolve(lhs, rhs, *, dimension_numbers, **how):
             lhs = jnp.moveaxis(lhs.reshape(groups, -1, *lhs.shape[1:]), 0, -2)
             lhs = lhs.reshape(*lhs.shape[:-2], groups * lhs.shape[-1])
             own |= dict(batch_group_count=1, feature_group_count=groups)
+        if _gains_by_pairs(rhs.shape, size, how | own):
+            step, axis = strides[-1], len(s) - 1
+            rhs = _joined(rhs, axis, (0, -step), rhs.shape[axis] + step)
+            own |= dict(window_strides=(*strides[:-1], 2 * step))
         outputs = convolve(lhs, rhs, dimension_numbers=_channels_last(lhs.ndim), **own)
-        return outputs.transpose(np.argsort((b, *s, f)))
+        return outputs.reshape(len(lhs), *size, made.shape[f]).transpose(back)
 
-    as_it_is = functools.partial(convolve, dimension_numbers=dimension_numbers)
-    return lax.platform_dependent(lhs, rhs, cpu=on_cpu, default=as_it_is)
+    # A kernel's gradient is a sum over the first axis, with windows of its size.
+    dense = groups == how["feature_group_count"] == max(how["lhs_dilation"]) == 1
+    wide = math.prod(size) < math.prod(rhs.shape[i] for i in window)
+    is_gradient = dense and wide and features < batch
+    floating = jnp.issubdtype(made.dtype, jnp.inexact)
+    cpu = kernel_gradient if is_gradient and floating else on_cpu
+    return lax.platform_dependent(lhs, rhs, cpu=cpu, default=as_it_is)
 
 
 def _rewrite(x: Any) -> Any:
@@ -1119,8 +1199,11 @@ def _rewrite(x: Any) -> Any:
         return x
     if x.primitive is lax.conv_general_dilated_p:
         form = x.params["dimension_numbers"]
+        forms: Any = [v.aval for v in (x.invars[1], x.outvars[0])]
+        kernel, (_, *size, _) = (form.shape for form in forms)
         canonical = form == _channels_last(len(form.lhs_spec))
-        if canonical and not _has_negative_padding(x.params):
+        slow = _has_negative_padding(x.params)
+        if canonical and not (slow or _gains_by_pairs(kernel, size, x.params)):
             return x
         program = jax.jit(functools.partial(_convolve, **x.params))
         with jax.disable_jit(False):  # so that the call is one equation

@@ -1498,7 +1498,7 @@ def test_an_optimizer_rounds_alike_for_a_member_alone_and_beside_another(make, d
 
 # Convolutions of other libraries: shapes of images and kernel, and the parameters.
 CONVOLUTIONS = {
-    "NHWC": ((2, 6, 5, 3), (3, 3, 3, 4), {}),
+    "NHWC": ((2, 6, 5, 3), (3, 3, 3, 16), {}),
     "any": ((3, 5, 2, 6), (4, 3, 3, 2), dict(axes="CWNH OHIW WCHN")),
     "one axis": ((2, 7, 3), (3, 3, 4), dict(axes="NWC WIO NWC", strides=(2,))),
     "three axes": ((2, 4, 3, 5, 2), (2, 3, 2, 2, 3), dict(axes="NDHWC DHWIO NDHWC")),
@@ -1510,6 +1510,17 @@ CONVOLUTIONS = {
     "dilated": (
         *((2, 6, 5, 3), (3, 3, 3, 4)),
         dict(padding=[(2, 2), (1, 3)], lhs_dilation=(2, 1), rhs_dilation=(1, 2)),
+    ),
+    "few channels": (
+        (2, 5, 6, 3),
+        (3, 3, 3, 16),
+        dict(strides=(1, 2), padding="VALID"),
+    ),
+    "few, dilated": ((2, 5, 6, 3), (3, 2, 3, 16), dict(rhs_dilation=(1, 2))),
+    "few, spread": (
+        (2, 5, 5, 3),
+        (3, 2, 3, 16),
+        dict(lhs_dilation=(1, 2), padding=[(0, 0), (1, 1)]),
     ),
 }
 
@@ -1560,6 +1571,21 @@ def test_random_convolutions_and_gradients_are_sums_in_float64(seed):
     """This is a short form of `benchmarks/convolutions.py --check`."""
     name, error = sums.error(seed)
     assert error <= sums.LIMITS[name]
+
+
+def test_a_kernels_gradient_is_a_product_of_chunks_of_the_batch():
+    args = randn(0, 64, 32, 32, 16), randn(1, 3, 3, 16, 16)
+    plain = jax.grad(lambda x, kernel: dilated(x, kernel).var(), 1)
+    fast, slow = (jax.jit(f).lower(*args) for f in (pe._fast_in_loops(plain), plain))
+    kernels = re.findall(
+        r"stablehlo.convolution.*, tensor<(\S+)xf32>\) ", fast.as_text()
+    )
+    assert "3x4x16x32" in kernels  # of two columns at once
+    assert jax.__version_info__ < (0, 10) or "32x32x64x16" not in kernels
+    fast, slow = fast.compile(), slow.compile()
+    assert_close(fast(*args), slow(*args))
+    patches = args[0].nbytes * 9
+    assert fast.memory_analysis().temp_size_in_bytes < patches / 2
 
 
 def twice(args):

@@ -1,0 +1,58 @@
+"""ResNet-20 in Flax, for images of 32 x 32.  `networks.py` and `cifar10.py` train it.
+
+The network is that of He et al. 2016, section 4.2: shortcuts have no parameters, and
+where a block halves the image they take every other pixel and add channels of zeros.
+"""
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+WIDTHS = 16, 32, 64
+
+
+class Block(nn.Module):
+    width: int
+    stride: int
+
+    @nn.compact
+    def __call__(self, x, training):
+        def norm():
+            return nn.BatchNorm(not training, momentum=0.9)
+
+        y = nn.Conv(self.width, (3, 3), self.stride, use_bias=False)(x)
+        y = nn.relu(norm()(y))
+        y = norm()(nn.Conv(self.width, (3, 3), use_bias=False)(y))
+        x = x[:, :: self.stride, :: self.stride]
+        return nn.relu(y + jnp.pad(x, [(0, 0)] * 3 + [(0, self.width - x.shape[-1])]))
+
+
+class ResNet(nn.Module):
+    """Map images [B, H, W, 3] to logits [B, classes]; the default has 20 layers."""
+
+    blocks: int = 3  # of each width, with two convolutions each
+    widths: tuple = WIDTHS
+    classes: int = 10
+
+    @nn.compact
+    def __call__(self, x, training):
+        x = nn.Conv(self.widths[0], (3, 3), use_bias=False)(x)
+        x = nn.relu(nn.BatchNorm(not training, momentum=0.9)(x))
+        for i, width in enumerate(self.widths):
+            for j in range(self.blocks):
+                x = Block(width, 2 if i > 0 and j == 0 else 1)(x, training)
+        return nn.Dense(self.classes)(x.mean(axis=(1, 2)))
+
+
+def init(net: ResNet, key, size: int = 32) -> tuple:
+    """Return the parameters and the running statistics of a network."""
+    made = net.init(key, jnp.zeros((1, size, size, 3)), False)
+    return made["params"], made["batch_stats"]
+
+
+def apply(net: ResNet, params, stats, images, training=False) -> tuple:
+    """Return logits [B, classes] and the running statistics, moved in training."""
+    model = {"params": params, "batch_stats": stats}
+    if not training:
+        return net.apply(model, images, False), stats
+    logits, moved = net.apply(model, images, True, mutable=["batch_stats"])
+    return logits, moved["batch_stats"]
