@@ -19,6 +19,7 @@ import json
 import os
 import platform
 import random
+import shlex
 import statistics
 import subprocess
 import sys
@@ -113,7 +114,7 @@ GROUPS = {
 
 def launch(command: str, **pipes) -> subprocess.Popen:
     """Start a peer's script, and send its errors to a file that `fail` reads."""
-    script, *options = command.split()
+    script, *options = shlex.split(command)
     path = (PEERS / script).resolve()
     errors = tempfile.TemporaryFile()  # noqa: SIM115, it lives as long as the process
     command = [sys.executable, path, *options]

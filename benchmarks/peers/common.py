@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_mnist
 

@@ -1,0 +1,214 @@
+"""Compare networks that people bring, trained by us, by PyTorch and by `jit`, in turn.
+
+    python -m pip install '.[bench]'
+    python benchmarks/networks.py [--networks NAME ...] [--rounds 5] [--json FILE]
+
+Two members train on two cores: ours on two virtual devices, by hand in a `jit` of a
+step, member after member, and in PyTorch in one process of two threads or in two
+processes of one thread each, in PyTorch's default layout and in channels_last.  The
+rates of `sync` are those of one model on both devices; its peer is PyTorch's process of
+two threads.  Images and labels are random, since speed does not depend on them.
+
+Each system is a process that waits (peers/networks_jax.py, peers/networks_torch.py).
+The systems of a network take turns, in a new order each round, first at training, then
+at predicting; a figure is the median of rows per second of all members together.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import speed
+
+MEMBERS, ROWS = 2, 512
+SEPARABLE = (64, 1), (128, 2), (128, 1), (256, 1)  # widths and strides
+SIGNALS = 32, 48, 64, 96, 128  # widths
+
+
+class Shape(NamedTuple):
+    inputs: tuple
+    batch: int = 128
+    labels: tuple = ()  # of an example
+    classes: int = 10
+
+    @property
+    def images(self) -> bool:
+        return len(self.inputs) == 3
+
+
+IMAGES = Shape((32, 32, 3))
+SHAPES = {
+    "ResNet-20, our layers": IMAGES,
+    "ResNet-20, Flax": IMAGES,
+    "ResNet-20, Equinox": IMAGES,
+    "WRN-16-2": IMAGES._replace(batch=64),
+    "depthwise separable": IMAGES,
+    "ConvNeXt": IMAGES._replace(batch=64),
+    "U-Net": Shape((32, 32, 3), 64, (32, 32), 2),
+    "signals": Shape((1024, 4)),
+    "LSTM": Shape((64, 16)),
+    "transformer": Shape((32,), 32, (32,), 64),
+}
+
+
+def draw(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Draw inputs, or tokens for the transformer, and labels."""
+    rng, shape = np.random.default_rng(0), SHAPES[name]
+    x = rng.normal(size=(ROWS, *shape.inputs)).astype(np.float32)
+    if name == "transformer":
+        x = rng.integers(64, size=(ROWS, *shape.inputs)).astype(np.int32)
+    y = rng.integers(shape.classes, size=(ROWS, *shape.labels))
+    return x, y.astype(np.int32)
+
+
+# The peers' part
+
+
+def arguments(doc: str, *flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("name", choices=SHAPES)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a round")
+    parser.add_argument("--batch", type=int, help="rows of a member's step")
+    for flag in flags:
+        parser.add_argument(f"--{flag}", action="store_true")
+    args = parser.parse_args()
+    if args.batch:
+        SHAPES[args.name] = SHAPES[args.name]._replace(batch=args.batch)
+    serve.seconds = args.seconds
+    return args
+
+
+def serve(name: str, members: int, train, predict) -> None:
+    """Run a round of train(steps) or predict(steps) for each line that names it.
+
+    A round takes about so many seconds; the first two calls of each are not counted.
+    """
+    rounds, hello = {"train": train, "predict": predict}, {}
+    steps = {}
+    for what, run in rounds.items():
+        begin = time.perf_counter()
+        hello[what] = run(2)
+        run(2)
+        second = time.perf_counter()
+        run(2)
+        took = time.perf_counter() - second
+        hello[f"{what}_compile"] = second - begin - took
+        steps[what] = max(2, math.ceil(2 * serve.seconds / took))
+    print(json.dumps(hello), flush=True)
+    for line in sys.stdin:
+        what = line.strip()
+        begin = time.perf_counter()
+        rounds[what](steps[what])
+        seconds = time.perf_counter() - begin
+        rows = steps[what] * members * SHAPES[name].batch
+        print(json.dumps({"rows": rows, "seconds": seconds}), flush=True)
+
+
+serve.seconds = 1.0
+
+
+# The comparison
+
+
+def systems(name: str) -> dict[str, list[str]]:
+    """Return the commands of each system's processes."""
+    jax, torch = f"networks_jax.py '{name}'", f"networks_torch.py '{name}'"
+    found = {
+        "ours": [jax],
+        "ours, sync": [f"{jax} --sync"],
+        "by hand": [f"{jax} --by-hand"],
+        "torch, 1 x 2": [torch],
+        "torch, 2 x 1": [f"{torch} --alone"] * 2,
+    }
+    if SHAPES[name].images:
+        found["torch, last, 1 x 2"] = [f"{torch} --channels-last"]
+        found["torch, last, 2 x 1"] = [f"{torch} --channels-last --alone"] * 2
+    return found
+
+
+def rate(name: str, peers: list, what: str) -> float:
+    """Run a round of all processes of a system at once; return rows per second."""
+    for peer in peers:
+        with contextlib.suppress(BrokenPipeError):  # it ended, as `answer` reports
+            peer.stdin.write(f"{what}\n")
+            peer.stdin.flush()
+    said = [speed.answer(peer, name) for peer in peers]
+    return sum(x["rows"] for x in said) / max(x["seconds"] for x in said)
+
+
+def measure(name: str, rounds: int, options: str = "") -> dict:
+    """Return the rates of each system at training and predicting, and its hello."""
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    peers, results = {}, {}
+    for system, commands in systems(name).items():
+        started = [speed.launch(f"{x} {options}", **pipes) for x in commands]
+        hello = [speed.answer(peer, system) for peer in started]
+        peers[system], results[system] = started, {"hello": hello}
+    for what in "train", "predict":
+        for number in range(rounds):
+            for system in random.Random(number).sample(list(peers), len(peers)):
+                found = rate(system, peers[system], what)
+                results[system].setdefault(what, []).append(found)
+    for peer in (peer for started in peers.values() for peer in started):
+        peer.stdin.close()
+        speed.finish(peer)
+    return results
+
+
+def print_network(name: str, results: dict, what: str) -> None:
+    """Print a row: ours, sync, by hand, PyTorch's two layouts, and ratios to them."""
+    median = {x: statistics.median(found[what]) for x, found in results.items()}
+    ours, sync, hand = (median.pop(x) for x in ("ours", "ours, sync", "by hand"))
+    layouts = {"default": {}, "last": {}}
+    for system, value in median.items():
+        layouts["last" if "last" in system else "default"][system[-5:]] = value
+    cells = []
+    for found in layouts.values():
+        best = max(found, key=found.get, default=None)
+        cells.append(f"{found[best]:,.0f} ({best})" if best else "")
+    best, alone = (
+        max(median.values()),
+        max(v for k, v in median.items() if "1 x 2" in k),
+    )
+    rates = [f"{x:,.0f}" for x in (ours, hand)]
+    more = f"{ours / hand:.2f}", f"{ours / best:.2f}", f"{sync:,.0f}"
+    speed.print_row(name, *rates, *cells, *more, f"{sync / alone:.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--networks", nargs="+", default=[""], metavar="NAME")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    for beginning in args.networks:
+        if not any(name.startswith(beginning) for name in SHAPES):
+            raise SystemExit(f"no network is {beginning!r}; there are {[*SHAPES]}")
+    results = {}
+    for name in SHAPES:
+        if name.startswith(tuple(args.networks)):
+            print(f"measuring {name}", file=sys.stderr, flush=True)
+            results[name] = measure(name, args.rounds)
+    for what in "train", "predict":
+        head = "ours", "by hand", "PyTorch, default", "channels_last", "beside by hand"
+        speed.print_head(what, *head, "beside PyTorch", "sync", "beside PyTorch")
+        for name, found in results.items():
+            print_network(name, found, what)
+        print()
+    found = speed.measure({speed.MATMUL: "matmul.py"}, 3)[speed.MATMUL]["rates"]
+    print(f"{speed.MATMUL}: {statistics.median(found):.0f}")
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,341 @@
+"""Peer: a network of `networks.py` in JAX, as one trainer or, with --by-hand, in `jit`.
+
+Two members are on two devices, or with --sync one model.  By hand, on one device, each
+member takes its step in turn, on batches from the host.
+"""
+
+import functools
+import itertools
+
+import common
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import networks
+import numpy as np
+import optax
+import resnet
+import transformer_jax
+
+import pjax_ensemble as pe
+
+MOMENTUM = 0.9  # of running statistics, as in PyTorch, where it is called 0.1
+
+
+class ConvNorm(nn.Module):
+    width: int
+    window: tuple = (3, 3)
+    stride: int = 1
+    groups: int = 1
+
+    @nn.compact
+    def __call__(self, x, training):
+        how = dict(feature_group_count=self.groups, use_bias=False)
+        x = nn.Conv(self.width, self.window, self.stride, **how)(x)
+        return nn.relu(nn.BatchNorm(not training, momentum=MOMENTUM)(x))
+
+
+class WideBlock(nn.Module):
+    """A block with activation first (Zagoruyko and Komodakis 2016)."""
+
+    width: int
+    stride: int
+
+    @nn.compact
+    def __call__(self, x, training):
+        def conv(x, size=3, stride=1):
+            return nn.Conv(self.width, (size, size), stride, use_bias=False)(x)
+
+        def active(x):
+            return nn.relu(nn.BatchNorm(not training, momentum=MOMENTUM)(x))
+
+        y = active(x)
+        wider = x.shape[-1] < self.width
+        shortcut = conv(y, 1, self.stride) if wider else x
+        return shortcut + conv(active(conv(y, stride=self.stride)))
+
+
+class WideResNet(nn.Module):
+    @nn.compact
+    def __call__(self, x, training):
+        x = nn.Conv(16, (3, 3), use_bias=False)(x)
+        for width, stride in (32, 1), (64, 2), (128, 2):
+            x = WideBlock(width, stride)(x, training)
+            x = WideBlock(width, 1)(x, training)
+        x = nn.relu(nn.BatchNorm(not training, momentum=MOMENTUM)(x))
+        return nn.Dense(10)(x.mean((1, 2)))
+
+
+class Separable(nn.Module):
+    @nn.compact
+    def __call__(self, x, training):
+        x = ConvNorm(32, stride=2)(x, training)
+        for width, stride in networks.SEPARABLE:
+            ins = x.shape[-1]
+            x = ConvNorm(ins, stride=stride, groups=ins)(x, training)
+            x = ConvNorm(width, (1, 1))(x, training)
+        return nn.Dense(10)(x.mean((1, 2)))
+
+
+class ConvNeXt(nn.Module):
+    @nn.compact
+    def __call__(self, x, training):
+        x = nn.Conv(64, (2, 2), 2)(x)
+        for _ in range(4):
+            y = nn.LayerNorm()(nn.Conv(64, (7, 7), feature_group_count=64)(x))
+            x = x + nn.Dense(64)(nn.gelu(nn.Dense(256)(y)))
+        return nn.Dense(10)(nn.LayerNorm()(x.mean((1, 2))))
+
+
+class UNet(nn.Module):
+    @nn.compact
+    def __call__(self, x, training):
+        def twice(x, width):
+            return ConvNorm(width)(ConvNorm(width)(x, training), training)
+
+        kept = []
+        for width in 16, 32:
+            kept.append(twice(x, width))
+            x = nn.max_pool(kept[-1], (2, 2), (2, 2))
+        x = twice(x, 64)
+        for width in 32, 16:
+            x = nn.ConvTranspose(width, (2, 2), (2, 2))(x)
+            x = twice(jnp.concatenate([x, kept.pop()], -1), width)
+        return nn.Conv(2, (1, 1))(x)
+
+
+class Signals(nn.Module):
+    @nn.compact
+    def __call__(self, x, training):
+        for width in networks.SIGNALS:
+            x = ConvNorm(width, (7,), 2)(x, training)
+        return nn.Dense(10)(x.mean(1))
+
+
+class LSTM(nn.Module):
+    @nn.compact
+    def __call__(self, x, training):
+        return nn.Dense(10)(nn.RNN(nn.OptimizedLSTMCell(128))(x)[:, -1])
+
+
+class Transformer(nn.Module):
+    @nn.compact
+    def __call__(self, x, training):
+        return transformer_jax.Transformer()(x)
+
+
+def linen(net, example):
+    """Return init(key) and apply(params, state, x, training) of a network of Flax."""
+
+    def init(key):
+        state = net.init(key, example, False)
+        return state.pop("params"), state
+
+    def apply(params, state, x, training):
+        model = {"params": params, **state}
+        if not training:
+            return net.apply(model, x, False), state
+        return net.apply(model, x, True, mutable=[*state])
+
+    return init, apply
+
+
+def plan():
+    """List the convolutions of ResNet-20: (channels in, channels out, stride)."""
+    layers, width = [(3, 16, 1)], 16
+    for i, wide in enumerate(resnet.WIDTHS):
+        for j in range(3):
+            layers += [(width, wide, 2 if i and not j else 1), (wide, wide, 1)]
+            width = wide
+    return layers
+
+
+def residual(conv, x, shrink):
+    """Run ResNet-20; conv(x) is its next convolution and normalization."""
+    x = jax.nn.relu(conv(x))
+    for _, (ins, outs, stride) in enumerate(plan()[1::2]):
+        y = conv(jax.nn.relu(conv(x)))
+        x = jax.nn.relu(y + shrink(x, stride, outs - ins))
+    return x
+
+
+def our_layers(example):
+    def init(key):
+        keys = jax.random.split(key, len(plan()) + 1)
+        convs = [
+            pe.conv_init(key, ins, outs, bias=False)
+            for key, (ins, outs, _) in zip(keys, plan())
+        ]
+        norms, stats = zip(*(pe.batch_norm_init(outs) for _, outs, _ in plan()))
+        return (convs, norms, pe.dense_init(keys[-1], 64, 10)), stats
+
+    def apply(params, state, x, training):
+        convs, norms, last = params
+        layers, new = zip(convs, norms, state, plan()), []
+
+        def conv(x):
+            kernel, norm, stats, (_, _, stride) = next(layers)
+            how = dict(training=training, momentum=MOMENTUM)
+            x = pe.conv(kernel, x, stride=stride)
+            x, stats = pe.batch_norm(norm, stats, x, **how)
+            new.append(stats)
+            return x
+
+        def shrink(x, stride, more):
+            return jnp.pad(x[:, ::stride, ::stride], [(0, 0)] * 3 + [(0, more)])
+
+        x = residual(conv, x, shrink)
+        return pe.dense(last, x.mean((1, 2))), tuple(new)
+
+    return init, apply
+
+
+class EquinoxNet(eqx.Module):
+    convs: list
+    norms: list
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        keys = jax.random.split(key, len(plan()) + 1)
+        self.convs = [
+            eqx.nn.Conv2d(ins, outs, 3, stride, 1, use_bias=False, key=key)
+            for key, (ins, outs, stride) in zip(keys, plan())
+        ]
+        how = dict(axis_name="batch", momentum=MOMENTUM, mode="batch")
+        self.norms = [eqx.nn.BatchNorm(outs, **how) for _, outs, _ in plan()]
+        self.last = eqx.nn.Linear(64, 10, key=keys[-1])
+
+    def __call__(self, x, state):
+        layers = zip(self.convs, self.norms)
+
+        def conv(x):
+            nonlocal state
+            kernel, norm = next(layers)
+            x, state = norm(kernel(x), state)
+            return x
+
+        def shrink(x, stride, more):
+            return jnp.pad(x[:, ::stride, ::stride], [(0, more), (0, 0), (0, 0)])
+
+        x = residual(conv, x, shrink)
+        return self.last(x.mean((1, 2))), state
+
+
+def equinox(example):
+    make = eqx.nn.make_with_state(EquinoxNet)
+    net, state = make(jax.random.key(0))
+    rest = eqx.partition(net, eqx.is_inexact_array)[1]
+    form = jax.tree.structure(state)
+
+    def init(key):
+        net, state = make(key)
+        return eqx.filter(net, eqx.is_inexact_array), jax.tree.leaves(state)
+
+    def apply(params, state, x, training):
+        net = eqx.nn.inference_mode(eqx.combine(params, rest), not training)
+        state = jax.tree.unflatten(form, state)
+        mapped = jax.vmap(net, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+        logits, state = mapped(x.transpose(0, 3, 1, 2), state)
+        return logits, jax.tree.leaves(state)
+
+    return init, apply
+
+
+# A network of an example of its inputs, [1, ...].
+NETWORKS = {
+    "ResNet-20, our layers": our_layers,
+    "ResNet-20, Flax": functools.partial(linen, resnet.ResNet()),
+    "ResNet-20, Equinox": equinox,
+    "WRN-16-2": functools.partial(linen, WideResNet()),
+    "depthwise separable": functools.partial(linen, Separable()),
+    "ConvNeXt": functools.partial(linen, ConvNeXt()),
+    "U-Net": functools.partial(linen, UNet()),
+    "signals": functools.partial(linen, Signals()),
+    "LSTM": functools.partial(linen, LSTM()),
+    "transformer": functools.partial(linen, Transformer()),
+}
+
+
+def make(name):
+    """Return init(key), loss_fn, apply_fn and arrays of a network of `networks.py`."""
+    x, y = networks.draw(name)
+    init, apply = NETWORKS[name](jnp.asarray(x[:1]))
+
+    def loss_fn(params, state, key, x, y):
+        logits, state = apply(params, state, x, True)
+        return pe.softmax_cross_entropy(logits, y).mean(), state
+
+    return init, loss_fn, lambda *args: apply(*args, False)[0], (x, y)
+
+
+def serve_trainer(name, members, devices):
+    init, loss_fn, apply_fn, data = make(name)
+    how = dict(members=members, apply_fn=apply_fn, stateful=True, devices=devices)
+    trainer = pe.make_trainer(init, loss_fn, pe.sgd(0.01), **how)
+    state, placed = trainer.init(jax.random.key(0)), trainer.place(data)
+    order = common.endless_order(len(data[0]), networks.SHAPES[name].batch, 1)
+
+    def train(steps):
+        nonlocal state
+        state, losses = trainer.epoch(state, placed, common.next_steps(order, steps)[0])
+        jax.block_until_ready(state)
+        return float(losses.mean())
+
+    def predict(steps):
+        rows = np.arange(steps * networks.SHAPES[name].batch) % len(data[0])
+        return float(trainer.predict_members(state, data[0][rows]).mean())
+
+    networks.serve(name, members, train, predict)
+
+
+def serve_by_hand(name, members):
+    init, loss_fn, apply_fn, (x, y) = make(name)
+    optimizer = optax.sgd(0.01, momentum=0.9)
+    batch = networks.SHAPES[name].batch
+
+    @jax.jit
+    def step(params, opt_state, state, x, y):
+        gradient = jax.value_and_grad(loss_fn, has_aux=True)
+        (loss, state), grads = gradient(params, state, None, x, y)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state, state), loss
+
+    models = [init(key) for key in jax.random.split(jax.random.key(0), members)]
+    models = [(params, optimizer.init(params), state) for params, state in models]
+    order = common.endless_order(len(x), batch, 1)
+    forward = jax.jit(
+        lambda params, state, x: jax.nn.softmax(apply_fn(params, state, x))
+    )
+
+    def train(steps):
+        losses = []
+        for (rows,) in itertools.islice(order, steps):
+            for i, model in enumerate(models):
+                models[i], loss = step(*model, x[rows], y[rows])
+                losses.append(loss)
+        jax.block_until_ready(models)
+        return float(np.mean(jax.device_get(losses)))
+
+    def predict(steps):
+        made = [
+            np.asarray(forward(params, state, x[rows]))
+            for (rows,) in itertools.islice(order, steps)
+            for params, _, state in models
+        ]
+        return float(np.mean(made))
+
+    networks.serve(name, members, train, predict)
+
+
+def main():
+    args = networks.arguments(__doc__, "sync", "by-hand")
+    members = 1 if args.sync else networks.MEMBERS
+    if args.by_hand:
+        return serve_by_hand(args.name, members)
+    pe.use_cpu_devices(2)
+    return serve_trainer(args.name, members, 2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Peer: a network of `networks.py` in PyTorch, a loop over the members.
+
+With --alone, one member in a thread of its own, for two such processes at once.  With
+--channels-last, images and kernels have PyTorch's layout of this name.
+"""
+
+import common
+import networks
+import torch
+import torch.nn.functional as F
+import transformer_torch
+from torch import nn
+
+
+def conv_norm(ins, outs, window=3, stride=1, groups=1, conv=nn.Conv2d):
+    norm = nn.BatchNorm2d if conv is nn.Conv2d else nn.BatchNorm1d
+    how = dict(stride=stride, padding=window // 2, groups=groups, bias=False)
+    return nn.Sequential(conv(ins, outs, window, **how), norm(outs), nn.ReLU())
+
+
+class Block(nn.Module):
+    def __init__(self, ins, outs, stride):
+        super().__init__()
+        self.first = conv_norm(ins, outs, 3, stride)
+        self.second = conv_norm(outs, outs)[:2]
+        self.stride, self.more = stride, outs - ins
+
+    def forward(self, x):
+        y = self.second(self.first(x))
+        x = x[:, :, :: self.stride, :: self.stride]
+        return F.relu(y + (F.pad(x, (0, 0, 0, 0, 0, self.more)) if self.more else x))
+
+
+class Head(nn.Module):
+    """Average over the image or the signal, and map to ten classes."""
+
+    def __init__(self, ins, norm=None):
+        super().__init__()
+        self.norm, self.last = norm or nn.Identity(), nn.Linear(ins, 10)
+
+    def forward(self, x):
+        return self.last(self.norm(x.flatten(2).mean(2)))
+
+
+def resnet():
+    blocks, width = [], 16
+    for i, outs in enumerate((16, 32, 64)):
+        for j in range(3):
+            blocks.append(Block(width, outs, 2 if i and not j else 1))
+            width = outs
+    return nn.Sequential(conv_norm(3, 16), *blocks, Head(64))
+
+
+class WideBlock(nn.Module):
+    def __init__(self, ins, outs, stride):
+        super().__init__()
+        how = dict(padding=1, bias=False)
+        self.before, self.between = nn.BatchNorm2d(ins), nn.BatchNorm2d(outs)
+        self.first = nn.Conv2d(ins, outs, 3, stride, **how)
+        self.second = nn.Conv2d(outs, outs, 3, **how)
+        wider = ins < outs
+        self.shortcut = nn.Conv2d(ins, outs, 1, stride, bias=False) if wider else None
+
+    def forward(self, x):
+        y = F.relu(self.before(x))
+        shortcut = self.shortcut(y) if self.shortcut else x
+        return shortcut + self.second(F.relu(self.between(self.first(y))))
+
+
+def wide_resnet():
+    blocks, ins = [], 16
+    for width, stride in (32, 1), (64, 2), (128, 2):
+        blocks += [WideBlock(ins, width, stride), WideBlock(width, width, 1)]
+        ins = width
+    first = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+    return nn.Sequential(first, *blocks, nn.BatchNorm2d(ins), nn.ReLU(), Head(ins))
+
+
+def separable():
+    layers, ins = [conv_norm(3, 32, 3, 2)], 32
+    for width, stride in networks.SEPARABLE:
+        layers += [conv_norm(ins, ins, 3, stride, ins), conv_norm(ins, width, 1)]
+        ins = width
+    return nn.Sequential(*layers, Head(ins))
+
+
+class Next(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.depthwise = nn.Conv2d(64, 64, 7, padding=3, groups=64)
+        layers = nn.Linear(64, 256), nn.GELU(approximate="tanh"), nn.Linear(256, 64)
+        self.inner = nn.Sequential(nn.LayerNorm(64, eps=1e-6), *layers)
+
+    def forward(self, x):
+        y = self.depthwise(x).permute(0, 2, 3, 1)
+        return x + self.inner(y).permute(0, 3, 1, 2)
+
+
+def convnext():
+    blocks = [Next() for _ in range(4)]
+    return nn.Sequential(nn.Conv2d(3, 64, 2, 2), *blocks, Head(64, nn.LayerNorm(64)))
+
+
+class UNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+
+        def twice(ins, outs):
+            return nn.Sequential(conv_norm(ins, outs), conv_norm(outs, outs))
+
+        self.down = nn.ModuleList([twice(3, 16), twice(16, 32)])
+        self.middle = twice(32, 64)
+        ups = [nn.ConvTranspose2d(64, 32, 2, 2), nn.ConvTranspose2d(32, 16, 2, 2)]
+        self.ups = nn.ModuleList(ups)
+        self.after = nn.ModuleList([twice(64, 32), twice(32, 16)])
+        self.last = nn.Conv2d(16, 2, 1)
+
+    def forward(self, x):
+        kept = []
+        for layer in self.down:
+            kept.append(layer(x))
+            x = F.max_pool2d(kept[-1], 2)
+        x = self.middle(x)
+        for up, layer in zip(self.ups, self.after):
+            x = layer(torch.cat([up(x), kept.pop()], 1))
+        return self.last(x)
+
+
+def signals():
+    layers, ins = [], 4
+    for width in networks.SIGNALS:
+        layers.append(conv_norm(ins, width, 7, 2, conv=nn.Conv1d))
+        ins = width
+    return nn.Sequential(*layers, Head(ins))
+
+
+class LSTM(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.last = nn.LSTM(16, 128, batch_first=True), nn.Linear(128, 10)
+
+    def forward(self, x):
+        return self.last(self.cell(x)[0][:, -1])
+
+
+NETWORKS = {
+    "ResNet-20": resnet,
+    "WRN-16-2": wide_resnet,
+    "depthwise separable": separable,
+    "ConvNeXt": convnext,
+    "U-Net": UNet,
+    "signals": signals,
+    "LSTM": LSTM,
+    "transformer": transformer_torch.Transformer,
+}
+
+
+def channels_first(name, x):
+    """Return NHWC images, or signals, in the order of PyTorch's convolutions."""
+    moved = networks.SHAPES[name].images or name == "signals"
+    return x.movedim(-1, 1).contiguous() if moved else x
+
+
+def loss_of(name, made, labels):
+    tokens = name == "transformer"
+    return F.cross_entropy(made.movedim(-1, 1) if tokens else made, labels)
+
+
+def main():
+    args = networks.arguments(__doc__, "alone", "channels-last")
+    name, members = args.name, 1 if args.alone else networks.MEMBERS
+    torch.set_num_threads(1 if args.alone else 2)
+    torch.manual_seed(0)
+    x, y = map(torch.tensor, networks.draw(name))
+    x, y, batch = channels_first(name, x), y.long(), networks.SHAPES[name].batch
+    models = [NETWORKS[name.split(",")[0]]() for _ in range(members)]
+    if args.channels_last:
+        last = dict(memory_format=torch.channels_last)
+        x, models = x.contiguous(**last), [model.to(**last) for model in models]
+    optimizers = [torch.optim.SGD(m.parameters(), 0.01, momentum=0.9) for m in models]
+    order = common.endless_order(len(x), batch, 1)
+
+    def train(steps):
+        losses = []
+        for rows in common.next_steps(order, steps)[0]:
+            for model, optimizer in zip(models, optimizers):
+                model.train()
+                optimizer.zero_grad(set_to_none=True)
+                loss = loss_of(name, model(x[rows]), y[rows])
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+        return sum(losses) / len(losses)
+
+    def predict(steps):
+        made = 0.0
+        with torch.inference_mode():
+            for rows in common.next_steps(order, steps)[0]:
+                for model in models:
+                    made += model.eval()(x[rows]).mean().item()
+        return made
+
+    networks.serve(name, members, train, predict)
+
+
+if __name__ == "__main__":
+    main()
