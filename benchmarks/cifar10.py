@@ -1,0 +1,407 @@
+"""Compare an ensemble of ResNet-20 on CIFAR-10 with one network, at equal cost.
+
+    python -m pip install '.[bench,plot]'
+    CIFAR10_DIR=... MNIST_DIR=... python benchmarks/cifar10.py [--epochs 4]
+        [--workdir DIR] [--json FILE] [--plot FILE]
+
+CIFAR10_DIR is a folder with files of CIFAR-10's binary version, data_batch_*.bin and
+test_batch.bin.  With E epochs, four members are trained for E epochs each; beside them
+one longer network for 4 E epochs, and one whose rate falls to zero every E epochs and
+rises again, of which four snapshots are kept (Huang et al. 2017).  The first 2,000 test
+images find thresholds.  All others are scored, and 2,000 of these under noise, blur,
+contrast and brightness (Hendrycks and Dietterich 2019).  Digits of MNIST, in color, are
+told apart from them.
+
+With --workdir, the trained states are saved there, and a second run loads them.
+"""
+
+import argparse
+import functools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import resnet
+from speed import print_head, print_row
+
+import ensemble_metrics as em
+import pjax_ensemble as pe
+import train_mnist
+
+MEMBERS, BATCH, RATE, DECAY, RISK = 4, 128, 0.1, 5e-4, 0.05
+CALIBRATE = SHIFTED = 2000  # test images that find thresholds, and that are changed
+RECORD = 1 + 3 * 32 * 32  # bytes: a label, and an image of three channels
+ARCHIVE = "cifar-10-binary.tar.gz, https://www.cs.toronto.edu/~kriz/cifar.html"
+
+
+# Data
+
+
+class Images(NamedTuple):
+    images: np.ndarray  # uint8 [N, 32, 32, 3]
+    labels: np.ndarray  # int32 [N]
+
+
+def read(paths: list[Path]) -> Images:
+    """Read files of the binary version, or exit with a line."""
+    try:
+        parts = [np.fromfile(path, np.uint8) for path in paths]
+    except OSError as error:
+        raise SystemExit(f"{error}; the archive is {ARCHIVE}") from error
+    for path, part in zip(paths, parts):
+        if not part.size or part.size % RECORD or part[::RECORD].max() > 9:
+            found = (
+                f"{path}: {part.size} bytes, not records of {RECORD} with labels 0-9"
+            )
+            raise SystemExit(f"{found}; the archive is {ARCHIVE}")
+    rows = np.concatenate(parts).reshape(-1, RECORD)
+    images = rows[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    return Images(np.ascontiguousarray(images), rows[:, 0].astype(np.int32))
+
+
+def load(folder: Path) -> tuple[Images, Images]:
+    """Return the training images and the test images in a folder."""
+    training = sorted(folder.glob("data_batch_*.bin"))
+    return read(training or [folder / "data_batch_1.bin"]), read(
+        [folder / "test_batch.bin"]
+    )
+
+
+def colored(digits: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Draw digits [N, 28, 28, 1], each in one color on another: [N, 32, 32, 3]."""
+    colors = np.random.default_rng(seed).uniform(size=(2, len(digits), 1, 1, 3))
+    ink = np.pad(digits / 255, [(0, 0), (2, 2), (2, 2), (0, 0)])
+    return as_bytes(ink * colors[0] + (1 - ink) * colors[1])
+
+
+# Shifts, of images in [0, 1], with a number for each of five strengths
+
+
+def as_bytes(x: np.ndarray) -> np.ndarray:
+    return np.round(np.clip(x, 0, 1) * 255).astype(np.uint8)
+
+
+def noise(x, deviation):
+    return x + np.random.default_rng(0).normal(scale=deviation, size=x.shape)
+
+
+def blur(x, deviation):
+    """Average with a Gaussian's weights, to four deviations; edges are repeated."""
+    radius = int(4 * deviation + 0.5)
+    weights = np.exp(-(np.arange(-radius, radius + 1) ** 2) / (2 * deviation**2))
+    for axis in 1, 2:
+        pads = [(radius, radius) if i == axis else (0, 0) for i in range(x.ndim)]
+        length, x = x.shape[axis], np.pad(x, pads, mode="edge")
+        views = [x.take(range(i, i + length), axis) for i in range(2 * radius + 1)]
+        x = sum(w * view for w, view in zip(weights / weights.sum(), views))
+    return x
+
+
+def contrast(x, factor):
+    mean = x.mean(axis=(1, 2), keepdims=True)
+    return (x - mean) * factor + mean
+
+
+def brightness(x, more):
+    """Add to a color's value in HSV, its largest channel."""
+    value = x.max(axis=-1, keepdims=True)
+    color = np.divide(x, value, out=np.ones_like(x), where=value > 0)
+    return color * np.minimum(value + more, 1)
+
+
+SHIFTS = {
+    noise: (0.04, 0.06, 0.08, 0.09, 0.10),
+    blur: (0.4, 0.6, 0.7, 0.8, 1.0),
+    contrast: (0.75, 0.5, 0.4, 0.3, 0.15),
+    brightness: (0.05, 0.1, 0.15, 0.2, 0.3),
+}
+
+
+# Training
+
+
+def augment(key, x):
+    """Flip half of the images, and move each by up to four pixels."""
+    flip_key, move_key = jax.random.split(key)
+    flips = jax.random.bernoulli(flip_key, shape=(len(x), 1, 1, 1))
+    at = jax.random.randint(move_key, (len(x), 2), 0, 9)
+    padded = jnp.pad(
+        jnp.where(flips, x[:, :, ::-1], x), [(0, 0), (4, 4), (4, 4), (0, 0)]
+    )
+
+    def cut(image, at):
+        return jax.lax.dynamic_slice(image, (*at, 0), x.shape[1:])
+
+    return jax.vmap(cut)(padded, at)
+
+
+def make_trainer(net, periods):
+    """Make a trainer of a member for each period, after which its rate rises again."""
+
+    def pixels(images):
+        return (images.astype(jnp.float32) / 255 - 0.5) / 0.25
+
+    def loss_fn(params, stats, key, images, labels, period):
+        x = augment(key, pixels(images))
+        logits, stats = resnet.apply(net, params, stats, x, training=True)
+        squares = [jnp.square(x).sum() for x in jax.tree.leaves(params) if x.ndim > 1]
+        loss = pe.softmax_cross_entropy(logits, labels).mean()
+        return loss + DECAY / 2 * sum(squares), stats
+
+    def optimizer(period):
+        def rate(step):
+            return RATE * (1 + jnp.cos(jnp.pi * (step % period) / period)) / 2
+
+        return pe.sgd(rate, nesterov=True)
+
+    def apply_fn(params, stats, images, period):
+        return resnet.apply(net, params, stats, pixels(images))[0]
+
+    return pe.make_trainer(
+        lambda key, period: resnet.init(net, key),
+        loss_fn,
+        optimizer,
+        members=len(periods),
+        apply_fn=apply_fn,
+        stateful=True,
+        hyper=np.array(periods),
+    )
+
+
+def fit(trainer, state, data, epochs, seed):
+    """Train for a range of epochs, in each member's own order; print their losses."""
+    count = len(data[1])
+    for epoch in epochs:
+        begin = time.perf_counter()
+        how = dict(members=trainer.members, seed=seed, epoch=epoch)
+        state, losses = trainer.epoch(state, data, pe.epoch_order(count, BATCH, **how))
+        loss, seconds = losses.mean(axis=1).round(3), time.perf_counter() - begin
+        print(f"epoch {epoch + 1}: losses {loss.tolist()}, {seconds:.0f} s", flush=True)
+    return state
+
+
+def train_members(trainer, data, epochs):
+    state = trainer.init(jax.random.key(0))
+    return trainer.gather(fit(trainer, state, data, range(epochs), seed=0))
+
+
+def train_long(trainer, data, epochs):
+    """Train the longer network and the one with snapshots: the end, and snapshots."""
+    state, kept = trainer.init(jax.random.key(1)), []
+    for i in range(MEMBERS):
+        state = fit(trainer, state, data, range(i * epochs, (i + 1) * epochs), seed=1)
+        end = trainer.gather(state)
+        kept.append(jax.tree.map(lambda x: x[1], end))
+    return {"end": end, "snapshots": jax.tree.map(lambda *x: jnp.stack(x), *kept)}
+
+
+def trained(folder, name, like, train):
+    """Return a saved tree, or train and save it; without a folder, train."""
+    path = folder and folder / f"{name}.safetensors"
+    if path and path.exists():
+        return pe.load(path, like)
+    tree = train()
+    if path:
+        pe.save(path, tree)
+    return tree
+
+
+def check_settings(folder, settings):
+    """Write the settings of the states in a folder; exit if it has others."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "settings.json"
+    if path.exists() and (old := json.loads(path.read_text())) != settings:
+        raise SystemExit(
+            f"{path} has {old}; this run has {settings}: take another folder"
+        )
+    path.write_text(json.dumps(settings))
+
+
+def train(net, data, epochs, folder):
+    """Train all; return a function of images that predicts for each system.
+
+    A system is a list of models to average scores over, and a model the probabilities
+    of its networks, [K, N, 10].
+    """
+    period = epochs * (len(data.labels) // BATCH)
+    trainer = make_trainer(net, [period] * MEMBERS)
+    longer = make_trainer(net, [MEMBERS * period, period])
+    form = {"end": longer.like(), "snapshots": trainer.like()}
+    todo = functools.partial(train_members, trainer, data, epochs)
+    members = trainer.scatter(trained(folder, "members", trainer.like(), todo))
+    todo = functools.partial(train_long, longer, data, epochs)
+    both = trained(folder, "longer", form, todo)
+    end, snapshots = longer.scatter(both["end"]), trainer.scatter(both["snapshots"])
+
+    def predict(images):
+        four = trainer.predict_members(members, images)
+        long, last = longer.predict_members(end, images)[:, None]
+        return {
+            "a member": [*four[:, None]],
+            "4 members": [four],
+            "longer": [long],
+            "last snapshot": [last],
+            "4 snapshots": [trainer.predict_members(snapshots, images)],
+        }
+
+    return predict
+
+
+# Scores
+
+
+def thresholds(systems, labels):
+    """Return the entropy of each model up to which at most RISK is wrong."""
+
+    def threshold(probs):
+        wrong = probs.mean(axis=0).argmax(axis=-1) != labels
+        return em.risk_threshold(em.predictive_entropy(probs), wrong, risk=RISK)
+
+    return {name: [*map(threshold, models)] for name, models in systems.items()}
+
+
+def score(probs, labels, threshold):
+    """Return the scores of a model, what a threshold keeps, and the error of that."""
+    scores = em.ensemble_report(probs, labels)["ensemble"]
+    kept = em.predictive_entropy(probs) <= threshold
+    wrong = probs.mean(axis=0).argmax(axis=-1) != labels
+    return scores | {
+        "kept": kept.mean(),
+        "wrong": wrong[kept].sum() / max(kept.sum(), 1),
+    }
+
+
+def score_all(systems, labels, found):
+    """Return each system's scores, means over its models."""
+    result = {}
+    for name, models in systems.items():
+        each = [score(*x) for x in zip(models, [labels] * len(models), found[name])]
+        result[name] = {key: float(np.mean([x[key] for x in each])) for key in each[0]}
+    return result
+
+
+def tell_apart(inside, outside):
+    """Return the AUROC by which scores of uncertainty tell other images apart."""
+    result = {}
+    for name, models in inside.items():
+        both = [*zip(models, outside[name])]
+        means = {"entropy": np.mean([by(em.predictive_entropy, *x) for x in both])}
+        if len(models[0]) > 1:
+            means["mutual information"] = by(em.mutual_information, *both[0])
+        result[name] = {key: float(x) for key, x in means.items()}
+    return result
+
+
+def by(uncertainty, inside, outside):
+    return em.auroc(uncertainty(inside), uncertainty(outside))
+
+
+def evaluate(predict, test, digits):
+    first, rest = slice(CALIBRATE), slice(CALIBRATE, None)
+    systems = predict(test.images)
+
+    def part(rows):
+        return {name: [x[:, rows] for x in models] for name, models in systems.items()}
+
+    found = thresholds(part(first), test.labels[first])
+    report = {"as they are": score_all(part(rest), test.labels[rest], found)}
+    rows = slice(CALIBRATE, CALIBRATE + SHIFTED)
+    images, labels = test.images[rows] / 255, test.labels[rows]
+    report["unchanged"] = score_all(part(rows), labels, found)
+    for shift, strengths in SHIFTS.items():
+        for i, strength in enumerate(strengths):
+            changed = predict(as_bytes(shift(images, strength)))
+            key = f"{shift.__name__} {i + 1}"
+            report[key] = score_all(changed, labels, found)
+    return report | {"digits": tell_apart(part(rest), predict(digits))}
+
+
+# Reports
+
+
+def print_tables(report):
+    keys = "accuracy", "negative_log_likelihood", "brier_score"
+    keys = *keys, "expected_calibration_error", "kept", "wrong"
+    print_head("system", "accuracy, %", "NLL", "Brier", "ECE", "kept, %", "wrong, %")
+    for name, scores in report["as they are"].items():
+        values = [scores[key] for key in keys]
+        percent = [f"{100 * values[i]:.1f}" for i in (0, 4, 5)]
+        rest = [f"{x:.3f}" for x in values[1:4]]
+        print_row(name, percent[0], *rest, *percent[1:])
+    shown = "a member", "4 members", "longer", "4 snapshots"
+    for title, key, style in (
+        ("accuracy, %", "accuracy", lambda x: f"{100 * x:.1f}"),
+        ("NLL", "negative_log_likelihood", lambda x: f"{x:.2f}"),
+        ("kept, %: wrong, %", "kept", lambda x: f"{100 * x:.0f}"),
+    ):
+        print()
+        print_head(title, *shown)
+        for shift, scores in report.items():
+            if shift != "digits" and shift[-1] in "135d":
+                cells = [style(scores[name][key]) for name in shown]
+                if key == "kept":
+                    wrong = (f"{100 * scores[name]['wrong']:.1f}" for name in shown)
+                    cells = map("{}: {}".format, cells, wrong)
+                print_row(shift, *cells)
+    print()
+    print_head("AUROC, digits in color", "entropy", "mutual information")
+    for name, values in report["digits"].items():
+        print_row(name, *(f"{x:.3f}" for x in values.values()))
+
+
+def plot(report, path):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
+    grid = figure.subplots(2, len(SHIFTS), sharex=True, sharey="row")
+    keys = {"accuracy": "accuracy", "negative_log_likelihood": "NLL, nats"}
+    names = "a member", "4 members", "longer", "4 snapshots"
+    for row, (key, label) in zip(grid, keys.items()):
+        row[0].set_ylabel(label)
+        for axes, shift in zip(row, SHIFTS):
+            places = "unchanged", *(f"{shift.__name__} {i}" for i in range(1, 6))
+            for name, style in zip(names, ("C7:", "C0-", "C1--", "C2-.")):
+                axes.plot([report[at][name][key] for at in places], style, label=name)
+            axes.grid(alpha=0.3)
+    for axes, shift in zip(grid[0], SHIFTS):
+        axes.set_title(shift.__name__)
+    for axes in grid[1]:
+        axes.set_xlabel("strength")
+    grid[1][0].legend()
+    figure.savefig(path, dpi=120)
+
+
+def main(argv: list[str] | None = None, net: resnet.ResNet | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data-dir", type=Path, default=os.environ.get("CIFAR10_DIR"))
+    parser.add_argument("--epochs", type=int, default=4, help="E, of a member")
+    for name in "--workdir", "--json", "--plot":
+        parser.add_argument(name, type=Path)
+    args = parser.parse_args(argv)
+    if not args.data_dir:
+        raise SystemExit(f"set CIFAR10_DIR to a folder of files from {ARCHIVE}")
+    net = net or resnet.ResNet()
+    pe.use_cpu_devices()
+    training, test = load(Path(args.data_dir))
+    digits = train_mnist.load_mnist(train_mnist.default_folder()).test_images
+    if args.workdir:
+        rows = len(training.labels)
+        settings = {"epochs": args.epochs, "net": str(net), "images": rows}
+        check_settings(args.workdir, settings)
+    predict = train(net, training, args.epochs, args.workdir)
+    report = evaluate(predict, test, colored(digits[:CALIBRATE]))
+    print_tables(report)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    if args.plot:
+        plot(report, args.plot)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
