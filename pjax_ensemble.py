@@ -1061,7 +1061,8 @@ def _num_parts(batch: PyTree, model_state: PyTree, microbatch: int | str | None)
 # The routine reads uninitialized memory (JAX 0.5, 0.10) if an axis is padded by
 # (-p, +p), as in gradients of causal convolutions: negative padding is cut off before.
 # A kernel's gradient is a convolution whose window is a whole image, for which the
-# routine would gather patches of the whole batch: it becomes products.
+# routine would gather patches of the whole batch: it becomes products.  For depthwise
+# convolutions XLA has no fast routine at all: they become sums of products of views.
 
 
 def _channels_last(ndim: int) -> lax.ConvDimensionNumbers:
@@ -1120,6 +1121,49 @@ def _kernel_gradient(x, g, size, strides, dilation, padding):
     return jnp.moveaxis(total, -2, 0).reshape(*size, ins, outs)
 
 
+def _views(x, places, apart, size, steps):
+    """Yield the view [N, H, W, C] of x from each place of a window on, for any axes.
+
+    Places are so many entries apart, and a view takes each entry after so many steps.
+    """
+    for place in np.ndindex(*places):
+        starts = [i * d for i, d in zip(place, apart)]
+        stops = [i + (n - 1) * d + 1 for i, n, d in zip(starts, size, steps)]
+        stops = len(x), *stops, x.shape[-1]
+        yield lax.slice(x, (0, *starts, 0), stops, (1, *steps, 1))
+
+
+def _depthwise(x, kernel, size, strides, dilation):
+    """Return the sum over h, w of x[n, i s + h d, j s + w d, C] kernel[h, w, C]."""
+    wide, ones = _wide(x.dtype), [1] * (x.ndim - 1)
+    weights = kernel.astype(wide).reshape(-1, *ones, kernel.shape[-1])
+    views = _views(x, kernel.shape[:-1], dilation, size, strides)
+    return sum(view.astype(wide) * w for view, w in zip(views, weights))
+
+
+def _depthwise_gradient(x, g, size, strides, dilation):
+    """Return the sum over n, h, w of x[n, i s + h d, j s + w d, C] g[n, h, w, C].
+
+    The loop is over examples, so that each stays in a core's cache.
+    """
+
+    def add(totals, example):
+        x, g = (y[None].astype(_wide(y.dtype)) for y in example)
+        views = _views(x, size, strides, g.shape[1:-1], dilation)
+        return [total + view * g for total, view in zip(totals, views)], None
+
+    zeros = [jnp.zeros_like(g[:1], _wide(g.dtype))] * math.prod(size)
+    totals, _ = lax.scan(add, zeros, (x, g))
+    sums = [total.reshape(-1, g.shape[-1]).sum(0) for total in totals]
+    return jnp.stack(sums).reshape(*size, g.shape[-1])
+
+
+def _is_depthwise(kernel, groups) -> bool:
+    """Return whether an HWIO kernel has a window, not too large, for each channel."""
+    *length, ins, outs = kernel
+    return ins == 1 < outs == groups and math.prod(length) <= 64
+
+
 def _gains_by_pairs(kernel, size, how) -> bool:
     """Return whether two columns of outputs are faster as one of twice the channels.
 
@@ -1146,22 +1190,33 @@ def _convolve(lhs, rhs, *, dimension_numbers, **how):
     made = jax.eval_shape(as_it_is, lhs, rhs)
     size, back = [made.shape[i] for i in s], np.argsort((b, *s, f))
     groups, strides = how["batch_group_count"], how["window_strides"]
+    steps, no_edges = (strides, how["rhs_dilation"]), ((0, 0),) * len(s)
+
+    def padded(x, edges=how["padding"]):
+        """Put zeros between entries of x and around them; negative edges cut off."""
+        pads = [(*edge, d - 1) for edge, d in zip(edges, how["lhs_dilation"])]
+        return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *pads, (0, 0, 0)])
 
     def kernel_gradient(x, g):
         x, g = x.transpose(features, *space, batch), g.transpose(ins, *window, out)
-        steps = strides, how["rhs_dilation"], how["padding"]
-        kernel = _kernel_gradient(x, g, size, *steps).astype(made.dtype)
-        return jnp.moveaxis(kernel, -2, 0).transpose(back)
+        if groups > 1:
+            kernel = _depthwise_gradient(padded(x), g, size, *steps)[None]
+        else:
+            x = padded(x, no_edges)
+            kernel = _kernel_gradient(x, g, size, *steps, how["padding"])
+            kernel = jnp.moveaxis(kernel, -2, 0)
+        return kernel.astype(made.dtype).transpose(back)
 
     def on_cpu(lhs, rhs):
         lhs = lhs.transpose(batch, *space, features)
         rhs = rhs.transpose(*window, ins, out)
         own = {}
+        if is_depthwise:
+            outputs = _depthwise(padded(lhs), rhs[..., 0, :], size, *steps)
+            return outputs.astype(made.dtype).transpose(back)
         if _has_negative_padding(how):
-            pads = [(*p, d - 1) for p, d in zip(how["padding"], how["lhs_dilation"])]
-            no, zero = (0, 0, 0), jnp.zeros((), lhs.dtype)
-            lhs = lax.pad(lhs, zero, [no, *pads, no])
-            own = dict(padding=((0, 0),) * len(s), lhs_dilation=(1,) * len(s))
+            lhs = padded(lhs)
+            own = dict(padding=no_edges, lhs_dilation=(1,) * len(s))
         if groups > 1:  # of the batch; as groups of features they are faster
             lhs = jnp.moveaxis(lhs.reshape(groups, -1, *lhs.shape[1:]), 0, -2)
             lhs = lhs.reshape(*lhs.shape[:-2], groups * lhs.shape[-1])
@@ -1174,10 +1229,14 @@ def _convolve(lhs, rhs, *, dimension_numbers, **how):
         return outputs.reshape(len(lhs), *size, made.shape[f]).transpose(back)
 
     # A kernel's gradient is a sum over the first axis, with windows of its size.
-    dense = groups == how["feature_group_count"] == max(how["lhs_dilation"]) == 1
-    wide = math.prod(size) < math.prod(rhs.shape[i] for i in window)
-    is_gradient = dense and wide and features < batch
     floating = jnp.issubdtype(made.dtype, jnp.inexact)
+    kernel = [rhs.shape[i] for i in (*window, ins, out)]
+    is_depthwise = floating and _is_depthwise(kernel, how["feature_group_count"])
+    dense = groups == how["feature_group_count"] == 1
+    wide = math.prod(size) < math.prod(kernel[:-2])
+    is_gradient = dense and wide and features < batch
+    kernel = *size, lhs.shape[batch] // groups, rhs.shape[out]
+    is_gradient |= _is_depthwise(kernel, groups)
     cpu = kernel_gradient if is_gradient and floating else on_cpu
     return lax.platform_dependent(lhs, rhs, cpu=cpu, default=as_it_is)
 
@@ -1203,6 +1262,7 @@ def _rewrite(x: Any) -> Any:
         kernel, (_, *size, _) = (form.shape for form in forms)
         canonical = form == _channels_last(len(form.lhs_spec))
         slow = _has_negative_padding(x.params)
+        slow |= _is_depthwise(kernel, x.params["feature_group_count"])
         if canonical and not (slow or _gains_by_pairs(kernel, size, x.params)):
             return x
         program = jax.jit(functools.partial(_convolve, **x.params))

@@ -1500,11 +1500,29 @@ def test_an_optimizer_rounds_alike_for_a_member_alone_and_beside_another(make, d
 CONVOLUTIONS = {
     "NHWC": ((2, 6, 5, 3), (3, 3, 3, 16), {}),
     "any": ((3, 5, 2, 6), (4, 3, 3, 2), dict(axes="CWNH OHIW WCHN")),
+    "summed": (
+        *((3, 5, 2, 6), (4, 5, 3, 4)),
+        dict(axes="CWNH OHIW WCHN", padding="VALID"),
+    ),
     "one axis": ((2, 7, 3), (3, 3, 4), dict(axes="NWC WIO NWC", strides=(2,))),
     "three axes": ((2, 4, 3, 5, 2), (2, 3, 2, 2, 3), dict(axes="NDHWC DHWIO NDHWC")),
     "groups NCHW": (
+        *((2, 4, 6, 5), (2, 2, 3, 2)),
+        dict(axes="NCHW OIHW NCHW", strides=(2, 1), feature_group_count=2),
+    ),
+    "two of each": ((2, 6, 5, 3), (3, 2, 1, 6), dict(feature_group_count=3)),
+    "depthwise": (
+        *((2, 7, 6, 3), (3, 2, 1, 3)),
+        dict(strides=(2, 1), rhs_dilation=(1, 2), feature_group_count=3),
+    ),
+    "depthwise NCHW": (
         *((2, 4, 6, 5), (4, 1, 3, 2)),
-        dict(axes="NCHW OIHW NCHW", strides=(2, 1), feature_group_count=4),
+        dict(axes="NCHW OIHW NCHW", padding="VALID", feature_group_count=4),
+    ),
+    "wide": (
+        (1, 9, 5, 2),
+        (65, 1, 1, 2),
+        dict(padding=[(30, 40), (0, 0)], feature_group_count=2),
     ),
     "batch groups": ((4, 6, 5, 2), (3, 3, 2, 6), dict(batch_group_count=2)),
     "dilated": (
@@ -1554,7 +1572,11 @@ def test_every_convolution_is_canonical_on_cpus_and_unchanged_elsewhere(name):
         return lambda *args: (f(*args), jax.vmap(f)(*twice(args)))
 
     found = jax.jit(both(fast)).lower(*args)
-    assert are_canonical(find_forms(found.as_text()))
+    forms = find_forms(found.as_text())
+    if not name.startswith("depthwise"):
+        assert are_canonical(forms)
+    elif jax.__version_info__ >= (0, 10):  # 0.5 keeps the branches of all platforms
+        assert not forms
     assert_close(found.compile()(*args), jax.jit(both(plain))(*args))
     expected, found = (forms_in(f, "cuda", *args) for f in (plain, fast))
     assert {*expected} <= {*found}
@@ -1565,12 +1587,22 @@ def test_every_convolution_is_canonical_on_cpus_and_unchanged_elsewhere(name):
     trainer.lower("update", args[0])  # JAX itself could not map groups over members
 
 
-# Seeds 21 to 38 err if XLA (JAX 0.5, 0.10) gets a negative padding.
-@cases("seed", *range(8), 21, 23, 34, 38)
+# Seeds 21 to 38 err if XLA (JAX 0.5, 0.10) gets a negative padding; 129 to 415 are
+# depthwise, in float16 and bfloat16.
+@cases("seed", *range(8), 21, 23, 34, 38, 129, 360, 415)
 def test_random_convolutions_and_gradients_are_sums_in_float64(seed):
     """This is a short form of `benchmarks/convolutions.py --check`."""
     name, error = sums.error(seed)
     assert error <= sums.LIMITS[name]
+
+
+@cases("name", "summed", "depthwise")
+def test_convolutions_of_integers_are_exact(name):
+    x_shape, kernel_shape, how = CONVOLUTIONS[name]
+    x = 2**24 + np.arange(np.prod(x_shape), dtype=np.int32).reshape(x_shape)
+    convolve = functools.partial(dilated, **how)
+    args = x, np.ones(kernel_shape, np.int32)
+    assert_array_equal(jax.jit(pe._fast_in_loops(convolve))(*args), convolve(*args))
 
 
 def test_a_kernels_gradient_is_a_product_of_chunks_of_the_batch():
@@ -1768,7 +1800,7 @@ def test_programs_lowered_for_other_platforms_keep_their_convolutions():
     for call, count, *args in calls:
         found, expected = {}, {"cuda": count, "tpu": count}
         if jax.__version_info__ < (0, 10):  # it lowers the branch for CPUs too
-            expected = dict.fromkeys(expected, 8 if count == 5 else 2)
+            expected = dict.fromkeys(expected, 6 if count == 5 else 2)
         elif count == 2:
             expected["cpu"] = 0
         with mock.patch.object(pe, "_run", lower), pytest.raises(InterruptedError):

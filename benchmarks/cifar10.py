@@ -181,8 +181,9 @@ def fit(trainer, state, data, epochs, seed):
         begin = time.perf_counter()
         how = dict(members=trainer.members, seed=seed, epoch=epoch)
         state, losses = trainer.epoch(state, data, pe.epoch_order(count, BATCH, **how))
-        loss, seconds = losses.mean(axis=1).round(3), time.perf_counter() - begin
-        print(f"epoch {epoch + 1}: losses {loss.tolist()}, {seconds:.0f} s", flush=True)
+        loss = losses.mean(axis=1).round(3).tolist()  # waits for the epoch's end
+        seconds = time.perf_counter() - begin
+        print(f"epoch {epoch + 1}: losses {loss}, {seconds:.0f} s", flush=True)
     return state
 
 

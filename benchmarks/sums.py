@@ -93,6 +93,8 @@ def draw(seed):
     form = pick(last, last, *(lax.ConvDimensionNumbers(*x) for x in (first, mixed)))
     how |= dict(padding=tuple(pads), dimension_numbers=form)
     ins, outs, batch = pick(1, 3, 8), pick(1, 4, 8, 16), pick(1, 2, 4)
+    if features > 1 and pick(False, True):
+        ins = outs = 1  # depthwise
     x_shape = batch * images, ins * features, *space
     shapes = x_shape, (outs * images * features, ins, *window)
     shapes = [np.take(shape, np.argsort(axes)) for shape, axes in zip(shapes, form)]
