@@ -2,23 +2,31 @@
 
 import argparse
 import builtins
+import colorsys
 import concurrent.futures
 import dataclasses
 import functools
+import importlib.util
+import json
+import math
 import re
 import sys
 from unittest import mock
 
 import accelerators
+import cifar10
 import devices as machines
 import faults
 import interrupts as interruptions
 import jax
 import jax.numpy as jnp
 import memory
+import networks
 import numpy as np
 import programs
 import pytest
+import resnet
+import scipy.ndimage
 import speed
 import tables
 import tabular
@@ -38,7 +46,11 @@ from conftest import (
     posix,
     randn,
     said_by,
+    small_files,
+    write_files,
 )
+
+TORCH = importlib.util.find_spec("torch") is not None
 
 
 @linux
@@ -421,6 +433,186 @@ def test_speed_says_in_a_line_why_it_stops(tmp_path, monkeypatch):
     for stopped in said(speed.measure, dict([peer]), 1), said(speed.run_job, *peer):
         words = "speed.py: error: unrecognized arguments: --nope"
         assert stopped == f"a peer ended with status 2: {words}"
+
+
+PARAMETERS = {
+    "ResNet-20": 269_722,  # 0.27 million (He et al. 2016, table 6)
+    "WRN-16-2": 691_674,
+    "depthwise separable": 67_914,
+    "ConvNeXt": 147_274,
+    "U-Net": 117_378,
+    "signals": 164_202,
+    "LSTM": 75_530,
+    "transformer": 110_400,
+}
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", networks.SHAPES)
+def test_networks_of_all_systems_have_the_same_parameters(name, monkeypatch):
+    monkeypatch.syspath_prepend(HERE / "benchmarks" / "peers")
+    import networks_jax
+
+    init, loss_fn, apply_fn, (x, y) = networks_jax.make(name)
+    params, state = jax.eval_shape(init, jax.random.key(0))
+    num_params = sum(p.size for p in jax.tree.leaves(params))
+    assert num_params == PARAMETERS[name.split(",")[0]]
+    shape = networks.SHAPES[name]
+    logits = jax.eval_shape(apply_fn, params, state, x[:3])
+    assert logits.shape == (3, *shape.labels, shape.classes)
+    _, moved = jax.eval_shape(loss_fn, params, state, None, x[:3], y[:3])
+    assert jax.tree.structure(moved) == jax.tree.structure(state)
+    if TORCH:
+        import networks_torch
+
+        model = networks_torch.NETWORKS[name.split(",")[0]]()
+        more = 4 * 128 if name == "LSTM" else 0  # a second bias
+        assert sum(p.numel() for p in model.parameters()) == num_params + more
+
+
+@pytest.mark.once
+def test_networks_take_turns_and_rates_are_of_all_members(monkeypatch, capsys):
+    every = networks.systems("LSTM")
+    chosen = {name: every[name] for name in ("ours", "by hand")}
+    assert len(every) == 5 and len(networks.systems("U-Net")) == 7
+    monkeypatch.setattr(networks, "systems", lambda name: chosen)
+    found = networks.measure("LSTM", 1, "--seconds 0.01 --batch 8")
+    for name, system in found.items():
+        assert len(system["train"]) == len(system["predict"]) == 1, name
+        for hello in system["hello"]:
+            assert hello["train"] == pytest.approx(math.log(10), rel=0.1)
+    rates = dict(train=[4.0, 1, 2])
+    given = {"ours": rates, "ours, sync": dict(train=[3]), "by hand": dict(train=[5])}
+    given |= {"torch, 1 x 2": dict(train=[2]), "torch, 2 x 1": dict(train=[4])}
+    networks.print_network("a", given, "train")
+    row = "| a | 2 | 5 | 4 (2 x 1) |  | 0.40 | 0.50 | 3 | 1.50 |"
+    assert capsys.readouterr().out.strip() == row
+    monkeypatch.setattr(sys, "argv", ["networks.py", "--networks", "WRN", "VGG"])
+    assert said_by(SystemExit, networks.main).startswith("no network is 'VGG'; there")
+
+
+def draw_cifar10(folder, **files):
+    """Write files of the binary version: images that are brighter by label."""
+    rng = np.random.default_rng(0)
+    for name, rows in files.items():
+        labels = rng.integers(10, size=(rows, 1))
+        pixels = rng.integers(60, size=(rows, 3072)) + 18 * labels
+        records = np.concatenate([labels, pixels], axis=1).astype(np.uint8)
+        (folder / f"{name}.bin").write_bytes(records.tobytes())
+    return folder
+
+
+def test_cifar10_is_read_in_the_order_of_its_files(tmp_path):
+    draw_cifar10(tmp_path, data_batch_2=3, data_batch_1=2, test_batch=4)
+    train, test = cifar10.load(tmp_path)
+    assert train.images.shape == (5, 32, 32, 3) and len(test.labels) == 4
+    content = (tmp_path / "data_batch_2.bin").read_bytes()
+    assert train.labels[2] == content[0]
+    assert train.images[2, 5, 7, 1] == content[1 + 1024 + 5 * 32 + 7]
+    said = functools.partial(said_by, SystemExit, cifar10.load, tmp_path)
+    path = tmp_path / "test_batch.bin"
+    for wrong in b"", content[:-1], b"\x0a" + content[1:]:
+        path.write_bytes(wrong)
+        assert (
+            f"{path}: {len(wrong)} bytes, not records of 3073 with labels 0-9" in said()
+        )
+    path.unlink()
+    assert str(path) in said() and "cifar-10-binary.tar.gz" in said()
+
+
+def test_cifar10_shifts_are_those_of_other_libraries():
+    x = np.random.default_rng(0).uniform(size=(3, 8, 8, 3))
+    x[0, 0, 0] = 0  # black has no color
+    for more in 0.05, 0.3:
+        for place in np.ndindex(x.shape[:-1]):
+            hue, saturation, value = colorsys.rgb_to_hsv(*x[place])
+            expected = colorsys.hsv_to_rgb(hue, saturation, min(value + more, 1))
+            found = cifar10.brightness(x, more)[place]
+            if x[place].any():
+                np.testing.assert_allclose(found, expected, atol=1e-12)
+    for deviation in 0.4, 1.0:
+        deviations = 0, deviation, deviation, 0
+        expected = scipy.ndimage.gaussian_filter(x, deviations, mode="nearest")
+        np.testing.assert_allclose(cifar10.blur(x, deviation), expected, atol=1e-12)
+    for i, channel in np.ndindex(3, 3):
+        image = x[i, ..., channel]
+        found = cifar10.contrast(x, 0.3)[i, ..., channel]
+        np.testing.assert_allclose(found, image.mean() * 0.7 + image * 0.3)
+    large = np.full((40, 32, 32, 3), 0.5)
+    added = cifar10.noise(large, 0.1) - large
+    assert abs(added.std() - 0.1) < 0.001 and abs(added.mean()) < 0.001
+    assert_array_equal(
+        cifar10.as_bytes(np.array([-1, 0.5, 0.503, 2])), [0, 128, 128, 255]
+    )
+
+
+def test_cifar10_images_are_flipped_and_moved_by_up_to_four_pixels():
+    x = np.random.default_rng(0).uniform(1, 2, size=(400, 6, 6, 3)).astype(np.float32)
+    made = np.asarray(cifar10.augment(jax.random.key(0), x))
+    seen = set()
+    for image, found in zip(x, made):
+        both = [np.pad(y, [(4, 4), (4, 4), (0, 0)]) for y in (image, image[:, ::-1])]
+        moves = [
+            (flip, i, j)
+            for flip, i, j in np.ndindex(2, 9, 9)
+            if np.array_equal(both[flip][i : i + 6, j : j + 6], found)
+        ]
+        assert len(moves) == 1
+        seen.add(moves[0])
+    flips, *places = zip(*seen)
+    assert {*flips} == {0, 1} and all({*at} == {*range(9)} for at in places)
+
+
+def test_cifar10_digits_have_two_colors():
+    digits = np.zeros((5, 28, 28, 1), np.uint8)
+    digits[:, 3:9] = 255
+    drawn = cifar10.colored(digits)
+    assert drawn.shape == (5, 32, 32, 3)
+    for image in drawn:
+        assert image[0, 0].all() and len(np.unique(image.reshape(-1, 3), axis=0)) == 2
+        assert (image[5:11, 2:30] != image[0, 0]).any(axis=-1).all()
+
+
+def test_cifar10_scores_are_of_a_system_as_a_whole():
+    probs = np.array([[[0.9, 0.1], [0.2, 0.8], [0.6, 0.4], [0.5, 0.5]]] * 2)
+    labels, entropies = np.array([0, 0, 0, 1]), em.predictive_entropy(probs)
+    scores = cifar10.score(probs, labels, sorted(entropies)[2])  # keeps the first three
+    kept = scores["kept"], scores["wrong"], scores["accuracy"]
+    assert kept == (0.75, 1 / 3, 0.5)
+    systems, found = {"one": [probs[:1], 1 - probs[:1]]}, {"one": [1.0, 0.0]}
+    assert cifar10.score_all(systems, labels, found)["one"]["kept"] == 0.5
+    sure = np.eye(2)[[0, 1, 0, 1]][None].repeat(2, axis=0)
+    told = cifar10.tell_apart({"two": [sure]}, {"two": [probs]})["two"]
+    assert told == {"entropy": 1.0, "mutual information": 0.5}
+
+
+@pytest.mark.once
+def test_cifar10_is_trained_once_and_scored(tmp_path, monkeypatch, capsys):
+    draw_cifar10(tmp_path, data_batch_1=256, data_batch_2=128, test_batch=60)
+    monkeypatch.setenv(
+        "MNIST_DIR", str(write_files(tmp_path / "digits", small_files()))
+    )
+    monkeypatch.setattr(cifar10, "CALIBRATE", 20)
+    monkeypatch.setattr(cifar10, "SHIFTED", 20)
+    net = resnet.ResNet(0, (4,))  # a convolution and a layer
+
+    def run(*options, name="report"):
+        files = [f"--json={tmp_path / name}", f"--plot={tmp_path / name}.png"]
+        workdir = f"--workdir={tmp_path / 'work'}"
+        cifar10.main([f"--data-dir={tmp_path}", workdir, *files, *options], net)
+        return json.loads((tmp_path / name).read_text())
+
+    report = run("--epochs=1")
+    out = capsys.readouterr().out
+    assert out.count("epoch ") == 1 + 4 and "| 4 snapshots |" in out
+    assert {*report["as they are"]} == {*report["digits"]} and len(report) == 23
+    assert (tmp_path / "report.png").stat().st_size > 10_000
+    for scores in [*report.values()][:-1]:
+        assert np.isfinite([[*x.values()] for x in scores.values()]).all()
+    with mock.patch.object(pe.Trainer, "epoch", None):  # all is loaded
+        assert run("--epochs=1", name="again") == report
+    said = said_by(SystemExit, run, "--epochs=2")
+    assert "'epochs': 1" in said and "take another folder" in said
 
 
 @pytest.mark.parametrize("name", faults.TRIALS)
