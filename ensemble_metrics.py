@@ -428,6 +428,7 @@ def conformal_quantile(scores: Any, coverage: float = 0.9) -> float:
     """
     scores = np.sort(_one_axis("scores", scores))
     _check_range("coverage", coverage, 1)
+    coverage = float(coverage)  # the product could exceed a type of 16 bits
     # Rounded, as 100 * 0.55 is above 55 in floating point.
     rank = max(1, math.ceil(round((len(scores) + 1) * coverage, 9)))
     return float(scores[rank - 1]) if rank <= len(scores) else math.inf
@@ -461,10 +462,14 @@ def risk_threshold(
     count that could pass, or from n / 2 if that is fewer: n alone fixes the sequence,
     so the first failure ends it (Angelopoulos et al. 2021, "Learn then test").
 
-    Raises ValueError for uncertainty that is not [n], masked, not real, or nan, for
-    wrong that is not n booleans, and for a risk or a confidence outside (0, 1).
+    Raises ValueError for uncertainty that is not [n], masked, not real, nan, or minus
+    infinity, for wrong that is not n booleans, and for a risk or a confidence outside
+    (0, 1).
     """
     scores, wrong = _one_axis("uncertainty", uncertainty), _real("wrong", wrong, None)
+    if (lowest := scores.min(initial=math.inf)) == -math.inf:
+        found = f"uncertainty[{scores.argmin()}] is {lowest}, the threshold that keeps"
+        raise ValueError(f"{found} no example; expected larger numbers")
     if wrong.dtype != bool or wrong.shape != scores.shape:
         found = f"wrong is {wrong.dtype}{[*wrong.shape]}"
         raise ValueError(f"{found}; expected bool{[*scores.shape]}, one per example")

@@ -412,6 +412,7 @@ ERRORS = [0.3, 1.2, 0.7, 2.1, 0.4, 0.9, 0.1, 1.6, 0.8, 0.2]
     (range(1, 100), 0.55, 55),  # 100 * 0.55 is 55.00000000000001
     (range(1, 100), 1 - 0.9, 10),  # 9.999999999999998
     (range(9), np.float32(0.9), 8),
+    (range(99_999), np.float16(0.5), 49_999),  # float16 ends at 65,504
     (range(8), 0.9, np.inf),  # 90% of nine scores takes the ninth
     ([], 0.9, np.inf),
     ([np.inf, 1], 0.5, np.inf),
@@ -543,6 +544,10 @@ test_number_or_label_without_a_meaning_is_refused = refuses(
     (lambda: em.conformal_quantile(THREE, [0.9]), r"is \[0.9\]; expected 0 <= cover"),
     (lambda: em.risk_threshold(*NONE_WRONG, risk=0), "risk is 0; expected 1e-09 <= ri"),
     (lambda: em.risk_threshold(*NONE_WRONG, confidence=1), "confidence is 1; expected"),
+    (
+        lambda: em.risk_threshold([1, -np.inf, 2], THREE > 1),
+        r"uncertainty\[1\] is -inf, the threshold that keeps no example; expected lar",
+    ),
     (lambda: em.temper(ONE_HOT, 0), "temperature is 0; expected 1e-30 <= temperature"),
     (lambda: em.temper(ONE_HOT, np.inf), "is inf; expected 1e-30 <= temperature < inf"),
     (lambda: em.fit_temperature(SURE, [0, 0, 0]), IN(3, 0)),

@@ -268,7 +268,7 @@ def thresholds(systems, labels):
 
 
 def score(probs, labels, threshold):
-    """Return the scores of a model, what a threshold keeps, and the error of that."""
+    """Return the scores of a model, the share that a threshold keeps, and its error."""
     scores = em.ensemble_report(probs, labels)["ensemble"]
     kept = em.predictive_entropy(probs) <= threshold
     wrong = probs.mean(axis=0).argmax(axis=-1) != labels

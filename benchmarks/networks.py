@@ -6,8 +6,8 @@
 Two members train on two cores: ours on two virtual devices, by hand in a `jit` of a
 step, member after member, and in PyTorch in one process of two threads or in two
 processes of one thread each, in PyTorch's default layout and in channels_last.  The
-rates of `sync` are those of one model on both devices; its peer is PyTorch's process of
-two threads.  Images and labels are random, since speed does not depend on them.
+column `sync` has the rates of one model on both devices; its peer is PyTorch's process
+of two threads.  Images and labels are random, since speed does not depend on them.
 
 Each system is a process that waits (peers/networks_jax.py, peers/networks_torch.py).
 The systems of a network take turns, in a new order each round, first at training, then
@@ -198,6 +198,8 @@ def main() -> None:
         if name.startswith(tuple(args.networks)):
             print(f"measuring {name}", file=sys.stderr, flush=True)
             results[name] = measure(name, args.rounds)
+            if args.json:
+                args.json.write_text(json.dumps(results, indent=2) + "\n")
     for what in "train", "predict":
         head = "ours", "by hand", "PyTorch, default", "channels_last", "beside by hand"
         speed.print_head(what, *head, "beside PyTorch", "sync", "beside PyTorch")
@@ -206,8 +208,6 @@ def main() -> None:
         print()
     found = speed.measure({speed.MATMUL: "matmul.py"}, 3)[speed.MATMUL]["rates"]
     print(f"{speed.MATMUL}: {statistics.median(found):.0f}")
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

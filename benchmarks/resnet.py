@@ -1,7 +1,7 @@
 """ResNet-20 in Flax, for images of 32 x 32.  `networks.py` and `cifar10.py` train it.
 
-The network is that of He et al. 2016, section 4.2: shortcuts have no parameters, and
-where a block halves the image they take every other pixel and add channels of zeros.
+He et al. 2016 describe the network in section 4.2.  Shortcuts have no parameters: where
+a block halves the image, they take every other pixel and add channels of zeros.
 """
 
 import flax.linen as nn
