@@ -353,7 +353,8 @@ def print_tables(report):
     print()
     print_head("AUROC, digits in color", "entropy", "mutual information")
     for name, values in report["digits"].items():
-        print_row(name, *(f"{x:.3f}" for x in values.values()))
+        cells = [f"{x:.3f}" for x in values.values()]
+        print_row(name, *cells, *[""] * (2 - len(cells)))
 
 
 def plot(report, path):
