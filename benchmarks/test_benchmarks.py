@@ -210,6 +210,22 @@ def test_tabular_estimator_keeps_networks_of_all_rows_and_scores_rows_left_out()
     )
 
 
+@mock.patch.object(tabular, "FOLDS", 3)
+@cases("name", "EnsembleRegressor", "EnsembleClassifier")
+def test_tabular_fit_that_fails_leaves_the_model_as_it_was(name):
+    x, model = randn(0, 12, 2), getattr(tabular, name)(members=1, epochs=1)
+    model.random_state = 0
+    with mock.patch.object(pe.Trainer, "epoch", solve):
+        model.fit(x, x[:, 0] > 0 if "Class" in name else x[:, 0])
+    before, expected = vars(model).copy(), model.predict(x)
+    for error in KeyboardInterrupt, ValueError:
+        stop = mock.patch.object(pe.Trainer, "epoch", side_effect=error)
+        with stop, pytest.raises(error):
+            model.fit(9 * x[:10], ["dog", "cat"] * 5 if "Class" in name else range(10))
+        assert vars(model) == before
+        assert_array_equal(model.predict(x), expected)
+
+
 def test_tabular_intervals_are_in_the_units_of_the_targets():
     x = 1e8 + np.float64(randn(2, 28, 3))  # float32 would have it in eights
     y = 5e9 + 1e8 * x[:, 0]

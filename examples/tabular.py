@@ -284,6 +284,22 @@ def plainest(losses):  # the first that equals the lowest to a hundredth of a na
     return losses.round(2).argmin(axis=-1)
 
 
+def whole(fit):
+    """Make a fit that fails or is interrupted leave its estimator as it was."""
+
+    @functools.wraps(fit)
+    def fit_or_restore(self, X, y):
+        before = vars(self).copy()
+        try:
+            return fit(self, X, y)
+        except BaseException:
+            vars(self).clear()
+            vars(self).update(before)
+            raise
+
+    return fit_or_restore
+
+
 class Ensemble(BaseEstimator):
     """The part that the two estimators share."""
 
@@ -330,6 +346,7 @@ class EnsembleRegressor(RegressorMixin, Ensemble):
     of each training row, by the networks that did not see it.
     """
 
+    @whole
     def fit(self, X, y):
         """Fit to X [N, F] and y [N], of 2 rows or more."""
         values = np.asarray(y).ravel().tolist()
@@ -368,6 +385,7 @@ class EnsembleRegressor(RegressorMixin, Ensemble):
 class EnsembleClassifier(ClassifierMixin, Ensemble):
     """Predict a class, and the probability of each; see `EnsembleRegressor`."""
 
+    @whole
     def fit(self, X, y):
         """Fit to X [N, F] and y [N], labels of any type, of 2 rows or more."""
         X, y = validate_data(self, X, y, **INPUTS)
