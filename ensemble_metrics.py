@@ -118,6 +118,16 @@ def _blocks(probs: np.ndarray, members: int = 1) -> Iterator:
         yield rows, block
 
 
+def _check_order(what: str, members: np.ndarray, examples: Any) -> None:
+    """Raise ValueError if members are given after the examples, [N, K, ...]."""
+    count, first = np.shape(examples)[:1], members.shape[:2]
+    if first[:1] == count != first[1:] != ():
+        raise ValueError(
+            f"{what} are [{first[0]}, {first[1]}, ...] of {first[0]} examples; expected "
+            f"members first, [K, N, ...], as by numpy.swapaxes({what}, 0, 1)"
+        )
+
+
 def _class_indices(labels: Any, probs: np.ndarray) -> np.ndarray:
     """Flatten labels [...] of probabilities [..., C] to [N], or raise ValueError."""
     labels, last = _real("labels", labels, None), probs.shape[-1] - 1
@@ -272,6 +282,7 @@ def ensemble_report(member_probs: Any, labels: Any) -> dict:
     sum is off 1 by 1e-3 or more.
     """
     probs = _probabilities(member_probs, of_members=True)
+    _check_order("member_probs", probs, labels)
     labels, (members, *_, classes) = _class_indices(labels, probs[0]), probs.shape
     if not labels.size:
         raise ValueError(f"probabilities have shape {probs.shape}; none may be empty")
@@ -334,6 +345,7 @@ def regression_report(means: Any, variances: Any, targets: Any) -> dict:
     """
     means, variances = _real("means", means, None), _real("variances", variances, None)
     targets = _real("targets", targets)
+    _check_order("means", means, targets)
     alike = means.shape == variances.shape and means.shape[1:] == targets.shape
     if means.ndim < 2 or not alike or 0 in means.shape:
         raise ValueError(

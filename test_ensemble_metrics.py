@@ -548,6 +548,14 @@ test_number_or_label_without_a_meaning_is_refused = refuses(
         lambda: em.risk_threshold([1, -np.inf, 2], THREE > 1),
         r"uncertainty\[1\] is -inf, the threshold that keeps no example; expected lar",
     ),
+    (
+        lambda: em.ensemble_report(np.full((3, 2, 4), 0.25), [0, 1, 2]),
+        r"^member_probs are \[3, 2, ...\] of 3 examples; expected members first, \[K, N",
+    ),
+    (
+        lambda: em.regression_report(np.ones((3, 2)), np.ones((3, 2)), np.ones(3)),
+        r"^means are \[3, 2, ...\] of 3 examples; .* as by numpy.swapaxes\(means, 0, 1",
+    ),
     (lambda: em.temper(ONE_HOT, 0), "temperature is 0; expected 1e-30 <= temperature"),
     (lambda: em.temper(ONE_HOT, np.inf), "is inf; expected 1e-30 <= temperature < inf"),
     (lambda: em.fit_temperature(SURE, [0, 0, 0]), IN(3, 0)),
