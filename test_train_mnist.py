@@ -863,6 +863,8 @@ def test_resume_refuses_other_settings_and_damaged_runs(tmp_path, run_in, whole_
     config = path.read_text()
     path.write_text(config.replace('sha256": "', 'sha256": "0'))
     assert f"--resume from {folder}: dataset_sha256 is " in refused(folder)
+    path.write_text("{}")
+    assert refused(folder).endswith(f"error: {path}: 'mode' is missing")
     path.write_text(config)
     for name in checkpoints(folder):
         (folder / name).write_bytes((folder / name).read_bytes()[:1000])

@@ -416,7 +416,8 @@ class Run:
         """Continue from the newest valid checkpoint, which process 0 reads."""
         done, state = 0, self.trainer.gather(self.state)
         if self.folder:
-            config = json.loads((self.folder / "config.json").read_text())
+            with read_json(self.folder / "config.json") as config:
+                config = {name: config[name] for name in self.settings}
             check_same(f"--resume from {self.folder}", self.settings, config)
             done, state = load_checkpoint(self.folder, state, self.recipe)
             self.metrics = read_metrics(self.folder, done // self.num_steps)
@@ -1083,6 +1084,8 @@ class Trained(NamedTuple):
             found = f"images are {images.dtype} {[*images.shape]}"
             form = f"uint8 [N, {shape[0]}, {shape[1]}], pixels from 0 to 255"
             hint = "resize images; turn x in [0, 1] into np.uint8(np.rint(255 * x))"
+            if images.shape in (shape, shape[:2]):
+                hint = "images[None] is an array of one image"
             raise ValueError(f"{found}; expected {form}: {hint}")
         return images.reshape(-1, *shape)
 
