@@ -632,10 +632,10 @@ def _named(tree: PyTree) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
 
 
-def _check_params(params: PyTree) -> None:
-    """Raise ValueError for parameters that are not real floating-point numbers."""
+def _check_params(params: PyTree, kind: Any = jnp.floating) -> None:
+    """Raise ValueError for parameters of another kind, by default than real floats."""
     for name, leaf in _named(params):
-        if not jnp.issubdtype(dtype := jnp.result_type(leaf), jnp.floating):
+        if not jnp.issubdtype(dtype := jnp.result_type(leaf), kind):
             raise ValueError(
                 f"parameter '{name}' is {dtype}; expected floating point: split a "
                 "complex one into two, and keep untrained arrays in model_state"
@@ -1042,6 +1042,7 @@ def _num_parts(batch: PyTree, model_state: PyTree, microbatch: int | str | None)
         microbatch = max((n for n in sizes if rows % n == 0), default=None)
     if not microbatch or rows <= microbatch:
         return 1
+    _check_axes("batch", batch)
     if rows % microbatch:
         raise ValueError(
             f"a device's batch of {rows} does not divide into micro-batches of "
@@ -1342,6 +1343,7 @@ def _make_step(average, part, shards, loss_fn, optimizer, more, *options) -> Cal
 
     def step(state, *batch):
         params, opt_state, model_state, key = state
+        _check_params(params, jnp.inexact)
         num_parts = _num_parts(batch, model_state, microbatch)
         if stateful:
             if key is None:
@@ -2168,7 +2170,8 @@ class _Member(NamedTuple):
     def make_optimizer(self, *hyper):
         form = "with hyper, expected a function, such as lambda h: sgd(h)"
         make = self.optimizer
-        return _call("optimizer", form, make, *hyper) if hyper else make
+        own = hyper and callable(make)
+        return _call("optimizer", form, make, *hyper) if own else make
 
     def make_step(self, parts, hyper, frozen):
         """Make the step of a replica, for a batch that is divided into `parts`."""
@@ -2258,8 +2261,8 @@ class Trainer:
         to return them unchanged.
       hyper: a tree of arrays [K, ...] in which members differ, besides their keys.
         Functions then take the member's own, leaves [...], as their last argument:
-        init_fn(key, h), loss_fn(params, *batch, h), apply_fn(params, inputs, h).  And
-        optimizer(h) returns the member's optimizer.
+        init_fn(key, h), loss_fn(params, *batch, h), apply_fn(params, inputs, h).  An
+        optimizer that is a function, optimizer(h), returns the member's own.
       frozen: a tree of arrays that all members share and none trains, such as the
         weights of a pretrained network, with one copy per device.  init_fn, loss_fn and
         apply_fn then take it as their last argument, after the member's `hyper`.
@@ -2277,8 +2280,9 @@ class Trainer:
         states at work take the memory of so many members.  Results are those of one
         member after another, to rounding.
 
-    `latest` is the state that the last `update` or `epoch` returned, or None.  If
-    Ctrl-C arrives before you assign the result, find it there.
+    `latest` is the state that the last `update` or `epoch` returned, or None before the
+    first after `init` or `scatter`.  If Ctrl-C arrives before you assign the result,
+    find it there.
 
     The trainer copies the arrays that it is given, so later changes to them have no
     effect.  It shares JAX's own arrays, which cannot change, if they are on its devices
@@ -2320,7 +2324,8 @@ class Trainer:
     def __post_init__(self) -> None:
         _count("chunk", self.chunk)
         _count("at_once", self.at_once)
-        own = jax.tree.map(np.asarray, (self.hyper,) if self._hyper else ())
+        on_host = functools.partial(_on_data, np.asarray)
+        own = jax.tree.map(on_host, (self.hyper,) if self._hyper else ())
         for i in range(self.layout.members if own else 1):  # raises if one cannot be
             hyper = jax.tree.map(operator.itemgetter(i), own)
             self._member.make_step(1, hyper, self._frozen)
@@ -2457,6 +2462,7 @@ class Trainer:
         Raises ValueError unless key is one random key, for "rbg" keys with at_once
         above 1, and for an init_fn that returns leaves other than arrays.
         """
+        object.__setattr__(self, "latest", None)  # the trainer is frozen
         return self._do(*self._init(key))
 
     def _init(self, key):
@@ -2526,6 +2532,7 @@ class Trainer:
         _check_axes("members' state", gathered, self.members, expected=expected)
         if gathered.key is not None:
             _check_keys(jax.random.key_data(gathered.key), range(self.members))
+        object.__setattr__(self, "latest", None)
         return self._places.lay("members' state", gathered)
 
     def lower(self, method: str, *args: PyTree, **options: Any) -> jax.stages.Lowered:
@@ -2544,13 +2551,17 @@ class Trainer:
             raise ValueError(f"method is {method!r}; expected {expected}")
 
         def zeros(x):  # in the memory of one number, whatever the shape
+            x = _numbers(method, x)
+            if _is_key(x):
+                return x
             return np.broadcast_to(np.zeros((), jnp.result_type(x)), np.shape(x))
 
         if method != "init":
             places, key = self._places, jax.random.key(0)
             where = functools.partial(places.divide, sharding=places.by_slot)
             state = self._state_form(len(places.slots[0]), key, where)
-            args = state, *jax.tree.map(zeros, args)
+            args, options = jax.tree.map(zeros, (args, options))
+            args = state, *args
         work = getattr(self, f"_{method}")(*args, **options)
         _, work = next(work) if method == "predict" else (None, work)
         f, state, *given = work

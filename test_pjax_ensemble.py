@@ -1192,6 +1192,33 @@ def test_a_refused_update_keeps_its_state(make, make_state, options, shape, mess
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
 
 
+def test_a_batch_is_cut_only_if_its_leaves_are_of_one_length():
+    def loss_fn(params, x, class_weights):
+        return params * x.mean() * class_weights.sum()
+
+    x, class_weights = np.ones((2, 8)), np.ones((2, 4))
+    said = "first axes of the batch have lengths [(4,), (8,)]; expected"
+    for microbatch, message in (4, said), ("auto", None), (None, None):
+        update = pe.make_sync_update(loss_fn, SGD, microbatch=microbatch)
+        if message:
+            state = one_number(2)
+            assert message in said_by(ValueError, update, state, x, class_weights)
+        else:
+            assert_close(update(one_number(2), x, class_weights)[1], np.float32([4, 4]))
+
+
+def test_integer_parameters_are_named_under_any_optimizer():
+    def init(key):
+        return {"n": jnp.int32(3), "w": jnp.ones(2)}
+
+    def loss_fn(params, x):
+        return (params["w"] * x).mean()
+
+    made = pe.make_trainer(init, loss_fn, optax.sgd(0.1), members=1, devices=1)
+    said = said_by(ValueError, made.update, made.init(KEY), np.ones((3, 2)))
+    assert said.startswith("parameter '['n']' is int32; expected floating point: ")
+
+
 def norm_init(key):
     norm, stats = pe.batch_norm_init(5)
     return (pe.dense_init(key, 3, 5), norm), stats
@@ -1846,6 +1873,67 @@ def test_lower_takes_shapes_alone_and_moves_no_data():
     assert "first axes of the batch" in bad
     vars(trainer._places)["absent"] = True  # as with a topology's devices
     assert "which cannot run; use T" in said_by(ValueError, trainer.init, KEY)
+
+
+class Frame:
+    """Make as much of an array as a frame does: it has a shape and converts itself."""
+
+    def __init__(self, array):
+        self.array, self.shape = array, array.shape
+
+    def __array__(self, dtype=None, copy=None):
+        return self.array if dtype is None else self.array.astype(dtype)
+
+
+def test_lower_takes_arguments_as_the_method_does():
+    def loss_fn(params, images, keys):
+        return net(params, images).mean() * jax.vmap(jax.random.uniform)(keys).mean()
+
+    keys, images = jax.random.split(KEY, 4), image_data()[0][:4]
+    trainer = net_trainer.__wrapped__(1, 1, loss_fn)
+    order = np.zeros((2, 4), int)
+
+    def text(*args, **named):
+        return trainer.lower(*args, **named).as_text()
+
+    frame = Frame(images)
+    assert text("update", frame, keys) == text("update", images, keys)
+    data = images, keys
+    assert text("epoch", order=Frame(order), data=data) == text("epoch", data, order)
+    assert text("predict", inputs=frame) == text("predict", images)
+    assert text("init", key=KEY) == text("init", KEY)
+
+
+def test_latest_is_none_from_init_and_scatter_on():
+    trainer, state = begin(net_trainer(2, 2))
+    batch = net_batches(1)[0]
+    for make in (lambda: trainer.init(KEY)), (lambda: trainer.scatter(gathered)):
+        state, _ = trainer.update(state, *batch)
+        assert trainer.latest is state
+        gathered = trainer.gather(state)
+        state = make()
+        assert trainer.latest is None
+
+
+def test_hyper_may_hold_random_keys_beside_a_plain_optimizer():
+    def loss_fn(params, images, labels, h):
+        key = h["key"] if trainer is plain else jax.random.wrap_key_data(h["key"])
+        return net_loss(params, images, labels) * jax.random.uniform(key)
+
+    keys, losses = jax.random.split(jax.random.key(5), 3), []
+    options = dict(members=3, devices=2, loss_fn=loss_fn, apply_fn=None)
+    hyper = {"key": keys, "unused": np.ones(3)}
+    init = dict(init_fn=lambda key, h: net_init(key))
+    plain = pe.make_trainer(**init, **options, optimizer=SGD, hyper=hyper)
+    hyper = hyper | {"key": jax.random.key_data(keys)}
+    made = dict(optimizer=lambda h: SGD, hyper=hyper)
+    for trainer in plain, pe.make_trainer(**init, **options, **made):
+        state = trainer.init(KEY)
+        for batch in net_batches(2):
+            state, loss = trainer.update(state, *batch)
+        losses.append(loss)
+    assert_array_equal(*losses)
+    assert len({*losses[0].tolist()}) == 3
 
 
 def test_states_kept_flat_between_members_have_the_same_bits():
@@ -2940,7 +3028,11 @@ test_make_trainer_refuses_options_that_do_not_fit = refuses(
     (making(devices=jax.devices()[:1] * 2), "devices are .* each once, of one plat"),
     (making(devices=[mock.Mock(platform=x) for x in "ab"]), "are .*of one platform"),
     (making(optimizer=lambda h: SGD), "optimizer is function; expected one with init"),
-    (making(hyper=np.ones(2)), "optimizer: .*; with hyper, expected a function"),
+    (
+        making(hyper=np.ones(2), optimizer=lambda: SGD),
+        "optimizer: .*; with hyper, expected a function",
+    ),
+    (making(hyper=np.ones(2), optimizer=3), "optimizer is int; expected one with init"),
     (making(hyper=np.ones(3)), r"\[\(3,\)\]; expected arrays \[K, ...\].* 2 members"),
     (making(hyper=np.array(["a", "b"])), "hyper: found ndarray of <U1; expected numb"),
     (making(hyper=[0.1, 0.2]), r"\[\(\)\]; expected arrays .*; a list holds numbers:"),
