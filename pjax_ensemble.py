@@ -179,10 +179,22 @@ def _output_size(images, size, stride, padding):
     return (rows, columns), (pads[0][0], pads[1][0])
 
 
-def _shifted(x: Array, axis: int, count: int, length: int, stride: int = 1) -> list:
-    """Slice `count` views of `length` steps along an axis; view i begins at i."""
-    span = (length - 1) * stride + 1
-    return [lax.slice_in_dim(x, i, i + span, stride, axis) for i in range(count)]
+def _shifted(x, axis, count, length, stride=1, apart=1) -> list[Array]:
+    """Slice `count` views of `length` steps along an axis, some entries apart."""
+    span, starts = (length - 1) * stride + 1, range(0, count * apart, apart)
+    return [lax.slice_in_dim(x, i, i + span, stride, axis) for i in starts]
+
+
+def _views(x, places, size, strides, apart) -> list[Array]:
+    """List the views [N, H', W', C] of x, one from each place of a window, row-major.
+
+    All arguments but x [N, H, W, C] have an entry for each axis, of which there may be
+    any number.  Places are so many entries apart.
+    """
+    views = [x]
+    for axis, each in enumerate(zip(places, size, strides, apart), 1):
+        views = [part for view in views for part in _shifted(view, axis, *each)]
+    return views
 
 
 def _check_features(inputs: Array, weight: Array, axis: int = -2) -> None:
@@ -351,10 +363,8 @@ def _windows(images: Array, window: Any, stride: Any) -> list[Array]:
     """
     size = _pair("window", window)
     stride = size if stride is None else _pair("stride", stride)
-    (rows, columns), _ = _output_size(images, size, stride, "VALID")
-    bands = _shifted(images, 1, size[0], rows, stride[0])
-    across = size[1], columns, stride[1]
-    return [view for band in bands for view in _shifted(band, 2, *across)]
+    shape, _ = _output_size(images, size, stride, "VALID")
+    return _views(images, size, shape, stride, (1, 1))
 
 
 def avg_pool(images: Array, window: Pair = 2, *, stride: Pair | None = None) -> Array:
@@ -1073,72 +1083,52 @@ def _channels_last(ndim: int) -> lax.ConvDimensionNumbers:
     return lax.ConvDimensionNumbers(images, kernel, images)
 
 
-def _has_negative_padding(how: dict) -> bool:
-    return any(pad < 0 for pads in how["padding"] for pad in pads)
+def _pad(x, edges):
+    """Put zeros around x [N, H, W, C] and between its entries; negative edges cut."""
+    no = (0, 0, 0)
+    return lax.pad(x, jnp.zeros((), x.dtype), [no, *edges, no])
 
 
-def _joined(x, axis, starts, length, stride=1):
-    """Join views of an axis, each from a start on, as channels; x has zeros around."""
-    span, views = (length - 1) * stride + 1, []
-    for start in starts:
-        edges = [(0, 0, 0)] * x.ndim
-        edges[axis] = -start, start + span - x.shape[axis], 0
-        view = lax.pad(x, jnp.zeros((), x.dtype), edges)
-        views.append(lax.slice_in_dim(view, 0, span, stride, axis))
-    return jnp.concatenate(views, axis=-1)
-
-
-def _kernel_gradient(x, g, size, strides, dilation, padding):
+def _kernel_gradient(x, g, edges, size, strides, dilation):
     """Return the sum over n, h, w of x[n, i s + h d, j s + w d, I] g[n, h, w, O].
 
-    x [N, H, W, I], with zeros around, and g [N, H', W', O] -> [kh, kw, I, O], for any
+    x [N, H, W, I], padded by its edges, and g [N, H', W', O] -> [kh, kw, I, O], for any
     number of axes.  Each product takes a chunk of the batch that fits a core's cache.
     Columns of x are gathered for it.  So are rows if d > 1; otherwise rows of g are
     moved.
     """
-    each = zip(size, strides, padding)
-    starts = [range(-low, n * step - low, step) for n, step, (low, _) in each]
+    length, wide = g.shape[1:-1], _wide(x.dtype)
     rows = size[0] if dilation[0] == 1 else 1  # of the kernel, by moving g
-    ins, outs, wide = x.shape[-1], g.shape[-1], _wide(x.dtype)
-    shape = math.prod(size) // rows * ins, rows * outs
+    places = size[0] // rows, *size[1:]  # of a window, where x is gathered
+    shape = math.prod(places) * x.shape[-1], rows * g.shape[-1]
     num_bytes = math.prod(g.shape[:-1]) * sum(shape) * wide.itemsize
     chunks = min(-(-num_bytes // _CHUNK_BYTES), len(x))
     while len(x) % chunks:
         chunks += 1
 
     def add(total, chunk):
-        x, g = chunk
-        length = g.shape[1:-1]
+        x, g = _pad(chunk[0], edges), chunk[1]
         if rows > 1:
-            g = _joined(g, 1, [-i for i in starts[0]], x.shape[1])
-        for i in reversed(range(rows > 1, len(size))):
-            x = _joined(x, i + 1, starts[i], length[i], dilation[i])
+            spare, still = x.shape[1] - length[0], [(0, 0, 0)] * (len(size) - 1)
+            above = range(0, rows * strides[0], strides[0])
+            moved = [_pad(g, [(i, spare - i, 0), *still]) for i in above]
+            g = jnp.concatenate(moved, axis=-1)
+        views = _views(x, places, g.shape[1:-1], dilation, strides)
+        x = jnp.concatenate(views, axis=-1)
         x, g = (y.reshape(-1, y.shape[-1]).astype(wide) for y in (x, g))
         return total + lax.dot_general(x, g, (((0,), (0,)), ((), ()))), None
 
     parts = [y.reshape(chunks, -1, *y.shape[1:]) for y in (x, g)]
     total, _ = lax.scan(add, jnp.zeros(shape, wide), parts)
-    total = total.reshape(*size[rows > 1 :], ins, rows, outs)
-    return jnp.moveaxis(total, -2, 0).reshape(*size, ins, outs)
-
-
-def _views(x, places, apart, size, steps):
-    """Yield the view [N, H, W, C] of x from each place of a window on, for any axes.
-
-    Places are so many entries apart, and a view takes each entry after so many steps.
-    """
-    for place in np.ndindex(*places):
-        starts = [i * d for i, d in zip(place, apart)]
-        stops = [i + (n - 1) * d + 1 for i, n, d in zip(starts, size, steps)]
-        stops = len(x), *stops, x.shape[-1]
-        yield lax.slice(x, (0, *starts, 0), stops, (1, *steps, 1))
+    total = total.reshape(*places, x.shape[-1], rows, g.shape[-1])
+    return jnp.moveaxis(total, -2, 0).reshape(*size, x.shape[-1], g.shape[-1])
 
 
 def _depthwise(x, kernel, size, strides, dilation):
     """Return the sum over h, w of x[n, i s + h d, j s + w d, C] kernel[h, w, C]."""
     wide, ones = _wide(x.dtype), [1] * (x.ndim - 1)
     weights = kernel.astype(wide).reshape(-1, *ones, kernel.shape[-1])
-    views = _views(x, kernel.shape[:-1], dilation, size, strides)
+    views = _views(x, kernel.shape[:-1], size, strides, dilation)
     return sum(view.astype(wide) * w for view, w in zip(views, weights))
 
 
@@ -1150,7 +1140,7 @@ def _depthwise_gradient(x, g, size, strides, dilation):
 
     def add(totals, example):
         x, g = (y[None].astype(_wide(y.dtype)) for y in example)
-        views = _views(x, size, strides, g.shape[1:-1], dilation)
+        views = _views(x, size, g.shape[1:-1], dilation, strides)
         return [total + view * g for total, view in zip(totals, views)], None
 
     zeros = [jnp.zeros_like(g[:1], _wide(g.dtype))] * math.prod(size)
@@ -1159,23 +1149,13 @@ def _depthwise_gradient(x, g, size, strides, dilation):
     return jnp.stack(sums).reshape(*size, g.shape[-1])
 
 
-def _is_depthwise(kernel, groups) -> bool:
-    """Return whether an HWIO kernel has a window, not too large, for each channel."""
-    *length, ins, outs = kernel
-    return ins == 1 < outs == groups and math.prod(length) <= 64
-
-
-def _gains_by_pairs(kernel, size, how) -> bool:
-    """Return whether two columns of outputs are faster as one of twice the channels.
-
-    The kernel is HWIO, the size of the outputs (H', W').  On CPUs, XLA's fastest
-    routine takes more than 16 channels.
-    """
-    *length, ins, outs = kernel
-    simple = how["feature_group_count"] == how["rhs_dilation"][-1] == 1
-    simple = simple and how["batch_group_count"] == max(how["lhs_dilation"]) == 1
-    few = max(ins, outs) <= 16 < 2 * outs and size[-1] % 2 == 0
-    return simple and few and length[-1] > how["window_strides"][-1]
+def _way(kernel, how) -> str:
+    """Choose how a CPU convolves NHWC images with an HWIO kernel of this shape."""
+    *window, ins, outs = kernel
+    if ins == 1 < outs == how["feature_group_count"] and math.prod(window) <= 64:
+        return "depthwise"
+    cut = any(pad < 0 for pads in how["padding"] for pad in pads)
+    return "cut" if cut else "library"  # XLA's
 
 
 def _convolve(lhs, rhs, *, dimension_numbers, **how):
@@ -1189,57 +1169,42 @@ def _convolve(lhs, rhs, *, dimension_numbers, **how):
 
     as_it_is = functools.partial(convolve, dimension_numbers=dimension_numbers)
     made = jax.eval_shape(as_it_is, lhs, rhs)
-    size, back = [made.shape[i] for i in s], np.argsort((b, *s, f))
-    groups, strides = how["batch_group_count"], how["window_strides"]
-    steps, no_edges = (strides, how["rhs_dilation"]), ((0, 0),) * len(s)
-
-    def padded(x, edges=how["padding"]):
-        """Put zeros between entries of x and around them; negative edges cut off."""
-        pads = [(*edge, d - 1) for edge, d in zip(edges, how["lhs_dilation"])]
-        return lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), *pads, (0, 0, 0)])
-
-    def kernel_gradient(x, g):
-        x, g = x.transpose(features, *space, batch), g.transpose(ins, *window, out)
-        if groups > 1:
-            kernel = _depthwise_gradient(padded(x), g, size, *steps)[None]
-        else:
-            x = padded(x, no_edges)
-            kernel = _kernel_gradient(x, g, size, *steps, how["padding"])
-            kernel = jnp.moveaxis(kernel, -2, 0)
-        return kernel.astype(made.dtype).transpose(back)
+    size, groups = [made.shape[i] for i in s], how["batch_group_count"]
+    edges = [(*pads, d - 1) for pads, d in zip(how["padding"], how["lhs_dilation"])]
+    steps = how["window_strides"], how["rhs_dilation"]
+    # A kernel's gradient is a sum over the first axis, with windows of its size.
+    if groups > 1:
+        each = lhs.shape[batch] == rhs.shape[out] == groups
+        is_gradient = each and math.prod(size) <= 64
+    else:
+        wide = math.prod(size) < math.prod(rhs.shape[i] for i in window)
+        is_gradient = features < batch and wide and how["feature_group_count"] == 1
 
     def on_cpu(lhs, rhs):
-        lhs = lhs.transpose(batch, *space, features)
-        rhs = rhs.transpose(*window, ins, out)
-        own = {}
-        if is_depthwise:
-            outputs = _depthwise(padded(lhs), rhs[..., 0, :], size, *steps)
-            return outputs.astype(made.dtype).transpose(back)
-        if _has_negative_padding(how):
-            lhs = padded(lhs)
-            own = dict(padding=no_edges, lhs_dilation=(1,) * len(s))
-        if groups > 1:  # of the batch; as groups of features they are faster
-            lhs = jnp.moveaxis(lhs.reshape(groups, -1, *lhs.shape[1:]), 0, -2)
-            lhs = lhs.reshape(*lhs.shape[:-2], groups * lhs.shape[-1])
-            own |= dict(batch_group_count=1, feature_group_count=groups)
-        if _gains_by_pairs(rhs.shape, size, how | own):
-            step, axis = strides[-1], len(s) - 1
-            rhs = _joined(rhs, axis, (0, -step), rhs.shape[axis] + step)
-            own |= dict(window_strides=(*strides[:-1], 2 * step))
-        outputs = convolve(lhs, rhs, dimension_numbers=_channels_last(lhs.ndim), **own)
-        return outputs.reshape(len(lhs), *size, made.shape[f]).transpose(back)
+        x, own = lhs.transpose(batch, *space, features), {}
+        kernel = rhs.transpose(*window, ins, out)
+        way = _way(kernel.shape, how)
+        if is_gradient:
+            x, g = x.swapaxes(0, -1), jnp.moveaxis(kernel, -2, 0)
+            if groups > 1:
+                y = _depthwise_gradient(_pad(x, edges), g, size, *steps)[None]
+            else:
+                y = _kernel_gradient(x, g, edges, size, *steps)
+                y = jnp.moveaxis(y, -2, 0)
+        elif way == "depthwise":
+            y = _depthwise(_pad(x, edges), kernel[..., 0, :], size, *steps)
+        else:
+            if way == "cut":
+                x = _pad(x, edges)
+                own = dict(padding=((0, 0),) * len(s), lhs_dilation=(1,) * len(s))
+            if groups > 1:  # of the batch; as groups of features they are faster
+                x = jnp.moveaxis(x.reshape(groups, -1, *x.shape[1:]), 0, -2)
+                x = x.reshape(*x.shape[:-2], -1)
+                own |= dict(batch_group_count=1, feature_group_count=groups)
+            y = convolve(x, kernel, dimension_numbers=_channels_last(x.ndim), **own)
+        return y.astype(made.dtype).transpose(np.argsort((b, *s, f)))
 
-    # A kernel's gradient is a sum over the first axis, with windows of its size.
-    floating = jnp.issubdtype(made.dtype, jnp.inexact)
-    kernel = [rhs.shape[i] for i in (*window, ins, out)]
-    is_depthwise = floating and _is_depthwise(kernel, how["feature_group_count"])
-    dense = groups == how["feature_group_count"] == 1
-    wide = math.prod(size) < math.prod(kernel[:-2])
-    is_gradient = dense and wide and features < batch
-    kernel = *size, lhs.shape[batch] // groups, rhs.shape[out]
-    is_gradient |= _is_depthwise(kernel, groups)
-    cpu = kernel_gradient if is_gradient and floating else on_cpu
-    return lax.platform_dependent(lhs, rhs, cpu=cpu, default=as_it_is)
+    return lax.platform_dependent(lhs, rhs, cpu=on_cpu, default=as_it_is)
 
 
 def _rewrite(x: Any) -> Any:
@@ -1259,12 +1224,10 @@ def _rewrite(x: Any) -> Any:
         return x
     if x.primitive is lax.conv_general_dilated_p:
         form = x.params["dimension_numbers"]
-        forms: Any = [v.aval for v in (x.invars[1], x.outvars[0])]
-        kernel, (_, *size, _) = (form.shape for form in forms)
+        kernel: Any = x.invars[1].aval
         canonical = form == _channels_last(len(form.lhs_spec))
-        slow = _has_negative_padding(x.params)
-        slow |= _is_depthwise(kernel, x.params["feature_group_count"])
-        if canonical and not (slow or _gains_by_pairs(kernel, size, x.params)):
+        as_it_is = canonical and _way(kernel.shape, x.params) == "library"
+        if as_it_is or not jnp.issubdtype(kernel.dtype, jnp.inexact):
             return x
         program = jax.jit(functools.partial(_convolve, **x.params))
         with jax.disable_jit(False):  # so that the call is one equation
@@ -2551,9 +2514,8 @@ class Trainer:
             raise ValueError(f"method is {method!r}; expected {expected}")
 
         def zeros(x):  # in the memory of one number, whatever the shape
-            x = _numbers(method, x)
-            if _is_key(x):
-                return x
+            if isinstance(x, bool) or _is_key(x := _numbers(method, x)):
+                return x  # per_member, or a key
             return np.broadcast_to(np.zeros((), jnp.result_type(x)), np.shape(x))
 
         if method != "init":

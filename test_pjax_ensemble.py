@@ -1525,7 +1525,7 @@ def test_an_optimizer_rounds_alike_for_a_member_alone_and_beside_another(make, d
 
 # Convolutions of other libraries: shapes of images and kernel, and the parameters.
 CONVOLUTIONS = {
-    "NHWC": ((2, 6, 5, 3), (3, 3, 3, 16), {}),
+    "NHWC": ((2, 6, 5, 3), (3, 3, 3, 4), {}),
     "any": ((3, 5, 2, 6), (4, 3, 3, 2), dict(axes="CWNH OHIW WCHN")),
     "summed": (
         *((3, 5, 2, 6), (4, 5, 3, 4)),
@@ -1555,17 +1555,6 @@ CONVOLUTIONS = {
     "dilated": (
         *((2, 6, 5, 3), (3, 3, 3, 4)),
         dict(padding=[(2, 2), (1, 3)], lhs_dilation=(2, 1), rhs_dilation=(1, 2)),
-    ),
-    "few channels": (
-        (2, 5, 6, 3),
-        (3, 3, 3, 16),
-        dict(strides=(1, 2), padding="VALID"),
-    ),
-    "few, dilated": ((2, 5, 6, 3), (3, 2, 3, 16), dict(rhs_dilation=(1, 2))),
-    "few, spread": (
-        (2, 5, 5, 3),
-        (3, 2, 3, 16),
-        dict(lhs_dilation=(1, 2), padding=[(0, 0), (1, 1)]),
     ),
 }
 
@@ -1639,7 +1628,6 @@ def test_a_kernels_gradient_is_a_product_of_chunks_of_the_batch():
     kernels = re.findall(
         r"stablehlo.convolution.*, tensor<(\S+)xf32>\) ", fast.as_text()
     )
-    assert "3x4x16x32" in kernels  # of two columns at once
     assert jax.__version_info__ < (0, 10) or "32x32x64x16" not in kernels
     fast, slow = fast.compile(), slow.compile()
     assert_close(fast(*args), slow(*args))
@@ -1907,11 +1895,10 @@ def test_lower_takes_arguments_as_the_method_does():
 def test_latest_is_none_from_init_and_scatter_on():
     trainer, state = begin(net_trainer(2, 2))
     batch = net_batches(1)[0]
-    for make in (lambda: trainer.init(KEY)), (lambda: trainer.scatter(gathered)):
+    for make, *args in (trainer.init, KEY), (trainer.scatter,):
         state, _ = trainer.update(state, *batch)
         assert trainer.latest is state
-        gathered = trainer.gather(state)
-        state = make()
+        state = make(*args or [trainer.gather(state)])
         assert trainer.latest is None
 
 
@@ -2561,9 +2548,9 @@ def test_a_trainer_warns_once_of_members_that_cannot_differ():
         trainer = pe.make_trainer(**plain | options)
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            call(trainer, trainer.init(KEY), *args)
+            state, _ = call(trainer, trainer.init(KEY), *args)
             at_first = len(found)
-            metrics = call(trainer, trainer.init(KEY), *args)[1]
+            _, metrics = call(trainer, state, *args)
         assert len(found) == at_first
         assert all(w.filename == __file__ for w in found)
         assert all("the 2 members have equal weights" in str(w.message) for w in found)
@@ -2843,9 +2830,10 @@ def test_a_copy_of_a_trainer_works_without_the_original():
         assert leaves_equal(copied.predict(copied.latest, inputs), probs)
     del trainer
     assert copied.layout == (2, 2, 1, 1)
-    assert leaves_equal(copied.predict(copied.scatter(first), inputs), probs)
+    state = copied.scatter(first)
+    assert leaves_equal(copied.predict(state, inputs), probs)
     other = [x[:6] for x in batch]  # compiles another program
-    assert copied.update(copied.latest, *other)[1].shape == expected.shape
+    assert copied.update(state, *other)[1].shape == expected.shape
 
 
 def test_trainers_and_states_have_one_line_reprs_without_values():
