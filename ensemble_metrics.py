@@ -38,8 +38,8 @@ import numpy as np
 # fmt: off
 __all__ = [
     "predictive_entropy", "mutual_information", "reliability", "ensemble_report",
-    "regression_report", "auroc", "conformal_quantile", "risk_threshold", "temper",
-    "fit_temperature",
+    "regression_report", "auroc", "fpr95", "aurc", "conformal_quantile",
+    "risk_threshold", "temper", "fit_temperature",
 ]
 # fmt: on
 
@@ -123,8 +123,8 @@ def _check_order(what: str, members: np.ndarray, examples: Any) -> None:
     count, first = np.shape(examples)[:1], members.shape[:2]
     if first[:1] == count != first[1:] != ():
         raise ValueError(
-            f"{what} are [{first[0]}, {first[1]}, ...] of {first[0]} examples; expected "
-            f"members first, [K, N, ...], as by numpy.swapaxes({what}, 0, 1)"
+            f"{what} are [{first[0]}, {first[1]}, ...] of {first[0]} examples; "
+            f"expected members first, [K, N, ...], as by numpy.swapaxes({what}, 0, 1)"
         )
 
 
@@ -392,6 +392,25 @@ def _one_axis(name: str, scores: Any) -> np.ndarray:
     return scores
 
 
+def _sorted_scores(scores_in: Any, scores_out: Any) -> tuple:
+    """Return two sets of scores in float64, sorted, or raise ValueError."""
+    inside = np.sort(_one_axis("scores_in", scores_in))
+    outside = np.sort(_one_axis("scores_out", scores_out))
+    if not inside.size or not outside.size:
+        found = f"{inside.size} scores_in and {outside.size} scores_out"
+        raise ValueError(f"there are {found}; expected one or more of each")
+    return inside, outside
+
+
+def _check_wrong(wrong: Any, scores: np.ndarray) -> np.ndarray:
+    """Return booleans [n] like the scores, or raise ValueError."""
+    wrong = _real("wrong", wrong, None)
+    if wrong.dtype != bool or wrong.shape != scores.shape:
+        found = f"wrong is {wrong.dtype}{[*wrong.shape]}"
+        raise ValueError(f"{found}; expected bool{[*scores.shape]}, one per example")
+    return wrong
+
+
 def auroc(scores_in: Any, scores_out: Any) -> float:
     """Return the area under the ROC curve of a score that detects outliers.
 
@@ -404,13 +423,43 @@ def auroc(scores_in: Any, scores_out: Any) -> float:
     Raises ValueError for scores that are empty, not of one axis, masked, not real, or
     nan.
     """
-    inside = np.sort(_one_axis("scores_in", scores_in))
-    outside = _one_axis("scores_out", scores_out)
-    if not inside.size or not outside.size:
-        found = f"{inside.size} scores_in and {outside.size} scores_out"
-        raise ValueError(f"there are {found}; expected one or more of each")
+    inside, outside = _sorted_scores(scores_in, scores_out)
     below, up_to = (np.searchsorted(inside, outside, s) for s in ("left", "right"))
     return float((below + up_to).mean() / (2 * len(inside)))
+
+
+def fpr95(scores_in: Any, scores_out: Any) -> float:
+    """Return the false positive rate of a score that detects 95% of the outliers.
+
+    The arguments are as in `auroc`.  The rate is the fraction of scores_in at or above
+    the largest threshold that 95% of scores_out or more are at or above (Hendrycks et
+    al. 2019, "Deep anomaly detection with outlier exposure", section 4.1, where
+    outliers are the positives, too): 0 is a perfect detector.
+
+    Raises ValueError as `auroc` does.
+    """
+    inside, outside = _sorted_scores(scores_in, scores_out)
+    return float((inside >= outside[len(outside) * 5 // 100]).mean())
+
+
+def aurc(uncertainty: Any, wrong: Any) -> float:
+    """Return the area under the risk-coverage curve of an uncertainty, lower is better.
+
+    uncertainty [n] and wrong [n], booleans, are as in `risk_threshold`.  The area is
+    the mean over k = 1 to n of the error rate among the k surest examples (Geifman et
+    al. 2019, "Bias-reduced uncertainty estimation").  Examples of equal uncertainty
+    count as if each were as wrong as their mean.
+
+    Raises ValueError for uncertainty that is not [n] with n >= 1, masked, not real, or
+    nan, and for wrong that is not n booleans.
+    """
+    scores = _one_axis("uncertainty", uncertainty)
+    wrong = _check_wrong(wrong, scores)
+    if not scores.size:
+        raise ValueError("uncertainty is empty; expected one or more examples")
+    _, group, sizes = np.unique(scores, return_inverse=True, return_counts=True)
+    rates = np.repeat(np.bincount(group, wrong) / sizes, sizes)
+    return float((np.cumsum(rates) / np.arange(1, len(rates) + 1)).mean())
 
 
 # ---------------------------------------------------------------------------------
@@ -478,13 +527,11 @@ def risk_threshold(
     infinity, for wrong that is not n booleans, and for a risk or a confidence outside
     (0, 1).
     """
-    scores, wrong = _one_axis("uncertainty", uncertainty), _real("wrong", wrong, None)
+    scores = _one_axis("uncertainty", uncertainty)
     if (lowest := scores.min(initial=math.inf)) == -math.inf:
         found = f"uncertainty[{scores.argmin()}] is {lowest}, the threshold that keeps"
         raise ValueError(f"{found} no example; expected larger numbers")
-    if wrong.dtype != bool or wrong.shape != scores.shape:
-        found = f"wrong is {wrong.dtype}{[*wrong.shape]}"
-        raise ValueError(f"{found}; expected bool{[*scores.shape]}, one per example")
+    wrong = _check_wrong(wrong, scores)
     _check_range("risk", risk, 1, low=1e-9)
     _check_range("confidence", confidence, 1, low=1e-9)
     order = np.argsort(scores)

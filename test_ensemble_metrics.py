@@ -120,6 +120,8 @@ METRICS = [  # with the arrays that they take, by the names in the messages
     (em.ensemble_report, {"probabilities": SURE[None], "labels": LABELS}),
     (regression, {"means": TWO, "variances": TWO, "targets": TWO[0]}),
     (em.auroc, {"scores_in": THREE, "scores_out": THREE}),
+    (em.fpr95, {"scores_in": THREE, "scores_out": THREE}),
+    (em.aurc, {"uncertainty": THREE, "wrong": THREE > 1}),
     (em.conformal_quantile, {"scores": THREE}),
     (em.risk_threshold, {"uncertainty": THREE, "wrong": THREE > 1}),
     (lambda probs: em.temper(probs, 2), {"probabilities": HALVES}),
@@ -394,6 +396,31 @@ def test_auroc_counts_pairs_and_agrees_with_scikit_learn():
     assert em.auroc([0, 1], [2, np.inf]) == 1 and em.auroc([2], [1]) == 0
 
 
+def test_fpr95_is_the_lowest_rate_of_a_threshold_that_detects_95_percent():
+    rng = np.random.default_rng(0)
+    for count in (1, 7, 19, 20, 21, 40, 60):
+        inside, outside = rng.integers(40, size=50), rng.integers(10, 50, size=count)
+        rates = [
+            (inside >= t).mean()
+            for t in range(51)
+            if 100 * (outside >= t).sum() >= 95 * count
+        ]
+        assert em.fpr95(inside, outside) == min(rates)
+    assert em.fpr95([0, 1], [2, np.inf]) == 0 and em.fpr95([2], [1]) == 1
+
+
+def test_aurc_is_the_mean_error_of_the_surest_examples_over_orders_of_equal_ones():
+    scores, wrong = np.array([2, 0, 1, 1, 3, 1]), np.array([1, 0, 1, 0, 0, 0], bool)
+    areas = []
+    for order in itertools.permutations(range(6)):
+        if (np.diff(scores[[*order]]) >= 0).all():
+            errors = [wrong[[*order[:k]]].mean() for k in range(1, 7)]
+            areas.append(np.mean(errors))
+    assert len(areas) == 6
+    assert_allclose(em.aurc(scores, wrong), np.mean(areas), rtol=1e-12)
+    assert em.aurc([1, 2], [False, False]) == 0 and em.aurc([5], [True]) == 1
+
+
 # ---------------------------------------------------------------------------------
 # Decisions
 # ---------------------------------------------------------------------------------
@@ -550,7 +577,7 @@ test_number_or_label_without_a_meaning_is_refused = refuses(
     ),
     (
         lambda: em.ensemble_report(np.full((3, 2, 4), 0.25), [0, 1, 2]),
-        r"^member_probs are \[3, 2, ...\] of 3 examples; expected members first, \[K, N",
+        r"^member_probs are \[3, 2, ...\] of 3 examples; expected members first, \[",
     ),
     (
         lambda: em.regression_report(np.ones((3, 2)), np.ones((3, 2)), np.ones(3)),
