@@ -431,6 +431,19 @@ def test_resumed_run_ends_in_the_bits_of_one_that_was_never_stopped(
     assert_allclose(probs.sum(axis=1), 1, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_a_run_that_skips_all_steps_keeps_its_last_good_checkpoint(tmp_path, script):
+    flags = "--learning-rate 1e36 --skip-nonfinite --save-every .25 --keep 2 --workdir"
+    status, _, err = script(RUN, flags, tmp_path)
+    assert status == 3 and err.endswith("(the checkpoint of step 0 is good)\n")
+    assert checkpoints(tmp_path) == names_of(0, 6, 8)
+    for path in tmp_path.glob("checkpoint_00000000*"):
+        path.unlink()
+    status, _, err = script(RUN, flags, tmp_path, "--resume")
+    assert status == 3 and "good" not in err
+    assert checkpoints(tmp_path) == names_of(6, 8)
+
+
 @pytest.mark.once
 def test_run_of_one_model_stops_when_it_is_not_finite(tmp_path, run_in, monkeypatch):
     def shift(key, images, max_shift):
@@ -864,7 +877,7 @@ def test_resume_refuses_other_settings_and_damaged_runs(tmp_path, run_in, whole_
     path.write_text(config.replace('sha256": "', 'sha256": "0'))
     assert f"--resume from {folder}: dataset_sha256 is " in refused(folder)
     path.write_text("{}")
-    assert refused(folder).endswith(f"error: {path}: 'mode' is missing")
+    assert refused(folder).endswith(f"error: {path}: 'members' is missing")
     path.write_text(config)
     for name in checkpoints(folder):
         (folder / name).write_bytes((folder / name).read_bytes()[:1000])
@@ -886,7 +899,7 @@ def test_folder_belongs_to_one_run(tmp_path, run_in):
 
 def save_steps(folder, keep, *steps):
     for step in steps:
-        tm.save_checkpoint(folder, np.array(step), step, keep)
+        tm.save_checkpoint(folder, np.array(step), step, keep, good=step)
 
 
 def test_checkpoints_are_whole_at_any_point_of_a_save(tmp_path, monkeypatch):
@@ -1253,6 +1266,15 @@ def test_damaged_config_is_named(tmp_path, config):
     assert said.startswith(f"{tmp_path} holds no finished run: {message}")
 
 
+@mock.patch.object(tm, "Run", side_effect=tm.Failure("stopped"))
+def test_a_notice_says_that_running_statistics_need_more_steps(run, script):
+    for flags, share in ("--epochs 1", 38), ("--epochs 3", 6), ("--epochs 4", 0):
+        _, out, _ = script("--network batchnorm --batch-size 8", flags)
+        said = f"running statistics are {share}% their initial values; take 300"
+        assert (said in out) == (share > 0)
+    assert "notice: after" not in script("--epochs 1")[1]
+
+
 ANNOUNCED = {  # the words on the models, images per step, devices, steps per segment
     "--members 4 --devices 3": ("of 4 on 2 of 8 CPU devices (2 per device)", 256, 2, 5),
     "--members 2": ("2 on 8 of 8 CPU devices (4 replicas per", 128, 8, 40),
@@ -1277,7 +1299,7 @@ def test_zero_epochs_report_the_initial_models(tmp_path, script, small_folder, m
     assert " 200 test images of 28 x 28, 10 classes: " in line and said in line
     assert ("one model on 6 of 8 CPU" in line) == ("sync" in models)
     assert "; network tiny, opt" in line
-    assert "learning_rate 0.001, momentum 0.9, schedule constant, max_shift 0" in line
+    assert "learning_rate 0.001, schedule constant, max_shift 0" in line
     assert "bootstrap True, at_once 1, seed 7" in line
     assert f", pjax_ensemble {pe.__version__}, jax" in line
     shown = f"a step's images [{images}, 784], member after member, on the devices:"

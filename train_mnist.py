@@ -328,7 +328,9 @@ class Run:
         self.images = self.trainer.place((data.train_images, data.train_labels))
         self.signals = Signals()
         self.state = self.trainer.init(jax.random.key(args.seed))
-        self.done, self.saved = 0, -1  # steps so far, and at the last save
+        self.done = 0  # steps so far
+        self.saved = self.good = -1  # steps at the last save, and at the last good one
+        self.losses = np.empty((layout.members, 0))  # of the steps since it began
         self.metrics: list[dict] = []  # one line per epoch
         self.failed: set[int] = set()  # members that are no longer finite
         if args.resume:
@@ -399,7 +401,11 @@ class Run:
         raise Failure(f"{signal.Signals(number).name}: {text}", status=128 + number)
 
     def save(self, whenever: bool = False) -> None:
-        """Save if it is due or `whenever`.  Raises Failure if no member is finite."""
+        """Save if it is due or `whenever`.  Raises Failure if no member is finite.
+
+        With --skip-nonfinite, weights may be finite and useless.  So a save is good if
+        some member's last loss was finite, and the last good one stays.
+        """
         due = whenever or self.done % self.save_steps == 0
         if not (self.args.workdir and due) or self.done == self.saved:
             return
@@ -408,8 +414,10 @@ class Run:
         finite = [np.isfinite(x).reshape(len(x), -1).all(axis=1) for x in leaves]
         if not np.all(finite, axis=0).any():  # in every leaf, for some member
             raise self.diverged()
+        if not self.losses.size or np.isfinite(self.losses[:, -1]).any():
+            self.good = self.done
         if self.folder:
-            save_checkpoint(self.folder, state, self.done, self.args.keep)
+            save_checkpoint(self.folder, state, self.done, self.args.keep, self.good)
         self.saved = self.done
 
     def restore(self) -> None:
@@ -424,12 +432,13 @@ class Run:
         key = np.asarray(jax.random.key_data(state.key))
         done, key, state = share((np.int32(done), key, state._replace(key=None)))
         self.done = self.saved = int(done)
+        self.good = -1 if self.recipe.skip_nonfinite else self.done
         state = state._replace(key=jax.random.wrap_key_data(key))
         self.state = self.trainer.scatter(state)
 
     def diverged(self) -> Failure:
         text = f"no model is finite after step {self.done}; lower --learning-rate"
-        good = f" (the checkpoint of step {self.saved} is good)" * (self.saved >= 0)
+        good = f" (the checkpoint of step {self.good} is good)" * (self.good >= 0)
         return Failure(text + good, status=3)
 
     def evaluate(self) -> tuple[dict, np.ndarray]:
@@ -1007,14 +1016,15 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return sorted([(int(m[1]), folder / m[0]) for m in matches if m], reverse=True)
 
 
-def save_checkpoint(folder: Path, state: pe.TrainState, done: int, keep: int) -> None:
+def save_checkpoint(folder: Path, state, done: int, keep: int, good: int) -> None:
     """Save the members after `done` steps; keep the newest `keep` checkpoints.
 
-    Checkpoints of later steps do not count, and stay: they were skipped as damaged.
+    The one of step `good` stays too, and all do if it is -1.  Checkpoints of later
+    steps do not count, and stay: they were skipped as damaged.
     """
     pe.save(folder / f"checkpoint_{done:08d}.safetensors", state)
-    older = [path for step, path in checkpoints(folder) if step <= done]
-    for path in older[keep:]:
+    older = [found for found in checkpoints(folder) if found[0] <= done]
+    for path in (path for step, path in older[keep:] if -1 < good != step):
         with contextlib.suppress(PermissionError):  # on Windows, while it is read
             os.unlink(path)
 
@@ -1346,10 +1356,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         path = own["workdir"] / "config.json"
         # Only process 0 of several processes must have it.
         if path.exists() or not (own.get("process_id") or "distributed" in own):
+            changes = {name: own[name] for name in NUMBERS if name in own}
             with read_json(path) as config:
                 given = kept_flags(config) | own
-            changes = {name: own[name] for name in NUMBERS if name in own}
-            check_same(f"--resume from {path.parent}", changes, config)
+                there = {name: config[name] for name in changes}
+            check_same(f"--resume from {path.parent}", changes, there)
     recipe = RECIPES[given.get("network", DEFAULTS["network"])]
     optimizer = given.get("optimizer", recipe.optimizer)
     # The default of max_shift depends on the images, which are not read yet.
@@ -1435,7 +1446,7 @@ def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
 def announce(args: argparse.Namespace, recipe: Recipe, data: Dataset, layout) -> None:
     """Print a line about the run: its data, models, devices, recipe and versions.
 
-    A second line names devices that stay idle, and the remedy.
+    Further lines name devices that stay idle, and steps that are too few.
     """
     size = " x ".join(map(str, data.train_images.shape[1:3]))
     members, devices, shared, replicas = layout
@@ -1449,7 +1460,8 @@ def announce(args: argparse.Namespace, recipe: Recipe, data: Dataset, layout) ->
     full = pe.layout(members, wanted, processes)
     split = f" (a batch of {recipe.batch_size} does not split over {full.replicas})"
     where += split * (full.replicas > replicas)
-    how = {**recipe._asdict(), "seed": args.seed, **VERSIONS}
+    shown = recipe._replace(momentum=recipe.optimizer == "sgd" and recipe.momentum)
+    how = {**shown._asdict(), "seed": args.seed, **VERSIONS}
     said = ", ".join(f"{n} {value}" for n, value in how.items() if value is not False)
     counts = f"{len(data.train_images)} training and {len(data.test_images)} test"
     what = f"{data.name}, {counts} images of {size}, {len(data.classes)} classes"
@@ -1457,6 +1469,10 @@ def announce(args: argparse.Namespace, recipe: Recipe, data: Dataset, layout) ->
     if devices == full.devices < wanted:
         more = f"more would be no faster; --members {wanted * shared} would use all"
         print(f"notice: {members} members use {devices} of {wanted} devices: {more}")
+    steps = recipe.epochs * (len(data.train_images) // recipe.batch_size)
+    if recipe.network == "batchnorm" and 0 < steps < 300:
+        share = f"running statistics are {0.99**steps:.0%} their initial values"
+        print(f"notice: after {steps} steps, {share}; take 300 steps or more")
 
 
 def show_batch(layout: pe.Layout, batch_size: int, pixels: int) -> None:
