@@ -7,6 +7,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import json
 import math
 import re
@@ -28,6 +29,7 @@ import pytest
 import resnet
 import scipy.ndimage
 import speed
+import steps
 import tables
 import tabular
 from numpy.testing import assert_array_equal
@@ -484,6 +486,22 @@ def test_networks_of_all_systems_have_the_same_parameters(name, monkeypatch):
         model = networks_torch.NETWORKS[name.split(",")[0]]()
         more = 4 * 128 if name == "LSTM" else 0  # a second bias
         assert sum(p.numel() for p in model.parameters()) == num_params + more
+
+
+@pytest.mark.once
+def test_time_of_a_step_is_divided_by_kinds_of_operations(monkeypatch):
+    few = networks.SHAPES["signals"]._replace(batch=8)
+    monkeypatch.setitem(networks.SHAPES, "signals", few)
+    mflop, took, parts = steps.profile("signals", 2)
+    ins, expected = (4, *networks.SIGNALS), 3 * 2 * 128 * 10  # forward, two gradients
+    for i, (wide, out) in enumerate(itertools.pairwise(ins)):
+        gradients = 2 if i else 1  # images have none
+        expected += (1 + gradients) * 2 * 7 * wide * out * (512 >> i)
+    assert mflop == pytest.approx(expected / 1e6, rel=0.1)
+    assert sum(parts.values()) == pytest.approx(took) and min(parts.values()) > 0
+    path = "jit(f)/while/body/transpose(jvp(Net))/jit(_convolve)/cond/branch_0_fun/"
+    names = "conv_general_dilated", "while/body/dot_general", "while/body/concatenate"
+    assert [*map(steps.kind, (*(path + name for name in names), ""))] == [*steps.KINDS]
 
 
 @pytest.mark.once
