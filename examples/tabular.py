@@ -142,6 +142,9 @@ SOFTMAX = Model(0, softmax_loss, softmax_apply, em.ensemble_report, ONE)
 def member_hyper(x, y, train, decay, variance_decay) -> dict:
     """Return one member's own settings: its recipe, its rows' normalization."""
     (x_mean, x_scale), (y_mean, y_scale) = map(mean_and_scale, (x[train], y[train]))
+    if y_scale < 1e-18:  # its square, and so a variance, would be 0 in float32
+        found = f"y[{np.abs(y).argmax()}] is 1e18 deviations of the others from them"
+        raise ValueError(f"{found}; leave it out, or fit the targets' logarithms")
     h = {"x_mean": x_mean[None], "x_scale": x_scale[None]}  # [1, F]
     h |= {"y_mean": y_mean, "y_scale": y_scale}
     h |= {"decay": decay / len(train), "variance_decay": variance_decay / len(train)}
