@@ -228,6 +228,23 @@ def test_tabular_fit_that_fails_leaves_the_model_as_it_was(name):
         assert_array_equal(model.predict(x), expected)
 
 
+def test_tabular_names_a_target_too_far_from_the_others():
+    y = 1e-25 * randn(0, 12)
+    y[[3, 7]] = -1, 1.5
+    rows = np.setdiff1d(np.arange(12), [3, 7])
+    hyper = functools.partial(tabular.member_hyper, randn(1, 12, 2), y)
+    said = said_by(ValueError, hyper, rows, 1, 1)
+    assert said.startswith("y[7] is 1e18 deviations of the others from them; leave")
+    assert hyper(np.arange(12), 1, 1)["y_scale"] == pytest.approx(0.5, rel=0.1)
+
+
+def test_tabular_estimators_fit_under_strict_promotion():
+    x = randn(0, 12, 2)
+    with jax.numpy_dtype_promotion("strict"):
+        model = tabular.EnsembleRegressor(members=1, epochs=1).fit(x, x[:, 0])
+    assert model.predict(x).shape == (12,)
+
+
 def test_tabular_intervals_are_in_the_units_of_the_targets():
     x = 1e8 + np.float64(randn(2, 28, 3))  # float32 would have it in eights
     y = 5e9 + 1e8 * x[:, 0]

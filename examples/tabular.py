@@ -176,7 +176,8 @@ def adam() -> pe.Optimizer:
         return AdamInSteps(pe.adam(0).init(params), jnp.int32(0))
 
     def update(grads, state, params=None):
-        peak = state.num_steps**-0.5  # a walk of random steps comes as far
+        # A walk of random steps comes as far.
+        peak = state.num_steps.astype(jnp.float32) ** -0.5
         rate = pe.cosine_schedule(peak, state.num_steps, warmup=WARMUP)
         updates, own = pe.adam(rate).update(grads, state.adam, params)
         return updates, state._replace(adam=own)
