@@ -1168,6 +1168,8 @@ def _convolve(lhs, rhs, *, dimension_numbers, **how):
         return lax.conv_general_dilated_p.bind(lhs, rhs, **how | own)
 
     as_it_is = functools.partial(convolve, dimension_numbers=dimension_numbers)
+    if 0 in (*lhs.shape, *rhs.shape):
+        return as_it_is(lhs, rhs)
     made = jax.eval_shape(as_it_is, lhs, rhs)
     size, groups = [made.shape[i] for i in s], how["batch_group_count"]
     edges = [(*pads, d - 1) for pads, d in zip(how["padding"], how["lhs_dilation"])]

@@ -1621,6 +1621,13 @@ def test_convolutions_of_integers_are_exact(name):
     assert_array_equal(jax.jit(pe._fast_in_loops(convolve))(*args), convolve(*args))
 
 
+@cases("x, kernel", ((0, 6, 5, 3), (3, 3, 3, 4)), ((2, 6, 5, 0), (3, 3, 0, 4)))
+def test_a_convolution_without_numbers_has_gradients_without_numbers(x, kernel):
+    gradient = pe._fast_in_loops(jax.grad(lambda *args: dilated(*args).sum(), (0, 1)))
+    found = jax.jit(gradient)(jnp.zeros(x), jnp.ones(kernel))
+    assert [y.shape for y in found] == [x, kernel] and not found[1].any()
+
+
 def test_a_kernels_gradient_is_a_product_of_chunks_of_the_batch():
     args = randn(0, 64, 32, 32, 16), randn(1, 3, 3, 16, 16)
     plain = jax.grad(lambda x, kernel: dilated(x, kernel).var(), 1)
