@@ -12,7 +12,8 @@ JAX's profiler reports every operation.  The kinds are
 - the rest: normalization, activations, the optimizer.
 
 MFLOP are counted before anything is replaced, and "at best" is their time at the rate
-of a product of matrices of side 2048.
+of a product of matrices of side 2048.  XLA counts the body of a loop once, so MFLOP are
+too few where layers scan, as the LSTM does, and `pe.conv`, over chunks.
 """
 
 import argparse
