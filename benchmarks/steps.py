@@ -68,6 +68,7 @@ def profile(name: str, steps: int) -> tuple[float, float, dict[str, float]]:
     init, loss_fn, _, data = networks_jax.make(name)
     how = dict(members=1, devices=1, stateful=True)
     trainer = pe.make_trainer(init, loss_fn, pe.sgd(0.01), **how)
+    placed = trainer.place(data)
     state, batch = trainer.init(jax.random.key(0)), networks.SHAPES[name].batch
     order = np.arange(steps * batch).reshape(steps, batch) % len(data[0])
     text = trainer.lower("epoch", data, order).compile().as_text()
@@ -75,7 +76,7 @@ def profile(name: str, steps: int) -> tuple[float, float, dict[str, float]]:
 
     def epoch():
         nonlocal state
-        state, losses = trainer.epoch(state, data, order)
+        state, losses = trainer.epoch(state, placed, order)
         return state, losses
 
     least = min(seconds(epoch) for _ in range(4))
