@@ -46,9 +46,11 @@ def run_example(tmp_path, monkeypatch, capsys):
 @pytest.mark.once
 def test_example_of_abstaining_finds_the_numbers_of_the_pages(run_example):
     classes, *found = run_example("abstain")
-    _, readme = machines.read_readme()
-    assert_allclose(classes, 100 * readme[12:], atol=2)
     page = (HERE / "docs" / "deciding.md").read_text("utf-8")
+    decided = re.search(
+        r"^risk 0\.05, 500 .*: kept (.*), wrong (.*)", page, re.MULTILINE
+    )
+    assert_allclose(classes, 100 * np.float64(decided.groups()), atol=2)
     raw = re.findall(r"^(?:seen|beyond): .* held (.*)", page, re.MULTILINE)
     calibrated = re.findall(r"^0\.9: mean .* held (.*) (.*)", page, re.MULTILINE)
     expected = np.transpose([*calibrated, raw]).astype(float)
@@ -143,7 +145,7 @@ README, EVERY_PAGE = PAGES["README"], "".join(PAGES.values())
 OF_CODE = [name for name in PAGES if "```python" in PAGES[name] and name != "README"]
 
 
-def run_page(text, names):
+def run_page(text, names, tolerance=0.1):
     """Run a page's Python; each block's output stands in an unnamed block below it."""
     blocks = [*machines.blocks(text), ("end", "")]
     for (kind, code), (next_kind, below) in itertools.pairwise(blocks):
@@ -156,7 +158,7 @@ def run_page(text, names):
             assert printed[::2] == said[::2]  # the text; between stand the numbers
             numbers = np.float64(printed[1::2]), np.float64(said[1::2])
             # As JAX 0.10 rounds; with others a coverage without data is off by 0.06.
-            assert_allclose(*numbers, atol=0.1)
+            assert_allclose(*numbers, atol=tolerance)
     return names
 
 
@@ -164,7 +166,7 @@ def run_page(text, names):
 def readme():
     """Return the names of the README's Python, which other pages go on from."""
     with jax.numpy_rank_promotion("allow"):
-        return run_page(README, {})
+        return run_page(README, {}, tolerance=0.011)  # one in the last digit
 
 
 @pytest.mark.once
