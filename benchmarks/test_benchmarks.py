@@ -15,8 +15,8 @@ import sys
 from unittest import mock
 
 import accelerators
-import cifar10
 import cheaper
+import cifar10
 import devices as machines
 import faults
 import interrupts as interruptions
