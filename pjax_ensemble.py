@@ -2178,7 +2178,8 @@ class _Member(NamedTuple):
         return _scan_first(predict, (), chunks, count)[1]
 
     def predict_chunk(self, model, more, carry, inputs):
-        given = f"for inputs {_form(inputs)}; one example x is given as x[None]"
+        given = f"for inputs {_form(inputs)}, filled up to a chunk"
+        given += "; one example x is given as x[None]"
         apply = _fast_in_loops(self.apply_fn)
         outputs = _call("apply_fn", given, apply, *model, inputs, *more)
         if self.output is jax.nn.softmax:
@@ -2192,7 +2193,7 @@ class _Member(NamedTuple):
             outputs = outputs.astype(_wide(outputs.dtype))
         outputs = outputs if self.output is None else self.output(outputs)
         chunk = jax.tree.leaves(inputs)[0].shape[0]
-        expected = f"{chunk}, an entry per example, in every leaf"
+        expected = f"{chunk}, an entry per example of the chunk, in every leaf"
         _check_axes("outputs", outputs, chunk, expected=expected)
         return carry, outputs
 

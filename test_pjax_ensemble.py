@@ -2269,19 +2269,20 @@ def test_predictions_are_any_tree_of_any_tree(members, devices):
         assert_close(finite(trainer.predict(state, inputs)), finite(mean))
 
 
-def predicting(apply_fn, output=jax.nn.softmax):
+def predicting(apply_fn, output=jax.nn.softmax, rows=128):
     trainer = net_trainer.__wrapped__(2, apply_fn=apply_fn, output=output)
-    inputs = np.ones((128, 4), np.float32)
+    inputs = np.ones((rows, 4), np.float32)
     return lambda: trainer.predict(net_trainer(2).init(KEY), inputs)
 
 
-ALONE = r"outputs have .*\[\(\)\]; expected 32, an"
+ALONE = r"outputs have .*\[\(\)\]; expected 32, an entry .* of the chunk"
 
 test_predict_refuses_all_but_one_output_per_example = refuses(
     (predicting(lambda _, x: (x, x)), r"\('float32\[32, 4\]', .*\) for .*=None"),
     (predicting(lambda _, x: x[:, 0]), r"\[32\] for .* x\[None\]; the softmax takes"),
     (predicting(lambda _, x: x[..., None]), r"float32\[32, 4, 1\] for .*; the soft"),
     (predicting(lambda _, x: x.mean(), None), ALONE),
+    (predicting(lambda _, x: x[0], rows=9), r"32\[4, 4\], filled up to a chunk; one"),
     (predicting(lambda _, x: x, jnp.mean), ALONE),
 )
 
