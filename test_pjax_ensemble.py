@@ -3103,7 +3103,7 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         ("batch: requires grad.*; expected", trainer.update, *data[:1], Attached()),
         ("state is traced", lambda s: jax.jit(trainer.predict)(s, data[0])),
         *long_double(lambda x: (trainer.update, *data[:1], data[1].astype(x))),
-        (r"apply_fn: .*\[2, 8, 1\]; one", trainer.predict, data[0][0]),
+        (r"apply_fn: .*\[2, 8, 1\], filled", trainer.predict, data[0][0]),
         ("axes of the batch have lengths", trainer.update, data[0][:8], data[1][:4]),
         (r"\[\(8,\)\]; expected this trainer's 4: use", other.update, *data),
         ("expected this trainer's", other.predict, data[0]),
