@@ -678,8 +678,9 @@ def test_schedule_equals_numpy_at_every_step(make, warmup, num_steps, x64, toler
     steps = np.arange(num_steps)
     fall = (num_steps - steps) / (num_steps + 1) / (1 - warmup)
     rise = (steps + 1) / (num_steps + 1) / warmup if warmup else np.inf
+    options = {} if warmup == 0.15 else {"warmup": warmup}  # it is the default
     with enable_x64(x64):
-        schedule = make(0.4, num_steps, warmup=warmup)
+        schedule = make(0.4, num_steps, **options)
         found = map(schedule, (steps, num_steps, 5 * num_steps))
         rates, end, later = map(np.asarray, found)
     assert_allclose(rates, 0.4 * SHAPES[make](np.minimum(rise, fall)), rtol=tolerance)
@@ -983,6 +984,24 @@ def test_update_takes_every_form_of_loss(way, stateful, has_aux):
     assert (end.key != before).any(axis=1).all() == stateful
 
 
+@every_way
+def test_each_part_of_a_batch_draws_from_a_key_of_its_member_and_its_number(way):
+    def loss_fn(weight, model_state, key, x):
+        return weight.sum() * x.mean(), (model_state, jax.random.uniform(key))
+
+    def draws(key):  # the parts'
+        _, key = jax.random.split(key)
+        parts = range(pe.layout(way.members, way.devices).replicas)
+        return [jax.random.uniform(jax.random.fold_in(key, part)) for part in parts]
+
+    keys = keys_of(0, way.members)
+    first = members_state(keys, lambda _: jnp.ones(3), model_state=jnp.zeros(()))
+    expected = [np.mean(draws(key)) for key in first.key]
+    options, batch = dict(has_aux=True, stateful=True), [np.ones((D, 4), np.float32)]
+    _, ((_, found),) = train(way, loss_fn, first, [batch], **options)
+    assert_allclose(found, expected, rtol=1e-6)
+
+
 def test_sync_averages_over_replicas_that_draw_different_numbers():
     def loss_fn(params, model_state, key, x):
         new = {"mean": x.mean(), "steps": model_state["steps"] + 1, "constant": 0.5}
@@ -1021,13 +1040,14 @@ def test_microbatches_take_the_step_of_the_whole_batch(way):
         return loss, pe.accuracy(net(params, images), labels)
 
     rows, results = 128 // pe.layout(way.members, way.devices).replicas, []
-    for microbatch in (None, 4):
+    for microbatch in (None, 4, rows // 2):
         sizes.clear()
         first, batches = members_state(keys_of(0, way.members)), net_batches(3, 128)
         options = dict(has_aux=True, microbatch=microbatch)
         results.append(train(way, loss_fn, first, batches, **options))
         assert set(sizes) == {microbatch or rows}
-    assert_close(*results)
+    for parts in results[1:]:
+        assert_close(parts, results[0])
 
 
 HALVES_ON = [("bfloat16", 1, 1), ("float16", 100, 1), ("bfloat16", 1, 2)]

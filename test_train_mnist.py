@@ -696,6 +696,10 @@ def test_generated_digits_have_mnists_form_and_depend_on_the_seed():
     assert np.bincount(data.train_labels, minlength=10).min() > 180
     assert 0.05 < data.train_images.mean() / 255 < 0.25
     assert (data.train_images.max(axis=(1, 2, 3)) > 128).all()
+    ink, at = data.train_images[..., 0].mean(axis=0), np.arange(28) - 13.5
+    height, width = (np.sqrt(ink.sum(axis) @ at**2 / ink.sum()) for axis in (1, 0))
+    slant = at @ ink @ at / ink.sum()
+    assert_allclose([height, width, slant], [5.89, 4.25, -7.3], rtol=0.04)
     fewer, other = tm.generate_digits(0, 700, 10), tm.generate_digits(1, 700, 10)
     assert_array_equal(fewer.train_images, data.train_images[:700])
     assert_array_equal(fewer.test_labels, data.test_labels[:10])
@@ -828,7 +832,7 @@ def test_run_resumes_from_its_newest_valid_checkpoint(tmp_path, run_in, whole_ru
     shutil.copy(folder / middle, folder / names_of(12)[0])
     (folder / "checkpoint_9.safetensors").write_text("another program's")
     first_line, _ = (folder / "metrics.jsonl").read_text().splitlines()
-    later = '\n{"epoch": 2, "trai'  # a damaged line, later than the checkpoint
+    later = '\n{"epoch": 2}\n{"epoch": 3, "trai'  # lines later than the checkpoint
     (folder / "metrics.jsonl").write_text(first_line + later)
     leftovers = [folder / f".{name}.1a2b3c4d.tmp" for name in (first, "report.png")]
     for path in leftovers:
