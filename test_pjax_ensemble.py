@@ -2042,6 +2042,8 @@ def test_a_member_in_shards_equals_one_on_a_device(
     for leaf in jax.tree.leaves(state[:3]):
         here, size = leaf.addressable_data(0)[0].size, leaf[0].size
         assert here == size // (shards if size >= 1024 else 1)
+    moved = trainer._place_state(jax.device_put(state, jax.devices()[0]))
+    assert moved.params.heads.weight.sharding.is_equivalent_to(weights.sharding, 4)
     steps = [x.lower("update", *image_data()).as_text() for x in (trainer, whole)]
     loops, others = (step.count("stablehlo.while") for step in steps)
     assert (
