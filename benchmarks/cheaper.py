@@ -9,13 +9,10 @@ and the standard deviation over the seeds of its accuracy and its NLL.
 """
 
 import argparse
-import os
 import re
-import tempfile
-from pathlib import Path
 
 import numpy as np
-from devices import ROOT, blocks, read_readme, run, seeded
+from devices import ROOT, blocks, read_readme, run_seeded
 from speed import print_head, print_row
 
 PAGE = ROOT / "docs" / "cheaper.md"
@@ -26,11 +23,7 @@ def try_seed(seed: int) -> list[tuple[str, str, float, float]]:
     """Run the code with a seed; return each way, its steps, its accuracy and NLL."""
     code, _ = read_readme()
     code += [lines for kind, lines in blocks(PAGE.read_text("utf-8")) if kind]
-    with tempfile.TemporaryDirectory() as name:
-        script = Path(name) / "cheaper.py"
-        script.write_text(seeded("\n".join(code), seed), "utf-8")
-        printed = run(os.cpu_count() or 1, Path(name), script)
-    found = re.findall(LINE, printed, re.MULTILINE)
+    found = re.findall(LINE, run_seeded("\n".join(code), seed), re.MULTILINE)
     return [(way, steps, float(a), float(nll)) for way, steps, a, nll in found]
 
 

@@ -135,17 +135,22 @@ def seeded(code: str, seed: int) -> str:
     return re.sub(r"(key|default_rng)\(0\)", rf"\1({seed})", code)
 
 
+def run_seeded(code: str, seed: int) -> str:
+    """Run code with that seed in a process of its own, and return its output."""
+    with tempfile.TemporaryDirectory() as name:
+        script = Path(name) / "seeded.py"
+        script.write_text(seeded(code, seed), "utf-8")
+        return run(os.cpu_count() or 1, Path(name), script)
+
+
 def try_seeds(code: list[str], count: int) -> bool:
     """Run the README's example with other seeds, and print a row per seed."""
     columns = "NLL", "a member's", "area", "a member's"
     print_head("seed", *columns, "kept, wrong")
     better = np.zeros(3, int)
+    lines = re.sub(r"\.\df}", ".4f}", "\n".join([*code, AREAS]))
     for seed in range(count):
-        lines = re.sub(r"\.\df}", ".4f}", seeded("\n".join(code), seed))
-        with tempfile.TemporaryDirectory() as name:
-            script = Path(name) / "readme.py"
-            script.write_text(lines + AREAS, "utf-8")
-            found = numbers(run(os.cpu_count() or 1, Path(name), script))
+        found = numbers(run_seeded(lines, seed))
         losses, (kept, wrong), areas = found[:12:2], found[12:14], found[14:]
         cells = *beside(losses, 2), *beside(areas, 4), f"{kept:.2f}, {wrong:.3f}"
         print_row(seed, *cells)

@@ -681,7 +681,7 @@ def test_table_of_cheaper_ways_has_the_ways_that_the_page_prints():
         r"^\| (.+) \| ([\d,]+) \| .+ ± .+ \| .+ ± .+ \|$", page, re.MULTILINE
     )
     assert [way[:2] for way in printed] == rows and len(rows) > 10
-    assert cheaper.seeded("key(0), default_rng(0), key(1)", 7) == (
+    assert machines.seeded("key(0), default_rng(0), key(1)", 7) == (
         "key(7), default_rng(7), key(1)"
     )
 
