@@ -49,6 +49,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import itertools
 import json
 import math
 import operator
@@ -231,76 +232,6 @@ def conv_init(
     return Conv(weight, jnp.zeros(out_channels) if bias else None)
 
 
-# On CPU, small convolutions form all patches at once; larger ones work in chunks of the
-# batch that fit a core's cache.  Both sizes are in bytes.
-_FEW_BYTES, _CHUNK_BYTES = 6_000_000, 2_000_000
-
-
-def _conv_patches(images, weight, *, stride, padding):
-    """Convolve by a product of patches and kernel, and sums of shifted products.
-
-    images [B, H, W, I], weight [kh, kw, I, O] -> [B, H', W', O].
-
-    The kernel's rows are cut into `blocks` of `group` rows.  A patch holds `group` rows
-    of a window, and one product multiplies it with all blocks.  An output is a sum over
-    `blocks` patches that stand below each other.  With one block this is the usual
-    im2col product of whole windows.  With as many rows per block as the stride, a row
-    is copied at most once per column of the kernel, which is faster unless channels are
-    few.
-    """
-    size, (channels, features) = weight.shape[:2], weight.shape[2:]
-    (rows, columns), (above, left) = _output_size(images, size, stride, padding)
-    (kh, _), (sh, sw), (height, width) = size, stride, images.shape[1:3]
-    bands = -(-size[1] // sw)  # of sw columns each
-    block_rows = -(-kh // sh)
-    # How many numbers each method writes per position of the output.
-    by_windows = kh * bands * sw * channels + features
-    by_groups = sh * bands * sw * channels + block_rows * features
-    if by_windows <= by_groups:
-        group, blocks, patch_rows, skipped = kh, 1, rows, 0
-    else:  # no patches are made of rows of zeros above and below
-        group, blocks, (skipped, above) = sh, block_rows, divmod(above, sh)
-        patch_rows = min(-(-(height + above) // sh), rows - 1 + blocks)
-    below = (patch_rows - 1) * sh + group - height - above
-    right = (columns - 1 + bands) * sw - width - left
-
-    missing = [(0, blocks * group - kh), (0, bands * sw - size[1]), (0, 0), (0, 0)]
-    kernel = jnp.pad(weight, missing)
-    kernel = kernel.reshape(blocks, group, bands, sw * channels, features)
-    kernel = kernel.transpose(2, 1, 3, 0, 4).reshape(-1, blocks * features)
-    zero, no = jnp.zeros((), images.dtype), (0, 0, 0)
-
-    def convolve(x):
-        x = lax.pad(x, zero, [no, (above, below, 0), (left, right, 0), no])
-        x = x.reshape(*x.shape[:2], x.shape[2] // sw, sw * channels)
-        x = jnp.concatenate(_shifted(x, 1, group, patch_rows, sh), axis=-1)
-        x = jnp.concatenate(_shifted(x, 2, bands, columns), axis=-1)
-        products = x.reshape(-1, x.shape[-1]) @ kernel  # flat: XLA's fast gradients
-        products = products.reshape(*x.shape[:3], blocks * features)
-        outputs = []
-        for i, product in enumerate(jnp.split(products, blocks, axis=-1)):
-            edge = skipped - i, rows - patch_rows - skipped + i, 0  # negative: cut off
-            outputs.append(lax.pad(product, zero, [no, edge, no, no]))
-        return sum(outputs[1:], outputs[0])
-
-    each = patch_rows * columns * min(by_windows, by_groups) * images.dtype.itemsize
-    # In a program exported for any batch, the batch's size is a symbol.
-    if not _is_int(images.shape[0]) or (num_bytes := len(images) * each) <= _FEW_BYTES:
-        return convolve(images)
-    chunks = min(-(-num_bytes // _CHUNK_BYTES), len(images))
-    chunk = -(-len(images) // chunks)
-    x = jnp.pad(images, [(0, -len(images) % chunk), (0, 0), (0, 0), (0, 0)])
-    x = x.reshape(-1, chunk, *images.shape[1:])
-    # The gradient forms the patches again, which is cheaper than keeping them.
-    outputs = lax.map(jax.checkpoint(convolve, prevent_cse=False), x)
-    return outputs.reshape(-1, rows, columns, features)[: len(images)]
-
-
-def _conv_library(x, weight, *, stride, padding):
-    dims = ("NHWC", "HWIO", "NHWC")
-    return lax.conv_general_dilated(x, weight, stride, padding, dimension_numbers=dims)
-
-
 def conv(
     params: Conv, images: Array, *, stride: Pair = 1, padding: str = "SAME"
 ) -> Array:
@@ -323,11 +254,16 @@ def conv(
     """
     images, (weight, bias) = jnp.asarray(images), params
     _check_features(images, weight)
+    strides = _pair("stride", stride)
+    _output_size(images, weight.shape[:2], strides, padding)
     dtype = jnp.promote_types(images.dtype, weight.dtype)
-    arrays = images.astype(dtype), weight.astype(dtype)
-    how = dict(stride=_pair("stride", stride), padding=padding)
-    cpu, default = (functools.partial(f, **how) for f in (_conv_patches, _conv_library))
-    outputs = lax.platform_dependent(*arrays, cpu=cpu, default=default)
+    arrays, dims = (
+        (images.astype(dtype), weight.astype(dtype)),
+        ("NHWC", "HWIO", "NHWC"),
+    )
+    outputs = lax.conv_general_dilated(
+        *arrays, strides, padding, dimension_numbers=dims
+    )
     return outputs if bias is None else _add_bias(outputs, bias)
 
 
@@ -945,6 +881,435 @@ def unreplicate(tree: PyTree) -> PyTree:
 
 
 # ---------------------------------------------------------------------------------
+# Convolutions on CPUs: the same sums, in forms that XLA computes fast there
+# ---------------------------------------------------------------------------------
+
+# XLA:CPU has a fast routine for convolutions of NHWC images and HWIO kernels, of one or
+# two axes.  XLA converts other layouts to these, but not inside a loop, where gradients
+# then take some sixty times as long (jax issue 12868), and trainers are loops.  So
+# `_fast_in_loops` replaces each convolution of a function, whoever wrote it: on a CPU
+# it takes these layouts, with any number of axes, and one of the ways below.  `_forward`
+# chooses among them.  Gradients of kernels are products of matrices.
+#
+# In this section, x is images [N, H, W, I] with edges (low, high, between) for each
+# axis: the zeros before, after and between its entries, as in `lax.pad`.  A kernel is
+# [kh, kw, I / groups, O].  Along an axis, window h begins at entry h stride, and entry
+# i of the kernel is i dilation further.
+
+_CHUNK_BYTES = 2_000_000  # of arrays at work: so much fits a core's cache
+
+
+def _channels_last(ndim: int) -> lax.ConvDimensionNumbers:
+    """Return the dimension numbers NHWC, HWIO -> NHWC, for any number of axes."""
+    last, *space = ndim - 1, *range(1, ndim - 1)
+    images, kernel = (0, last, *space), (last, last - 1, *range(ndim - 2))
+    return lax.ConvDimensionNumbers(images, kernel, images)
+
+
+def _sizes(x, window, edges, strides, dilation) -> list[int]:
+    """Return the numbers of windows along the axes of x."""
+    axes = zip(x.shape[1:], window, edges, strides, dilation)
+    return [
+        ((n - 1) * (between + 1) + low + high - (k - 1) * d) // s + 1
+        for n, k, (low, high, between), s, d in axes
+    ]
+
+
+def _pad(x, edges):
+    """Put zeros around x [N, H, W, C] and between its entries; negative edges cut."""
+    no = (0, 0, 0)
+    return lax.pad(x, jnp.zeros((), x.dtype), [no, *edges, no])
+
+
+def _fit(x, edges, lengths):
+    """Pad x, with as many zeros after its entries as make its axes so long."""
+    axes = zip(x.shape[1:], edges, lengths)
+    ends = [m - low - (n - 1) * (between + 1) - 1 for n, (low, _, between), m in axes]
+    edges = [(low, end, between) for (low, _, between), end in zip(edges, ends)]
+    return _pad(x, edges)
+
+
+def _by_phase(x, strides):
+    """Take phases apart: [N, H, W, C] -> [sh sw N, H / sh, W / sw, C].
+
+    Entry i of an axis becomes entry i // s of the phase i % s.
+    """
+    axes = len(strides)
+    shape = [n for m, s in zip(x.shape[1:], strides) for n in (m // s, s)]
+    x = x.reshape(len(x), *shape, x.shape[-1])
+    x = x.transpose(*range(2, 2 * axes + 1, 2), 0, *range(1, 2 * axes, 2), -1)
+    return x.reshape(-1, *x.shape[axes + 1 :])
+
+
+def _gather(x, strides, places, start, sizes):
+    """Copy views of these sizes from x, which `_by_phase` made, one for each place.
+
+    places lists places along each axis, counted from `start`.  XLA must not know
+    `start`: it fuses views that it knows, and then copies them number by number.
+    """
+    if x.shape == (*sizes,):
+        return [x]
+    views, examples = [], len(x) // math.prod(strides)
+    for place in itertools.product(*places):
+        entries, phases = zip(*map(divmod, place, strides))
+        first = int(np.ravel_multi_index(phases, strides)) * examples
+        at = map(operator.add, start, (first, *entries, 0))
+        views.append(lax.dynamic_slice(x, [*at], sizes))
+    return views
+
+
+def _at_once(count: int, num_bytes: int) -> int:
+    """Return how many of `count`, of so many bytes each, fit a chunk and divide it."""
+    fit = min(max(_CHUNK_BYTES // num_bytes, 1), count)
+    return next(n for n in range(fit, 0, -1) if count % n == 0)
+
+
+def _fast_channels(ins: int, outs: int) -> tuple[int, int]:
+    """Return I and O, or more, if XLA's routine is faster for more (JAX 0.10, 0.12)."""
+    if ins % 2 and ins > 1:
+        ins += -ins % 4
+    if max(ins, outs) > 16:
+        return ins, outs
+    return (20, outs) if outs < ins else (ins, 20)
+
+
+def _library(x, kernel, edges, strides, dilation, how):
+    """Convolve by XLA's routine, with channels of zeros if these make it faster.
+
+    The routine reads uninitialized memory (JAX 0.5, 0.10) if an axis is padded by
+    (-p, +p), as in gradients of causal convolutions: negative padding is cut off before.
+    """
+    if min(map(min, edges), default=0) < 0:
+        x, edges = _pad(x, edges), [(0, 0, 0)] * len(edges)
+    *window, ins, outs = kernel.shape
+    if math.prod(window) > 1 and how["feature_group_count"] == 1:
+        no, (more_ins, more_outs) = [(0, 0)] * len(window), _fast_channels(ins, outs)
+        x = jnp.pad(x, [(0, 0), *no, (0, more_ins - ins)])
+        kernel = jnp.pad(kernel, [*no, (0, more_ins - ins), (0, more_outs - outs)])
+    how = how | dict(
+        window_strides=tuple(strides),
+        padding=tuple((low, high) for low, high, _ in edges),
+        lhs_dilation=tuple(between + 1 for *_, between in edges),
+        rhs_dilation=tuple(dilation),
+        dimension_numbers=_channels_last(x.ndim),
+    )
+    return lax.conv_general_dilated_p.bind(x, kernel, **how)[..., :outs]
+
+
+def _depthwise(x, kernel, edges, strides, dilation):
+    """Convolve each channel with its kernel [kh, kw, C], as a sum of products of views.
+
+    For these convolutions XLA has no fast routine.
+    """
+    wide, window = _wide(x.dtype), kernel.shape[:-1]
+    size = _sizes(x, window, edges, strides, dilation)
+    weights = kernel.astype(wide).reshape(-1, *[1] * (x.ndim - 1), kernel.shape[-1])
+    views = _views(_pad(x, edges), window, size, strides, dilation)
+    return sum(view.astype(wide) * w for view, w in zip(views, weights))
+
+
+def _depthwise_gradient(x, g, edges, size, strides, dilation):
+    """Return the gradient [kh, kw, C] of such a kernel; g are the outputs' gradients.
+
+    The loop is over examples, so that each stays in a core's cache.
+    """
+
+    def add(totals, example):
+        x, g = (y[None].astype(_wide(y.dtype)) for y in example)
+        views = _views(_pad(x, edges), size, g.shape[1:-1], strides, dilation)
+        return [total + view * g for total, view in zip(totals, views)], None
+
+    zeros = [jnp.zeros_like(g[:1], _wide(g.dtype))] * math.prod(size)
+    totals, _ = lax.scan(add, zeros, (x, g))
+    sums = [total.reshape(-1, g.shape[-1]).sum(0) for total in totals]
+    return jnp.stack(sums).reshape(*size, g.shape[-1])
+
+
+def _phases(x, kernel, edges, how):
+    """Convolve images with zeros between their entries, with strides and dilation 1.
+
+    Transposed convolutions are of this kind, and images' gradients of strided ones.
+    Where the entries of x are `step` apart, output q step + r is the sum of
+    x[q + i] kernel[i step + step - 1 - r] over i.  So the phases r are features of one
+    convolution of x without zeros (sub-pixel convolution, Shi et al. 2016).
+    """
+    (*window, ins, outs), axes, ones = kernel.shape, len(edges), [1] * len(edges)
+    groups, steps = how["feature_group_count"], [between + 1 for *_, between in edges]
+    size = _sizes(x, window, edges, ones, ones)
+    rows = [-(-k // step) for k, step in zip(window, steps)]
+    # Outputs before the first one, which are cut off: r is 0 where x has an entry last.
+    spare = [-(low + 1) % step for (low, *_), step in zip(edges, steps)]
+    counts = [-(-(n + more) // step) for n, more, step in zip(size, spare, steps)]
+    lows = [(low + m + 1) // s - 1 for (low, *_), m, s in zip(edges, spare, steps)]
+    sums = zip(lows, counts, rows, x.shape[1:])
+    edges = [(low, count + row - 1 - low - n, 0) for low, count, row, n in sums]
+    lengths = map(operator.mul, rows, steps)
+    kernel = _fit(kernel.reshape(1, *window, -1), [(0, 0, 0)] * axes, lengths)
+    kernel = lax.rev(_by_phase(kernel, steps), [0])
+    kernel = kernel.reshape(-1, *rows, ins, groups, outs // groups)
+    kernel = jnp.moveaxis(kernel, 0, -2).reshape(*rows, ins, -1)
+    y = _forward(x, kernel, edges, ones, ones, how)
+    y = y.reshape(len(x), *counts, groups, *steps, outs // groups)
+    pairs = [(1 + axis, 2 + axes + axis) for axis in range(axes)]
+    y = y.transpose(0, *itertools.chain(*pairs), 1 + axes, -1)
+    y = y.reshape(len(x), *map(operator.mul, counts, steps), outs)
+    return y[(slice(None), *(slice(m, m + n) for m, n in zip(spare, size)))]
+
+
+def _windows(x, i, count, depth, stride, dilation, groups=1):
+    """Return `count` windows along depth, with their planes side by side as channels.
+
+    x [s N, D / s, H, W, I] is by phase, and i an (example, window).  The result is
+    [count, H, W, depth I]; each group's channels stay together.
+    """
+    still, start = [1] * (x.ndim - 3), [*i, *[0] * (x.ndim - 2)]
+    places = [range(0, depth * dilation, dilation), *[[0]] * len(still)]
+    sizes = 1, count, *x.shape[2:]
+    views = _gather(x, [stride, *still], places, start, sizes)
+    views = [view.reshape(*sizes[1:-1], groups, -1) for view in views]
+    return jnp.concatenate(views, axis=-1).reshape(*sizes[1:-1], -1)
+
+
+def _planes(x, kernel, edges, strides, dilation, how):
+    """Convolve images of three axes by convolutions of two; of n axes, of n - 1.
+
+    A plane of the output is a convolution of the planes in its window.  A loop takes as
+    many planes of an example as fit a core's cache.
+    """
+    (depth, *window, ins, outs), examples = kernel.shape, len(x)
+    how_deep = depth, strides[0], dilation[0], how["feature_group_count"]
+    out, *_ = _sizes(x, [depth], edges, strides, dilation)
+    length = (out + (depth - 1) * dilation[0] // strides[0]) * strides[0]
+    still = [(0, 0, 0)] * len(window)
+    x = _fit(x, [edges[0], *still], [length, *x.shape[2:-1]])
+    x = _by_phase(x, [strides[0], *[1] * len(window)])
+    kernel = jnp.moveaxis(kernel, 0, -3).reshape(*window, -1, outs)
+
+    def planes(i, count):
+        part = _windows(x, divmod(i, out), count, *how_deep)
+        return _forward(part, kernel, edges[1:], strides[1:], dilation[1:], how)
+
+    made = jax.eval_shape(lambda: planes(0, 1))
+    num_bytes = (x[0, 0].size * depth + made.size) * x.dtype.itemsize
+    count = _at_once(out, num_bytes)
+    y = lax.map(lambda i: planes(i, count), jnp.arange(0, examples * out, count))
+    return y.reshape(examples, out, *y.shape[2:])
+
+
+def _forward(x, kernel, edges, strides, dilation, how):
+    """Convolve images in the fastest way for their form.
+
+    - Depthwise, with windows of up to 64 entries: sums of products.
+    - With zeros between the images' entries, and strides and dilation 1: by phases.
+    - Without such zeros, on three axes or more: by planes.
+    - All others: XLA's routine.
+    """
+    *window, ins, outs = kernel.shape
+    spread = max((between for *_, between in edges), default=0)
+    if ins == 1 < outs == how["feature_group_count"] and math.prod(window) <= 64:
+        return _depthwise(x, kernel[..., 0, :], edges, strides, dilation)
+    if spread and {*strides, *dilation} == {1}:
+        return _phases(x, kernel, edges, how)
+    way = _planes if len(window) > 2 and not spread else _library
+    return way(x, kernel, edges, strides, dilation, how)
+
+
+def _kernel_gradient(x, g, edges, size, strides, dilation):
+    """Return the gradient [kh, kw, I, O] of a kernel of this size.
+
+    g [N, H', W', O] are the gradients of the outputs.
+    """
+    steps = [between + 1 for *_, between in edges]
+    if max(steps, default=1) > 1 and {*strides, *dilation} == {1}:
+        # The images and g change over, in the gradient of a strided convolution.
+        axes = zip(x.shape[1:], g.shape[1:], size, edges, steps)
+        edges = [
+            (k - 1 - low, (n - 1) * step + low - m + 1, 0)
+            for n, m, k, (low, *_), step in axes
+        ]
+        y = _kernel_gradient(g, x, edges, size, steps, dilation)
+        return lax.rev(y, range(len(size))).swapaxes(-1, -2)
+    axes = zip(g.shape[1:], size, strides, dilation)
+    x = _fit(x, edges, [(n + (k - 1) * d // s) * s for n, k, s, d in axes])
+    return _products(x, g, size, strides, dilation)
+
+
+def _products(x, g, size, strides, dilation):
+    """Return the sum of x[n, h stride + i dilation, ...] g[n, h, ...] over n, h, w.
+
+    It is a sum of products of two matrices, one for each chunk.  In the first, a place
+    of g has all entries of x in its window.  Or, along the first axes, it has but one
+    entry of each phase, and the second matrix has a copy of g for each of the windows
+    that entries of a phase belong to.  The cheaper way is taken.
+    """
+    axes, ins, outs, wide = len(size), x.shape[-1], g.shape[-1], _wide(x.dtype)
+    places = math.prod(g.shape[2:-1]) if axes > 2 else math.prod(g.shape[1:-1])
+    if axes > 2:
+        x = _by_phase(x, [strides[0], *[1] * (axes - 1)])
+        width, count = size[0] * ins, g.shape[1]
+        count = _at_once(count, places * (width + outs) * 4 * wide.itemsize)
+
+        def planes(total, i):
+            i = divmod(i, g.shape[1])
+            part = _windows(x, i, count, size[0], strides[0], dilation[0])
+            start, sizes = [*i, *[0] * axes], (1, count, *g.shape[2:])
+            own = lax.dynamic_slice(g, start, sizes)[0]
+            return total + _products(
+                part, own, size[1:], strides[1:], dilation[1:]
+            ), None
+
+        total, firsts = (
+            jnp.zeros((*size[1:], width, outs), wide),
+            math.prod(g.shape[:2]),
+        )
+        total, _ = lax.scan(planes, total, jnp.arange(0, firsts, count))
+        return jnp.moveaxis(total.reshape(*size[1:], size[0], ins, outs), -3, 0)
+
+    def widths(moved):  # of the matrices, if g is moved along so many axes
+        blocks = [-(-k // s) for k, s in zip(size[:moved], strides)]
+        ours = math.prod((*strides[:moved], *size[moved:])) * ins
+        return ours, math.prod(blocks) * outs
+
+    def cost(moved):  # of copies and products, in numbers copied
+        ours, theirs = widths(moved)
+        return ours + theirs + ours * theirs / 20
+
+    free = [min(pair) == 1 for pair in zip(strides, dilation)]
+    can = [n for n in range(axes + 1) if all(free[:n])]
+    moved, ones = min(can, key=cost), [1] * axes
+    places, copies, lengths = [], [], []
+    for axis, (n, k, s, d) in enumerate(zip(g.shape[1:], size, strides, dilation)):
+        far = (k - 1) * d // s if axis < moved else 0
+        places.append(range(s) if axis < moved else range(0, k * d, d))
+        copies.append(range(far, -1, -d))
+        lengths.append(n + far)
+    pads, num_bytes = (
+        [(c[0], c[0], 0) for c in copies],
+        sum(widths(moved)) * wide.itemsize,
+    )
+    count = _at_once(len(x), math.prod(g.shape[1:-1]) * num_bytes)
+    rows = int(ins < 8 and not moved)  # few channels are gathered as rows, else columns
+
+    def product(total, first):
+        a, b = (lax.dynamic_slice_in_dim(y, first, count) for y in (x, g))
+        if rows:
+            a = jnp.moveaxis(a, -1, 0).reshape(-1, *a.shape[1:-1], 1)
+        start = [lax.optimization_barrier(jnp.int32(0))] * (axes + 2)
+        sizes = len(a), *lengths, a.shape[-1]
+        a = _gather(_by_phase(a, strides), strides, places, start, sizes)
+        b = _gather(_pad(b, pads), ones, copies, start, (count, *lengths, outs))
+        a = [view.reshape(ins, -1) if rows else view for view in a]
+        a, b = jnp.concatenate(a, 0 if rows else -1), jnp.concatenate(b, -1)
+        a, b = (y.reshape(-1, y.shape[-1]).astype(wide) for y in (a, b))
+        if total.shape[0] <= total.shape[1]:
+            return total + lax.dot_general(a, b, (((rows,), (0,)), ((), ()))), None
+        # XLA's products are faster if the first matrix is the narrower one.
+        y = lax.dot_general(b, a, (((0,), (rows,)), ((), ())))
+        return total + lax.optimization_barrier(y).T, None
+
+    total = jnp.zeros(widths(moved), wide)
+    total, _ = lax.scan(product, total, jnp.arange(0, len(x), count))
+    shape = [*map(len, places)], [*map(len, copies)]
+    total = total.reshape(*shape[0], ins, *shape[1], outs)
+    order = [i for axis in range(axes) for i in (axes + 1 + axis, axis)]
+    total = total.transpose(*order, axes, -1)
+    total = total.reshape(*map(operator.mul, *shape), ins, outs)
+    return total[tuple(map(slice, size))]
+
+
+def _convolve(lhs, rhs, *, dimension_numbers, **how):
+    """Convolve in any form; on CPU, as XLA's routines are fast there."""
+    (batch, features, *space), (out, ins, *window), (b, f, *s) = dimension_numbers
+    # Gradients name a sharding, and `vmap` could not map groups with one.
+    how |= dict.fromkeys({"out_sharding"} & how.keys())
+
+    def as_it_is(lhs, rhs):
+        form = dict(dimension_numbers=dimension_numbers)
+        return lax.conv_general_dilated_p.bind(lhs, rhs, **how | form)
+
+    if 0 in (*lhs.shape, *rhs.shape):
+        return as_it_is(lhs, rhs)
+    made = jax.eval_shape(as_it_is, lhs, rhs)
+    size, groups = [made.shape[i] for i in s], how["batch_group_count"]
+    edges = [(*pads, d - 1) for pads, d in zip(how["padding"], how["lhs_dilation"])]
+    steps = how["window_strides"], how["rhs_dilation"]
+    # A kernel's gradient is a sum over the first axis, with windows of its size.
+    if groups > 1:
+        each = lhs.shape[batch] == rhs.shape[out] == groups
+        is_gradient = each and math.prod(size) <= 64
+    else:
+        wide = math.prod(size) < math.prod(rhs.shape[i] for i in window)
+        is_gradient = features < batch and wide and how["feature_group_count"] == 1
+
+    def on_cpu(lhs, rhs):
+        x, more = lhs.transpose(batch, *space, features), how
+        kernel = rhs.transpose(*window, ins, out)
+        if is_gradient:
+            x, g = x.swapaxes(0, -1), jnp.moveaxis(kernel, -2, 0)
+            how_g = edges, size, *reversed(steps)  # as of the forward convolution
+            if groups > 1:
+                y = _depthwise_gradient(x, g, *how_g)[None]
+            else:
+                y = jnp.moveaxis(_kernel_gradient(x, g, *how_g), -2, 0)
+        else:
+            if groups > 1:  # of the batch; as groups of features they are faster
+                x = jnp.moveaxis(x.reshape(groups, -1, *x.shape[1:]), 0, -2)
+                x = x.reshape(*x.shape[:-2], -1)
+                more = how | dict(batch_group_count=1, feature_group_count=groups)
+            y = _forward(x, kernel, edges, *steps, more)
+        return y.astype(made.dtype).transpose(np.argsort((b, *s, f)))
+
+    return lax.platform_dependent(lhs, rhs, cpu=on_cpu, default=as_it_is)
+
+
+def _rewrite(x: Any) -> Any:
+    """Replace each convolution in a jaxpr by `_convolve`, at any depth.
+
+    x is a jaxpr, an equation, or a leaf of an equation's parameters, which may be a
+    jaxpr too.  Anything without such a convolution is returned unchanged.
+    """
+    if isinstance(x, core.Jaxpr):
+        eqns = [*map(_rewrite, x.eqns)]
+        same = all(map(operator.is_, eqns, x.eqns))
+        return x if same else x.replace(eqns=eqns)
+    if isinstance(x, core.ClosedJaxpr):  # from JAX 0.12 on, it is the same class
+        jaxpr = _rewrite(x.jaxpr)
+        return x if jaxpr is x.jaxpr else x.replace(jaxpr=jaxpr)
+    if not isinstance(x, core.JaxprEqn):
+        return x
+    if x.primitive is lax.conv_general_dilated_p:
+        kernel: Any = x.invars[1].aval
+        if not jnp.issubdtype(kernel.dtype, jnp.inexact):
+            return x
+        program = jax.jit(functools.partial(_convolve, **x.params))
+        with jax.disable_jit(False):  # so that the call is one equation
+            call = jax.make_jaxpr(program)(*(v.aval for v in x.invars)).eqns[0]
+        return x.replace(primitive=call.primitive, params=call.params)
+    if x.params.get("branches_platforms"):  # its author chose
+        return x
+    leaves, treedef = jax.tree.flatten(x.params)
+    new = [*map(_rewrite, leaves)]
+    same = all(map(operator.is_, new, leaves))
+    return x if same else x.replace(params=jax.tree.unflatten(treedef, new))
+
+
+def _trace(f: Callable, *args) -> tuple:
+    """Trace f once; return its program with fast convolutions, and its result's form.
+
+    f may take gradients; nothing can differentiate the program.
+    """
+    # A new function each time, since JAX caches traces by function.
+    program, made = jax.make_jaxpr(lambda *args: f(*args), return_shape=True)(*args)
+    run, form = core.jaxpr_as_fun(_rewrite(program)), jax.tree.structure(made)
+    return lambda *args: jax.tree.unflatten(form, run(*jax.tree.leaves(args))), made
+
+
+def _fast_in_loops(f: Callable) -> Callable:
+    """Return f with fast convolutions, also in a loop."""
+    return lambda *args: _trace(f, *args)[0](*args)
+
+
+# ---------------------------------------------------------------------------------
 # Updates: one step, for one model on one device, and two ways to place its copies
 # ---------------------------------------------------------------------------------
 
@@ -1064,199 +1429,6 @@ def _num_parts(batch: PyTree, model_state: PyTree, microbatch: int | str | None)
             f"statistics, from parts of a batch of {rows}; use microbatch=None"
         )
     return rows // microbatch
-
-
-# XLA:CPU has a fast routine for convolutions of NHWC images and HWIO kernels.  XLA
-# converts other forms to this one, but not inside a loop, where gradients took some
-# sixty times as long (jax issue 12868): the code below converts them before XLA does.
-# The routine reads uninitialized memory (JAX 0.5, 0.10) if an axis is padded by
-# (-p, +p), as in gradients of causal convolutions: negative padding is cut off before.
-# A kernel's gradient is a convolution whose window is a whole image, for which the
-# routine would gather patches of the whole batch: it becomes products.  For depthwise
-# convolutions XLA has no fast routine at all: they become sums of products of views.
-
-
-def _channels_last(ndim: int) -> lax.ConvDimensionNumbers:
-    """Return the dimension numbers NHWC, HWIO -> NHWC, for any number of axes."""
-    last, *space = ndim - 1, *range(1, ndim - 1)
-    images, kernel = (0, last, *space), (last, last - 1, *range(ndim - 2))
-    return lax.ConvDimensionNumbers(images, kernel, images)
-
-
-def _pad(x, edges):
-    """Put zeros around x [N, H, W, C] and between its entries; negative edges cut."""
-    no = (0, 0, 0)
-    return lax.pad(x, jnp.zeros((), x.dtype), [no, *edges, no])
-
-
-def _kernel_gradient(x, g, edges, size, strides, dilation):
-    """Return the sum over n, h, w of x[n, i s + h d, j s + w d, I] g[n, h, w, O].
-
-    x [N, H, W, I], padded by its edges, and g [N, H', W', O] -> [kh, kw, I, O], for any
-    number of axes.  Each product takes a chunk of the batch that fits a core's cache.
-    Columns of x are gathered for it.  So are rows if d > 1; otherwise rows of g are
-    moved.
-    """
-    length, wide = g.shape[1:-1], _wide(x.dtype)
-    rows = size[0] if dilation[0] == 1 else 1  # of the kernel, by moving g
-    places = size[0] // rows, *size[1:]  # of a window, where x is gathered
-    shape = math.prod(places) * x.shape[-1], rows * g.shape[-1]
-    num_bytes = math.prod(g.shape[:-1]) * sum(shape) * wide.itemsize
-    chunks = min(-(-num_bytes // _CHUNK_BYTES), len(x))
-    while len(x) % chunks:
-        chunks += 1
-
-    def add(total, chunk):
-        x, g = _pad(chunk[0], edges), chunk[1]
-        if rows > 1:
-            spare, still = x.shape[1] - length[0], [(0, 0, 0)] * (len(size) - 1)
-            above = range(0, rows * strides[0], strides[0])
-            moved = [_pad(g, [(i, spare - i, 0), *still]) for i in above]
-            g = jnp.concatenate(moved, axis=-1)
-        views = _views(x, places, g.shape[1:-1], dilation, strides)
-        x = jnp.concatenate(views, axis=-1)
-        x, g = (y.reshape(-1, y.shape[-1]).astype(wide) for y in (x, g))
-        return total + lax.dot_general(x, g, (((0,), (0,)), ((), ()))), None
-
-    parts = [y.reshape(chunks, -1, *y.shape[1:]) for y in (x, g)]
-    total, _ = lax.scan(add, jnp.zeros(shape, wide), parts)
-    total = total.reshape(*places, x.shape[-1], rows, g.shape[-1])
-    return jnp.moveaxis(total, -2, 0).reshape(*size, x.shape[-1], g.shape[-1])
-
-
-def _depthwise(x, kernel, size, strides, dilation):
-    """Return the sum over h, w of x[n, i s + h d, j s + w d, C] kernel[h, w, C]."""
-    wide, ones = _wide(x.dtype), [1] * (x.ndim - 1)
-    weights = kernel.astype(wide).reshape(-1, *ones, kernel.shape[-1])
-    views = _views(x, kernel.shape[:-1], size, strides, dilation)
-    return sum(view.astype(wide) * w for view, w in zip(views, weights))
-
-
-def _depthwise_gradient(x, g, size, strides, dilation):
-    """Return the sum over n, h, w of x[n, i s + h d, j s + w d, C] g[n, h, w, C].
-
-    The loop is over examples, so that each stays in a core's cache.
-    """
-
-    def add(totals, example):
-        x, g = (y[None].astype(_wide(y.dtype)) for y in example)
-        views = _views(x, size, g.shape[1:-1], dilation, strides)
-        return [total + view * g for total, view in zip(totals, views)], None
-
-    zeros = [jnp.zeros_like(g[:1], _wide(g.dtype))] * math.prod(size)
-    totals, _ = lax.scan(add, zeros, (x, g))
-    sums = [total.reshape(-1, g.shape[-1]).sum(0) for total in totals]
-    return jnp.stack(sums).reshape(*size, g.shape[-1])
-
-
-def _way(kernel, how) -> str:
-    """Choose how a CPU convolves NHWC images with an HWIO kernel of this shape."""
-    *window, ins, outs = kernel
-    if ins == 1 < outs == how["feature_group_count"] and math.prod(window) <= 64:
-        return "depthwise"
-    cut = any(pad < 0 for pads in how["padding"] for pad in pads)
-    return "cut" if cut else "library"  # XLA's
-
-
-def _convolve(lhs, rhs, *, dimension_numbers, **how):
-    """Convolve in any form; on CPU, as XLA's routines are fast there."""
-    (batch, features, *space), (out, ins, *window), (b, f, *s) = dimension_numbers
-    # Gradients name a sharding, and `vmap` could not map groups with one.
-    how |= dict.fromkeys({"out_sharding"} & how.keys())
-
-    def convolve(lhs, rhs, **own):
-        return lax.conv_general_dilated_p.bind(lhs, rhs, **how | own)
-
-    as_it_is = functools.partial(convolve, dimension_numbers=dimension_numbers)
-    if 0 in (*lhs.shape, *rhs.shape):
-        return as_it_is(lhs, rhs)
-    made = jax.eval_shape(as_it_is, lhs, rhs)
-    size, groups = [made.shape[i] for i in s], how["batch_group_count"]
-    edges = [(*pads, d - 1) for pads, d in zip(how["padding"], how["lhs_dilation"])]
-    steps = how["window_strides"], how["rhs_dilation"]
-    # A kernel's gradient is a sum over the first axis, with windows of its size.
-    if groups > 1:
-        each = lhs.shape[batch] == rhs.shape[out] == groups
-        is_gradient = each and math.prod(size) <= 64
-    else:
-        wide = math.prod(size) < math.prod(rhs.shape[i] for i in window)
-        is_gradient = features < batch and wide and how["feature_group_count"] == 1
-
-    def on_cpu(lhs, rhs):
-        x, own = lhs.transpose(batch, *space, features), {}
-        kernel = rhs.transpose(*window, ins, out)
-        way = _way(kernel.shape, how)
-        if is_gradient:
-            x, g = x.swapaxes(0, -1), jnp.moveaxis(kernel, -2, 0)
-            if groups > 1:
-                y = _depthwise_gradient(_pad(x, edges), g, size, *steps)[None]
-            else:
-                y = _kernel_gradient(x, g, edges, size, *steps)
-                y = jnp.moveaxis(y, -2, 0)
-        elif way == "depthwise":
-            y = _depthwise(_pad(x, edges), kernel[..., 0, :], size, *steps)
-        else:
-            if way == "cut":
-                x = _pad(x, edges)
-                own = dict(padding=((0, 0),) * len(s), lhs_dilation=(1,) * len(s))
-            if groups > 1:  # of the batch; as groups of features they are faster
-                x = jnp.moveaxis(x.reshape(groups, -1, *x.shape[1:]), 0, -2)
-                x = x.reshape(*x.shape[:-2], -1)
-                own |= dict(batch_group_count=1, feature_group_count=groups)
-            y = convolve(x, kernel, dimension_numbers=_channels_last(x.ndim), **own)
-        return y.astype(made.dtype).transpose(np.argsort((b, *s, f)))
-
-    return lax.platform_dependent(lhs, rhs, cpu=on_cpu, default=as_it_is)
-
-
-def _rewrite(x: Any) -> Any:
-    """Replace each convolution in a jaxpr by `_convolve`, at any depth.
-
-    x is a jaxpr, an equation, or a leaf of an equation's parameters, which may be a
-    jaxpr too.  Anything without such a convolution is returned unchanged.
-    """
-    if isinstance(x, core.Jaxpr):
-        eqns = [*map(_rewrite, x.eqns)]
-        same = all(map(operator.is_, eqns, x.eqns))
-        return x if same else x.replace(eqns=eqns)
-    if isinstance(x, core.ClosedJaxpr):  # from JAX 0.12 on, it is the same class
-        jaxpr = _rewrite(x.jaxpr)
-        return x if jaxpr is x.jaxpr else x.replace(jaxpr=jaxpr)
-    if not isinstance(x, core.JaxprEqn):
-        return x
-    if x.primitive is lax.conv_general_dilated_p:
-        form = x.params["dimension_numbers"]
-        kernel: Any = x.invars[1].aval
-        canonical = form == _channels_last(len(form.lhs_spec))
-        as_it_is = canonical and _way(kernel.shape, x.params) == "library"
-        if as_it_is or not jnp.issubdtype(kernel.dtype, jnp.inexact):
-            return x
-        program = jax.jit(functools.partial(_convolve, **x.params))
-        with jax.disable_jit(False):  # so that the call is one equation
-            call = jax.make_jaxpr(program)(*(v.aval for v in x.invars)).eqns[0]
-        return x.replace(primitive=call.primitive, params=call.params)
-    if x.params.get("branches_platforms"):  # its author chose, as in `conv`
-        return x
-    leaves, treedef = jax.tree.flatten(x.params)
-    new = [*map(_rewrite, leaves)]
-    same = all(map(operator.is_, new, leaves))
-    return x if same else x.replace(params=jax.tree.unflatten(treedef, new))
-
-
-def _trace(f: Callable, *args) -> tuple:
-    """Trace f once; return its program with fast convolutions, and its result's form.
-
-    f may take gradients; nothing can differentiate the program.
-    """
-    # A new function each time, since JAX caches traces by function.
-    program, made = jax.make_jaxpr(lambda *args: f(*args), return_shape=True)(*args)
-    run, form = core.jaxpr_as_fun(_rewrite(program)), jax.tree.structure(made)
-    return lambda *args: jax.tree.unflatten(form, run(*jax.tree.leaves(args))), made
-
-
-def _fast_in_loops(f: Callable) -> Callable:
-    """Return f with fast convolutions, also in a loop."""
-    return lambda *args: _trace(f, *args)[0](*args)
 
 
 def _average(tree: PyTree, axis: str, groups: list | None = None) -> PyTree:

@@ -29,9 +29,11 @@ from typing import NamedTuple
 import numpy as np
 import speed
 
-MEMBERS, ROWS = 2, 512
+MEMBERS = 2
 SEPARABLE = (64, 1), (128, 2), (128, 1), (256, 1)  # widths and strides
 SIGNALS = 32, 48, 64, 96, 128  # widths
+VOLUMES = 16, 32, 64
+CAUSAL = 1, 2, 4, 8, 16  # dilations
 
 
 class Shape(NamedTuple):
@@ -39,14 +41,19 @@ class Shape(NamedTuple):
     batch: int = 128
     labels: tuple = ()  # of an example
     classes: int = 10
+    rows: int = 512
 
     @property
-    def images(self) -> bool:
-        return len(self.inputs) == 3
+    def spatial(self) -> bool:  # so that PyTorch has a layout `channels_last`
+        return len(self.inputs) >= 3 or len(self.labels) >= 2
 
 
-IMAGES = Shape((32, 32, 3))
+IMAGES, DIGITS = Shape((32, 32, 3)), Shape((28, 28, 1))
 SHAPES = {
+    "CNN, our layers": DIGITS,
+    "CNN, Flax": DIGITS,
+    "batch-norm CNN, our layers": DIGITS,
+    "batch-norm CNN, Flax": DIGITS,
     "ResNet-20, our layers": IMAGES,
     "ResNet-20, Flax": IMAGES,
     "ResNet-20, Equinox": IMAGES,
@@ -54,7 +61,10 @@ SHAPES = {
     "depthwise separable": IMAGES,
     "ConvNeXt": IMAGES._replace(batch=64),
     "U-Net": Shape((32, 32, 3), 64, (32, 32), 2),
+    "3-D U-Net": Shape((32, 32, 32, 1), 4, (32, 32, 32), 3, 64),
+    "decoder": Shape((64,), 64, (32, 32), 8),
     "signals": Shape((1024, 4)),
+    "causal": Shape((512, 4), 32, (512,)),
     "LSTM": Shape((64, 16)),
     "transformer": Shape((32,), 32, (32,), 64),
 }
@@ -63,10 +73,10 @@ SHAPES = {
 def draw(name: str) -> tuple[np.ndarray, np.ndarray]:
     """Draw inputs, or tokens for the transformer, and labels."""
     rng, shape = np.random.default_rng(0), SHAPES[name]
-    x = rng.normal(size=(ROWS, *shape.inputs)).astype(np.float32)
+    x = rng.normal(size=(shape.rows, *shape.inputs)).astype(np.float32)
     if name == "transformer":
-        x = rng.integers(64, size=(ROWS, *shape.inputs)).astype(np.int32)
-    y = rng.integers(shape.classes, size=(ROWS, *shape.labels))
+        x = rng.integers(64, size=(shape.rows, *shape.inputs)).astype(np.int32)
+    y = rng.integers(shape.classes, size=(shape.rows, *shape.labels))
     return x, y.astype(np.int32)
 
 
@@ -129,7 +139,7 @@ def systems(name: str) -> dict[str, list[str]]:
         "torch, 1 x 2": [torch],
         "torch, 2 x 1": [f"{torch} --alone"] * 2,
     }
-    if SHAPES[name].images:
+    if SHAPES[name].spatial:
         found["torch, last, 1 x 2"] = [f"{torch} --channels-last"]
         found["torch, last, 2 x 1"] = [f"{torch} --channels-last --alone"] * 2
     return found

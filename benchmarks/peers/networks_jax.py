@@ -6,6 +6,7 @@ member takes its step in turn, on batches from the host.
 
 import functools
 import itertools
+from unittest import mock
 
 import common
 import equinox as eqx
@@ -19,6 +20,7 @@ import resnet
 import transformer_jax
 
 import pjax_ensemble as pe
+import train_mnist
 
 MOMENTUM = 0.9  # of running statistics, as in PyTorch, where it is called 0.1
 
@@ -105,6 +107,79 @@ class UNet(nn.Module):
         return nn.Conv(2, (1, 1))(x)
 
 
+class VolumeNet(nn.Module):
+    """A small nnU-Net (Isensee et al. 2021)."""
+
+    @nn.compact
+    def __call__(self, x, training):
+        def twice(x, width, stride=1):
+            for each in stride, 1:
+                x = nn.Conv(width, (3, 3, 3), each)(x)
+                x = nn.leaky_relu(nn.InstanceNorm()(x))
+            return x
+
+        kept = []
+        for i, width in enumerate(networks.VOLUMES):
+            kept.append(twice(x if i == 0 else kept[-1], width, 1 + (i > 0)))
+        x = kept.pop()
+        for width in networks.VOLUMES[-2::-1]:
+            x = nn.ConvTranspose(width, (2, 2, 2), (2, 2, 2))(x)
+            x = twice(jnp.concatenate([x, kept.pop()], -1), width)
+        return nn.Conv(3, (1, 1, 1))(x)
+
+
+class Decoder(nn.Module):
+    """A DCGAN's generator (Radford et al. 2016) of categories of brightness."""
+
+    @nn.compact
+    def __call__(self, x, training):
+        x = nn.Dense(4 * 4 * 128)(x).reshape(-1, 4, 4, 128)
+        for width in 64, 32, 8:
+            x = nn.relu(nn.BatchNorm(not training, momentum=MOMENTUM)(x))
+            x = nn.ConvTranspose(width, (4, 4), (2, 2))(x)
+        return x
+
+
+class Causal(nn.Module):
+    """A temporal convolutional network (Bai et al. 2018), without dropout."""
+
+    @nn.compact
+    def __call__(self, x, training):
+        x = nn.Conv(64, (1,))(x)
+        for dilation in networks.CAUSAL:
+            y, how = x, dict(padding="CAUSAL", kernel_dilation=dilation)
+            for _ in range(2):
+                y = nn.relu(nn.Conv(64, (3,), **how)(y))
+            x = nn.relu(x + y)
+        return nn.Dense(10)(x)
+
+
+class FlaxCNN(nn.Module):
+    """The ensembling guide's network."""
+
+    @nn.compact
+    def __call__(self, x, training):
+        for width in 32, 64:
+            x = nn.relu(nn.Conv(width, (3, 3))(x))
+            x = nn.avg_pool(x, (2, 2), (2, 2))
+        x = nn.relu(nn.Dense(256)(x.reshape(len(x), -1)))
+        return nn.Dense(10)(x)
+
+
+class FlaxBatchNormCNN(nn.Module):
+    """The network of Keras's guide, without dropout."""
+
+    @nn.compact
+    def __call__(self, x, training):
+        layers = (12, 3, 1, "SAME"), (24, 6, 2, "VALID"), (32, 6, 2, "SAME")
+        for i, (width, window, stride, padding) in enumerate(layers):
+            how = dict(padding=padding, use_bias=i == 2)
+            x = nn.Conv(width, (window, window), stride, **how)(x)
+            how = dict(momentum=MOMENTUM, use_scale=False)
+            x = nn.relu(nn.BatchNorm(not training, **how)(x))
+        return nn.Dense(10)(nn.relu(nn.Dense(256)(x.mean((1, 2)))))
+
+
 class Signals(nn.Module):
     @nn.compact
     def __call__(self, x, training):
@@ -129,7 +204,7 @@ def linen(net, example):
     """Return init(key) and apply(params, state, x, training) of a network of Flax."""
 
     def init(key):
-        state = net.init(key, example, False)
+        state = dict(net.init(key, example, False))
         return state.pop("params"), state
 
     def apply(params, state, x, training):
@@ -242,8 +317,28 @@ def equinox(example):
     return init, apply
 
 
+def our_cnn(example):
+    def init(key):
+        return pe.cnn_init(key), ()
+
+    return init, lambda params, _, x, training: (pe.cnn(params, x), ())
+
+
+def our_batch_norm_cnn(example):
+    def apply(params, stats, x, training):
+        key = training or None
+        with mock.patch.object(pe, "dropout", lambda key, x, rate: x):
+            return train_mnist.batch_norm_cnn(params, stats, x, key)
+
+    return train_mnist.batch_norm_cnn_init, apply
+
+
 # A network of an example of its inputs, [1, ...].
 NETWORKS = {
+    "CNN, our layers": our_cnn,
+    "CNN, Flax": functools.partial(linen, FlaxCNN()),
+    "batch-norm CNN, our layers": our_batch_norm_cnn,
+    "batch-norm CNN, Flax": functools.partial(linen, FlaxBatchNormCNN()),
     "ResNet-20, our layers": our_layers,
     "ResNet-20, Flax": functools.partial(linen, resnet.ResNet()),
     "ResNet-20, Equinox": equinox,
@@ -251,7 +346,10 @@ NETWORKS = {
     "depthwise separable": functools.partial(linen, Separable()),
     "ConvNeXt": functools.partial(linen, ConvNeXt()),
     "U-Net": functools.partial(linen, UNet()),
+    "3-D U-Net": functools.partial(linen, VolumeNet()),
+    "decoder": functools.partial(linen, Decoder()),
     "signals": functools.partial(linen, Signals()),
+    "causal": functools.partial(linen, Causal()),
     "LSTM": functools.partial(linen, LSTM()),
     "transformer": functools.partial(linen, Transformer()),
 }
@@ -271,7 +369,9 @@ def make(name):
 
 def serve_trainer(name, members, devices):
     init, loss_fn, apply_fn, data = make(name)
+    batch = networks.SHAPES[name].batch
     how = dict(members=members, apply_fn=apply_fn, stateful=True, devices=devices)
+    how["chunk"] = min(32, batch)
     trainer = pe.make_trainer(init, loss_fn, pe.sgd(0.01), **how)
     state, placed = trainer.init(jax.random.key(0)), trainer.place(data)
     order = common.endless_order(len(data[0]), networks.SHAPES[name].batch, 1)

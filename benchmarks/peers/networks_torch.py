@@ -31,6 +31,11 @@ class Block(nn.Module):
         return F.relu(y + (F.pad(x, (0, 0, 0, 0, 0, self.more)) if self.more else x))
 
 
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.flatten(2).mean(2)
+
+
 class Head(nn.Module):
     """Average over the image or the signal, and map to ten classes."""
 
@@ -126,6 +131,93 @@ class UNet(nn.Module):
         return self.last(x)
 
 
+class VolumeNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+
+        def twice(ins, outs, stride=1):
+            layers = []
+            for each in stride, 1:
+                layers.append(nn.Conv3d(ins, outs, 3, each, 1))
+                layers += [nn.InstanceNorm3d(outs, affine=True), nn.LeakyReLU()]
+                ins = outs
+            return nn.Sequential(*layers)
+
+        small, wide, most = networks.VOLUMES
+        self.down = nn.ModuleList([twice(1, small), twice(small, wide, 2)])
+        self.middle = twice(wide, most, 2)
+        steps = (most, wide), (wide, small)
+        self.ups = nn.ModuleList([nn.ConvTranspose3d(*step, 2, 2) for step in steps])
+        self.after = nn.ModuleList([twice(2 * outs, outs) for _, outs in steps])
+        self.last = nn.Conv3d(small, 3, 1)
+
+    def forward(self, x):
+        kept = []
+        for layer in self.down:
+            x = layer(x)
+            kept.append(x)
+        x = self.middle(x)
+        for up, layer in zip(self.ups, self.after):
+            x = layer(torch.cat([up(x), kept.pop()], 1))
+        return self.last(x)
+
+
+def decoder():
+    layers, ins = [nn.Linear(64, 4 * 4 * 128), nn.Unflatten(1, (128, 4, 4))], 128
+    for width in 64, 32, 8:
+        layers += [nn.BatchNorm2d(ins), nn.ReLU()]
+        layers.append(nn.ConvTranspose2d(ins, width, 4, 2, 1))
+        ins = width
+    return nn.Sequential(*layers)
+
+
+class Causal(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv1d(4, 64, 1), nn.Conv1d(64, 10, 1)
+        pairs = [[nn.Conv1d(64, 64, 3, dilation=d) for _ in "ab"] for d in networks.CAUSAL]
+        self.pairs = nn.ModuleList(map(nn.ModuleList, pairs))
+
+    def forward(self, x):
+        x = self.first(x)
+        for dilation, pair in zip(networks.CAUSAL, self.pairs):
+            y = x
+            for conv in pair:
+                y = F.relu(conv(F.pad(y, (2 * dilation, 0))))
+            x = F.relu(x + y)
+        return self.last(x)
+
+
+def cnn():
+    layers, ins = [], 1
+    for width in 32, 64:
+        layers += [nn.Conv2d(ins, width, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2)]
+        ins = width
+    dense = nn.Linear(7 * 7 * 64, 256), nn.ReLU(), nn.Linear(256, 10)
+    return nn.Sequential(*layers, nn.Flatten(), *dense)
+
+
+class Bias(nn.Module):
+    """Add a bias, as batch normalization does that has no scale."""
+
+    def __init__(self, outs):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(outs))
+
+    def forward(self, x):
+        return x + self.bias[:, None, None]
+
+
+def batch_norm_cnn():
+    layers, ins = [], 1
+    for width, *how in (12, 3, 1, 1), (24, 6, 2), (32, 6, 2, 2):
+        layers.append(nn.Conv2d(ins, width, *how, bias=width == 32))
+        layers += [nn.BatchNorm2d(width, affine=False), Bias(width), nn.ReLU()]
+        ins = width
+    hidden = Mean(), nn.Linear(32, 256), nn.ReLU()
+    return nn.Sequential(*layers, *hidden, nn.Linear(256, 10))
+
+
 def signals():
     layers, ins = [], 4
     for width in networks.SIGNALS:
@@ -144,20 +236,25 @@ class LSTM(nn.Module):
 
 
 NETWORKS = {
+    "CNN": cnn,
+    "batch-norm CNN": batch_norm_cnn,
     "ResNet-20": resnet,
     "WRN-16-2": wide_resnet,
     "depthwise separable": separable,
     "ConvNeXt": convnext,
     "U-Net": UNet,
+    "3-D U-Net": VolumeNet,
+    "decoder": decoder,
     "signals": signals,
+    "causal": Causal,
     "LSTM": LSTM,
     "transformer": transformer_torch.Transformer,
 }
 
 
 def channels_first(name, x):
-    """Return NHWC images, or signals, in the order of PyTorch's convolutions."""
-    moved = networks.SHAPES[name].images or name == "signals"
+    """Return images, volumes or signals in the order of PyTorch's convolutions."""
+    moved = x.ndim >= 4 or name in ("signals", "causal")
     return x.movedim(-1, 1).contiguous() if moved else x
 
 
@@ -175,8 +272,10 @@ def main():
     x, y, batch = channels_first(name, x), y.long(), networks.SHAPES[name].batch
     models = [NETWORKS[name.split(",")[0]]() for _ in range(members)]
     if args.channels_last:
-        last = dict(memory_format=torch.channels_last)
-        x, models = x.contiguous(**last), [model.to(**last) for model in models]
+        volumes = x.ndim == 5
+        last = torch.channels_last_3d if volumes else torch.channels_last
+        models = [model.to(memory_format=last) for model in models]
+        x = x.contiguous(memory_format=last) if x.ndim >= 4 else x
     optimizers = [torch.optim.SGD(m.parameters(), 0.01, momentum=0.9) for m in models]
     order = common.endless_order(len(x), batch, 1)
 
