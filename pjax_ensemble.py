@@ -888,15 +888,29 @@ def unreplicate(tree: PyTree) -> PyTree:
 # two axes.  XLA converts other layouts to these, but not inside a loop, where gradients
 # then take some sixty times as long (jax issue 12868), and trainers are loops.  So
 # `_fast_in_loops` replaces each convolution of a function, whoever wrote it: on a CPU
-# it takes these layouts, with any number of axes, and one of the ways below.  `_forward`
-# chooses among them.  Gradients of kernels are products of matrices.
+# it takes these layouts, with any number of axes, and one of the ways below.
+# `_forward` chooses the way.  Gradients of kernels are products of matrices.
 #
-# In this section, x is images [N, H, W, I] with edges (low, high, between) for each
-# axis: the zeros before, after and between its entries, as in `lax.pad`.  A kernel is
-# [kh, kw, I / groups, O].  Along an axis, window h begins at entry h stride, and entry
-# i of the kernel is i dilation further.
+# In this section, x is images [N, H, W, I], a kernel is [kh, kw, I / groups, O], and
+# `axes` has an `_Axis` for each of H and W.  `how` holds the other parameters of
+# `lax.conv_general_dilated_p`.
 
 _CHUNK_BYTES = 2_000_000  # of arrays at work: so much fits a core's cache
+
+
+class _Axis(NamedTuple):
+    """How windows lie along an axis: window h has the entries h stride + i dilation."""
+
+    low: int = 0  # zeros before, after and between the images' entries, as in `lax.pad`
+    high: int = 0
+    between: int = 0
+    stride: int = 1
+    dilation: int = 1
+
+    def num_windows(self, length: int, k: int) -> int:
+        """Return the number of windows with k entries on images with `length`."""
+        last = (length - 1) * (self.between + 1) + self.low + self.high
+        return (last - (k - 1) * self.dilation) // self.stride + 1
 
 
 def _channels_last(ndim: int) -> lax.ConvDimensionNumbers:
@@ -906,26 +920,17 @@ def _channels_last(ndim: int) -> lax.ConvDimensionNumbers:
     return lax.ConvDimensionNumbers(images, kernel, images)
 
 
-def _sizes(x, window, edges, strides, dilation) -> list[int]:
-    """Return the numbers of windows along the axes of x."""
-    axes = zip(x.shape[1:], window, edges, strides, dilation)
-    return [
-        ((n - 1) * (between + 1) + low + high - (k - 1) * d) // s + 1
-        for n, k, (low, high, between), s, d in axes
-    ]
-
-
-def _pad(x, edges):
-    """Put zeros around x [N, H, W, C] and between its entries; negative edges cut."""
+def _pad(x, axes):
+    """Put zeros around x [N, H, W, C] and between its entries; negative numbers cut."""
     no = (0, 0, 0)
-    return lax.pad(x, jnp.zeros((), x.dtype), [no, *edges, no])
+    return lax.pad(x, jnp.zeros((), x.dtype), [no, *(axis[:3] for axis in axes), no])
 
 
-def _fit(x, edges, lengths):
+def _fit(x, axes, lengths):
     """Pad x, with as many zeros after its entries as make its axes so long."""
-    axes = zip(x.shape[1:], edges, lengths)
-    ends = [m - low - (n - 1) * (between + 1) - 1 for n, (low, _, between), m in axes]
-    edges = [(low, end, between) for (low, _, between), end in zip(edges, ends)]
+    edges = []
+    for (low, _, between, *_), n, length in zip(axes, x.shape[1:], lengths):
+        edges.append((low, length - low - (n - 1) * (between + 1) - 1, between))
     return _pad(x, edges)
 
 
@@ -934,11 +939,11 @@ def _by_phase(x, strides):
 
     Entry i of an axis becomes entry i // s of the phase i % s.
     """
-    axes = len(strides)
-    shape = [n for m, s in zip(x.shape[1:], strides) for n in (m // s, s)]
+    n = len(strides)
+    shape = [part for m, s in zip(x.shape[1:], strides) for part in (m // s, s)]
     x = x.reshape(len(x), *shape, x.shape[-1])
-    x = x.transpose(*range(2, 2 * axes + 1, 2), 0, *range(1, 2 * axes, 2), -1)
-    return x.reshape(-1, *x.shape[axes + 1 :])
+    x = x.transpose(*range(2, 2 * n + 1, 2), 0, *range(1, 2 * n, 2), -1)
+    return x.reshape(-1, *x.shape[n + 1 :])
 
 
 def _gather(x, strides, places, start, sizes):
@@ -947,7 +952,7 @@ def _gather(x, strides, places, start, sizes):
     places lists places along each axis, counted from `start`.  XLA must not know
     `start`: it fuses views that it knows, and then copies them number by number.
     """
-    if x.shape == (*sizes,):
+    if x.shape == sizes:
         return [x]
     views, examples = [], len(x) // math.prod(strides)
     for place in itertools.product(*places):
@@ -964,59 +969,59 @@ def _at_once(count: int, num_bytes: int) -> int:
     return next(n for n in range(fit, 0, -1) if count % n == 0)
 
 
-def _fast_channels(ins: int, outs: int) -> tuple[int, int]:
-    """Return I and O, or more, if XLA's routine is faster for more (JAX 0.10, 0.12)."""
-    if ins % 2 and ins > 1:
-        ins += -ins % 4
-    if max(ins, outs) > 16:
-        return ins, outs
-    return (20, outs) if outs < ins else (ins, 20)
+def _library(x, kernel, axes, how):
+    """Convolve by XLA's routine.
 
-
-def _library(x, kernel, edges, strides, dilation, how):
-    """Convolve by XLA's routine, with channels of zeros if these make it faster.
-
-    The routine reads uninitialized memory (JAX 0.5, 0.10) if an axis is padded by
-    (-p, +p), as in gradients of causal convolutions: negative padding is cut off before.
+    It reads uninitialized memory (JAX 0.5, 0.10) if an axis is padded by (-p, +p), as
+    in gradients of causal convolutions: negative padding is cut off before.  It is up
+    to three times as fast with more than 16 channels on one side and an even number of
+    inputs, so channels of zeros are added (JAX 0.10, 0.12).
     """
-    if min(map(min, edges), default=0) < 0:
-        x, edges = _pad(x, edges), [(0, 0, 0)] * len(edges)
+    if any(min(axis.low, axis.high) < 0 for axis in axes):
+        x = _pad(x, axes)
+        axes = [axis._replace(low=0, high=0, between=0) for axis in axes]
     *window, ins, outs = kernel.shape
     if math.prod(window) > 1 and how["feature_group_count"] == 1:
-        no, (more_ins, more_outs) = [(0, 0)] * len(window), _fast_channels(ins, outs)
-        x = jnp.pad(x, [(0, 0), *no, (0, more_ins - ins)])
-        kernel = jnp.pad(kernel, [*no, (0, more_ins - ins), (0, more_outs - outs)])
+        more = [-ins % 4 if ins % 2 and ins > 1 else 0, 0]
+        if max(ins, outs) <= 16:
+            more = [20 - ins, 0] if outs < ins else [more[0], 20 - outs]
+        (more_ins, more_outs), no = (((0, n) for n in more), [(0, 0)] * len(window))
+        x = jnp.pad(x, [(0, 0), *no, more_ins])
+        kernel = jnp.pad(kernel, [*no, more_ins, more_outs])
+    low, high, between, strides, dilation = zip(*axes) if axes else ((),) * 5
     how = how | dict(
-        window_strides=tuple(strides),
-        padding=tuple((low, high) for low, high, _ in edges),
-        lhs_dilation=tuple(between + 1 for *_, between in edges),
-        rhs_dilation=tuple(dilation),
+        window_strides=strides,
+        padding=(*zip(low, high),),
+        lhs_dilation=tuple(n + 1 for n in between),
+        rhs_dilation=dilation,
         dimension_numbers=_channels_last(x.ndim),
     )
     return lax.conv_general_dilated_p.bind(x, kernel, **how)[..., :outs]
 
 
-def _depthwise(x, kernel, edges, strides, dilation):
+def _depthwise(x, kernel, axes):
     """Convolve each channel with its kernel [kh, kw, C], as a sum of products of views.
 
-    For these convolutions XLA has no fast routine.
+    XLA has no fast routine for it.
     """
     wide, window = _wide(x.dtype), kernel.shape[:-1]
-    size = _sizes(x, window, edges, strides, dilation)
+    size = map(_Axis.num_windows, axes, x.shape[1:], window)
     weights = kernel.astype(wide).reshape(-1, *[1] * (x.ndim - 1), kernel.shape[-1])
-    views = _views(_pad(x, edges), window, size, strides, dilation)
+    *_, strides, dilation = zip(*axes)
+    views = _views(_pad(x, axes), window, size, strides, dilation)
     return sum(view.astype(wide) * w for view, w in zip(views, weights))
 
 
-def _depthwise_gradient(x, g, edges, size, strides, dilation):
+def _depthwise_gradient(x, g, size, axes):
     """Return the gradient [kh, kw, C] of such a kernel; g are the outputs' gradients.
 
     The loop is over examples, so that each stays in a core's cache.
     """
+    *_, strides, dilation = zip(*axes)
 
     def add(totals, example):
         x, g = (y[None].astype(_wide(y.dtype)) for y in example)
-        views = _views(_pad(x, edges), size, g.shape[1:-1], strides, dilation)
+        views = _views(_pad(x, axes), size, g.shape[1:-1], strides, dilation)
         return [total + view * g for total, view in zip(totals, views)], None
 
     zeros = [jnp.zeros_like(g[:1], _wide(g.dtype))] * math.prod(size)
@@ -1025,145 +1030,154 @@ def _depthwise_gradient(x, g, edges, size, strides, dilation):
     return jnp.stack(sums).reshape(*size, g.shape[-1])
 
 
-def _phases(x, kernel, edges, how):
+def _phases(x, kernel, axes, how):
     """Convolve images with zeros between their entries, with strides and dilation 1.
 
     Transposed convolutions are of this kind, and images' gradients of strided ones.
-    Where the entries of x are `step` apart, output q step + r is the sum of
-    x[q + i] kernel[i step + step - 1 - r] over i.  So the phases r are features of one
-    convolution of x without zeros (sub-pixel convolution, Shi et al. 2016).
+    Where entries are `step` apart, and the last zero before them is the first entry of
+    a window, output q step + r is the sum of x[q + i] kernel[i step + step - 1 - r]
+    over i.  So the phases r are features of one convolution of x without zeros
+    (sub-pixel convolution, Shi et al. 2016).
     """
-    (*window, ins, outs), axes, ones = kernel.shape, len(edges), [1] * len(edges)
-    groups, steps = how["feature_group_count"], [between + 1 for *_, between in edges]
-    size = _sizes(x, window, edges, ones, ones)
-    rows = [-(-k // step) for k, step in zip(window, steps)]
-    # Outputs before the first one, which are cut off: r is 0 where x has an entry last.
-    spare = [-(low + 1) % step for (low, *_), step in zip(edges, steps)]
-    counts = [-(-(n + more) // step) for n, more, step in zip(size, spare, steps)]
-    lows = [(low + m + 1) // s - 1 for (low, *_), m, s in zip(edges, spare, steps)]
-    sums = zip(lows, counts, rows, x.shape[1:])
-    edges = [(low, count + row - 1 - low - n, 0) for low, count, row, n in sums]
-    lengths = map(operator.mul, rows, steps)
-    kernel = _fit(kernel.reshape(1, *window, -1), [(0, 0, 0)] * axes, lengths)
+    (*window, ins, outs), n, groups = (
+        kernel.shape,
+        len(axes),
+        how["feature_group_count"],
+    )
+    rows, steps, counts, pieces, new = [], [], [], [], []
+    for axis, length, k in zip(axes, x.shape[1:], window):
+        step, size = axis.between + 1, axis.num_windows(length, k)
+        spare = -(axis.low + 1) % step  # outputs before the first, so that it is so
+        row, count = -(-k // step), -(-(size + spare) // step)
+        low = (axis.low + spare + 1) // step - 1
+        new.append(_Axis(low, count + row - 1 - low - length))
+        pieces.append(slice(spare, spare + size))
+        rows, steps, counts = [*rows, row], [*steps, step], [*counts, count]
+    kernel = kernel.reshape(1, *window, -1)
+    kernel = _fit(kernel, [_Axis()] * n, map(operator.mul, rows, steps))
     kernel = lax.rev(_by_phase(kernel, steps), [0])
     kernel = kernel.reshape(-1, *rows, ins, groups, outs // groups)
     kernel = jnp.moveaxis(kernel, 0, -2).reshape(*rows, ins, -1)
-    y = _forward(x, kernel, edges, ones, ones, how)
+    y = _forward(x, kernel, new, how)
     y = y.reshape(len(x), *counts, groups, *steps, outs // groups)
-    pairs = [(1 + axis, 2 + axes + axis) for axis in range(axes)]
-    y = y.transpose(0, *itertools.chain(*pairs), 1 + axes, -1)
+    pairs = [(1 + i, 2 + n + i) for i in range(n)]
+    y = y.transpose(0, *itertools.chain(*pairs), 1 + n, -1)
     y = y.reshape(len(x), *map(operator.mul, counts, steps), outs)
-    return y[(slice(None), *(slice(m, m + n) for m, n in zip(spare, size)))]
+    return y[(slice(None), *pieces)]
 
 
-def _windows(x, i, count, depth, stride, dilation, groups=1):
-    """Return `count` windows along depth, with their planes side by side as channels.
+def _windows_of_planes(x, axis, depth, num_windows, groups=1) -> Callable:
+    """Return a function (i, count) that makes windows along depth of x [N, D, H, W, I].
 
-    x [s N, D / s, H, W, I] is by phase, and i an (example, window).  The result is
-    [count, H, W, depth I]; each group's channels stay together.
+    They are windows i to i + count of those of all examples, num_windows each, but all
+    of one example: [count, H, W, depth I].  The planes of a window stand side by side
+    as channels; each group's channels stay together.
     """
-    still, start = [1] * (x.ndim - 3), [*i, *[0] * (x.ndim - 2)]
-    places = [range(0, depth * dilation, dilation), *[[0]] * len(still)]
-    sizes = 1, count, *x.shape[2:]
-    views = _gather(x, [stride, *still], places, start, sizes)
-    views = [view.reshape(*sizes[1:-1], groups, -1) for view in views]
-    return jnp.concatenate(views, axis=-1).reshape(*sizes[1:-1], -1)
+    s, d, still = axis.stride, axis.dilation, [1] * (x.ndim - 3)
+    length = (num_windows + (depth - 1) * d // s) * s
+    x = _fit(x, [axis, *[_Axis()] * len(still)], [length, *x.shape[2:-1]])
+    x = _by_phase(x, [s, *still])
+
+    def windows(i, count):
+        start = [*divmod(i, num_windows), *[0] * (x.ndim - 2)]
+        places, sizes = [range(0, depth * d, d), *[[0]] * len(still)], (1, count)
+        views = _gather(x, [s, *still], places, start, (*sizes, *x.shape[2:]))
+        views = [view.reshape(count, *x.shape[2:-1], groups, -1) for view in views]
+        return jnp.concatenate(views, -1).reshape(count, *x.shape[2:-1], -1)
+
+    return windows
 
 
-def _planes(x, kernel, edges, strides, dilation, how):
+def _planes(x, kernel, axes, how):
     """Convolve images of three axes by convolutions of two; of n axes, of n - 1.
 
     A plane of the output is a convolution of the planes in its window.  A loop takes as
     many planes of an example as fit a core's cache.
     """
-    (depth, *window, ins, outs), examples = kernel.shape, len(x)
-    how_deep = depth, strides[0], dilation[0], how["feature_group_count"]
-    out, *_ = _sizes(x, [depth], edges, strides, dilation)
-    length = (out + (depth - 1) * dilation[0] // strides[0]) * strides[0]
-    still = [(0, 0, 0)] * len(window)
-    x = _fit(x, [edges[0], *still], [length, *x.shape[2:-1]])
-    x = _by_phase(x, [strides[0], *[1] * len(window)])
+    depth, *window, _, outs = kernel.shape
+    num_planes = axes[0].num_windows(x.shape[1], depth)
     kernel = jnp.moveaxis(kernel, 0, -3).reshape(*window, -1, outs)
+    groups = how["feature_group_count"]
+    windows = _windows_of_planes(x, axes[0], depth, num_planes, groups)
 
     def planes(i, count):
-        part = _windows(x, divmod(i, out), count, *how_deep)
-        return _forward(part, kernel, edges[1:], strides[1:], dilation[1:], how)
+        return _forward(windows(i, count), kernel, axes[1:], how)
 
     made = jax.eval_shape(lambda: planes(0, 1))
     num_bytes = (x[0, 0].size * depth + made.size) * x.dtype.itemsize
-    count = _at_once(out, num_bytes)
-    y = lax.map(lambda i: planes(i, count), jnp.arange(0, examples * out, count))
-    return y.reshape(examples, out, *y.shape[2:])
+    count = _at_once(num_planes, num_bytes)
+    firsts = jnp.arange(0, len(x) * num_planes, count)
+    y = lax.map(lambda i: planes(i, count), firsts)
+    return y.reshape(len(x), num_planes, *y.shape[2:])
 
 
-def _forward(x, kernel, edges, strides, dilation, how):
+def _forward(x, kernel, axes, how):
     """Convolve images in the fastest way for their form.
 
-    - Depthwise, with windows of up to 64 entries: sums of products.
+    - Depthwise, with windows of up to 64 entries: a sum of products.
     - With zeros between the images' entries, and strides and dilation 1: by phases.
-    - Without such zeros, on three axes or more: by planes.
-    - All others: XLA's routine.
+    - Without such zeros, along three axes or more: by planes.
+    - All others: by XLA's routine.
     """
     *window, ins, outs = kernel.shape
-    spread = max((between for *_, between in edges), default=0)
+    spread = any(axis.between for axis in axes)
     if ins == 1 < outs == how["feature_group_count"] and math.prod(window) <= 64:
-        return _depthwise(x, kernel[..., 0, :], edges, strides, dilation)
-    if spread and {*strides, *dilation} == {1}:
-        return _phases(x, kernel, edges, how)
-    way = _planes if len(window) > 2 and not spread else _library
-    return way(x, kernel, edges, strides, dilation, how)
+        return _depthwise(x, kernel[..., 0, :], axes)
+    if spread and all(axis[3:] == (1, 1) for axis in axes):
+        return _phases(x, kernel, axes, how)
+    way = _planes if len(axes) > 2 and not spread else _library
+    return way(x, kernel, axes, how)
 
 
-def _kernel_gradient(x, g, edges, size, strides, dilation):
+def _kernel_gradient(x, g, size, axes):
     """Return the gradient [kh, kw, I, O] of a kernel of this size.
 
-    g [N, H', W', O] are the gradients of the outputs.
+    g [N, H', W', O] are the gradients of the outputs.  With zeros between the images'
+    entries, x and g change places, in the gradient of a strided convolution.
     """
-    steps = [between + 1 for *_, between in edges]
-    if max(steps, default=1) > 1 and {*strides, *dilation} == {1}:
-        # The images and g change over, in the gradient of a strided convolution.
-        axes = zip(x.shape[1:], g.shape[1:], size, edges, steps)
-        edges = [
-            (k - 1 - low, (n - 1) * step + low - m + 1, 0)
-            for n, m, k, (low, *_), step in axes
+    spread = any(axis.between for axis in axes)
+    if spread and all(axis[3:] == (1, 1) for axis in axes):
+        turned = [
+            _Axis(k - 1 - axis.low, stride=axis.between + 1)
+            for k, axis in zip(size, axes)
         ]
-        y = _kernel_gradient(g, x, edges, size, steps, dilation)
+        y = _kernel_gradient(g, x, size, turned)
         return lax.rev(y, range(len(size))).swapaxes(-1, -2)
-    axes = zip(g.shape[1:], size, strides, dilation)
-    x = _fit(x, edges, [(n + (k - 1) * d // s) * s for n, k, s, d in axes])
-    return _products(x, g, size, strides, dilation)
+    reach = [(k - 1) * axis.dilation // axis.stride for k, axis in zip(size, axes)]
+    sums = zip(g.shape[1:], reach, axes)
+    x = _fit(x, axes, [(n + more) * axis.stride for n, more, axis in sums])
+    axes = [axis._replace(low=0, between=0) for axis in axes]
+    return (_products if len(size) < 3 else _products_of_planes)(x, g, size, axes)
 
 
-def _products(x, g, size, strides, dilation):
+def _products_of_planes(x, g, size, axes):
+    """Do as `_products` does, along three axes or more: add up those of planes."""
+    (depth, *rest), ins, outs, num_planes = size, x.shape[-1], g.shape[-1], g.shape[1]
+    windows = _windows_of_planes(x, axes[0], depth, num_planes)
+    g = g.reshape(-1, *g.shape[2:])
+    numbers = 4 * (g[0].size // outs) * (depth * ins + outs)
+    count = _at_once(num_planes, numbers * x.dtype.itemsize)
+    inner = _products if len(rest) < 3 else _products_of_planes
+
+    def add(total, i):
+        own = lax.dynamic_slice_in_dim(g, i, count)
+        return total + inner(windows(i, count), own, rest, axes[1:]), None
+
+    total = jnp.zeros((*rest, depth * ins, outs), _wide(x.dtype))
+    total, _ = lax.scan(add, total, jnp.arange(0, len(g), count))
+    return jnp.moveaxis(total.reshape(*rest, depth, ins, outs), -3, 0)
+
+
+def _products(x, g, size, axes):
     """Return the sum of x[n, h stride + i dilation, ...] g[n, h, ...] over n, h, w.
 
-    It is a sum of products of two matrices, one for each chunk.  In the first, a place
-    of g has all entries of x in its window.  Or, along the first axes, it has but one
-    entry of each phase, and the second matrix has a copy of g for each of the windows
-    that entries of a phase belong to.  The cheaper way is taken.
+    It is a sum of products of two matrices, one for each chunk.  The first has all
+    entries of x in the window at each place of g.  Or, along the first axes, it has one
+    entry of each phase, and the second has a copy of g for each of the windows that
+    such an entry belongs to.  The cheaper way is taken.
     """
-    axes, ins, outs, wide = len(size), x.shape[-1], g.shape[-1], _wide(x.dtype)
-    places = math.prod(g.shape[2:-1]) if axes > 2 else math.prod(g.shape[1:-1])
-    if axes > 2:
-        x = _by_phase(x, [strides[0], *[1] * (axes - 1)])
-        width, count = size[0] * ins, g.shape[1]
-        count = _at_once(count, places * (width + outs) * 4 * wide.itemsize)
-
-        def planes(total, i):
-            i = divmod(i, g.shape[1])
-            part = _windows(x, i, count, size[0], strides[0], dilation[0])
-            start, sizes = [*i, *[0] * axes], (1, count, *g.shape[2:])
-            own = lax.dynamic_slice(g, start, sizes)[0]
-            return total + _products(
-                part, own, size[1:], strides[1:], dilation[1:]
-            ), None
-
-        total, firsts = (
-            jnp.zeros((*size[1:], width, outs), wide),
-            math.prod(g.shape[:2]),
-        )
-        total, _ = lax.scan(planes, total, jnp.arange(0, firsts, count))
-        return jnp.moveaxis(total.reshape(*size[1:], size[0], ins, outs), -3, 0)
+    *_, strides, dilation = zip(*axes)
+    ins, outs, wide = x.shape[-1], g.shape[-1], _wide(x.dtype)
 
     def widths(moved):  # of the matrices, if g is moved along so many axes
         blocks = [-(-k // s) for k, s in zip(size[:moved], strides)]
@@ -1174,51 +1188,49 @@ def _products(x, g, size, strides, dilation):
         ours, theirs = widths(moved)
         return ours + theirs + ours * theirs / 20
 
-    free = [min(pair) == 1 for pair in zip(strides, dilation)]
-    can = [n for n in range(axes + 1) if all(free[:n])]
-    moved, ones = min(can, key=cost), [1] * axes
+    free = [1 in axis[3:] for axis in axes]
+    moved = min((n for n in range(len(axes) + 1) if all(free[:n])), key=cost)
     places, copies, lengths = [], [], []
-    for axis, (n, k, s, d) in enumerate(zip(g.shape[1:], size, strides, dilation)):
-        far = (k - 1) * d // s if axis < moved else 0
-        places.append(range(s) if axis < moved else range(0, k * d, d))
-        copies.append(range(far, -1, -d))
-        lengths.append(n + far)
-    pads, num_bytes = (
-        [(c[0], c[0], 0) for c in copies],
-        sum(widths(moved)) * wide.itemsize,
-    )
-    count = _at_once(len(x), math.prod(g.shape[1:-1]) * num_bytes)
-    rows = int(ins < 8 and not moved)  # few channels are gathered as rows, else columns
+    for i, (n, k, s, d) in enumerate(zip(g.shape[1:], size, strides, dilation)):
+        reach = (k - 1) * d // s if i < moved else 0
+        places.append(range(s) if i < moved else range(0, k * d, d))
+        copies.append(range(reach, -1, -d))
+        lengths.append(n + reach)
+    edges = [_Axis(copy[0], copy[0]) for copy in copies]
+    num_bytes = math.prod(g.shape[1:-1]) * sum(widths(moved)) * wide.itemsize
+    count = _at_once(len(x), num_bytes)
+    rows = int(ins < 8 and not moved)  # few channels are gathered as rows, not columns
 
-    def product(total, first):
+    def add(total, first):
         a, b = (lax.dynamic_slice_in_dim(y, first, count) for y in (x, g))
         if rows:
             a = jnp.moveaxis(a, -1, 0).reshape(-1, *a.shape[1:-1], 1)
-        start = [lax.optimization_barrier(jnp.int32(0))] * (axes + 2)
+        start = [lax.optimization_barrier(jnp.int32(0))] * x.ndim
         sizes = len(a), *lengths, a.shape[-1]
         a = _gather(_by_phase(a, strides), strides, places, start, sizes)
-        b = _gather(_pad(b, pads), ones, copies, start, (count, *lengths, outs))
+        sizes = count, *lengths, outs
+        b = _gather(_pad(b, edges), [1] * len(axes), copies, start, sizes)
         a = [view.reshape(ins, -1) if rows else view for view in a]
         a, b = jnp.concatenate(a, 0 if rows else -1), jnp.concatenate(b, -1)
         a, b = (y.reshape(-1, y.shape[-1]).astype(wide) for y in (a, b))
         if total.shape[0] <= total.shape[1]:
             return total + lax.dot_general(a, b, (((rows,), (0,)), ((), ()))), None
-        # XLA's products are faster if the first matrix is the narrower one.
+        # XLA's product is faster if the first matrix is the narrower one.
         y = lax.dot_general(b, a, (((0,), (rows,)), ((), ())))
         return total + lax.optimization_barrier(y).T, None
 
     total = jnp.zeros(widths(moved), wide)
-    total, _ = lax.scan(product, total, jnp.arange(0, len(x), count))
+    total, _ = lax.scan(add, total, jnp.arange(0, len(x), count))
     shape = [*map(len, places)], [*map(len, copies)]
     total = total.reshape(*shape[0], ins, *shape[1], outs)
-    order = [i for axis in range(axes) for i in (axes + 1 + axis, axis)]
-    total = total.transpose(*order, axes, -1)
+    pairs = [(len(axes) + 1 + i, i) for i in range(len(axes))]
+    total = total.transpose(*itertools.chain(*pairs), len(axes), -1)
     total = total.reshape(*map(operator.mul, *shape), ins, outs)
     return total[tuple(map(slice, size))]
 
 
 def _convolve(lhs, rhs, *, dimension_numbers, **how):
-    """Convolve in any form; on CPU, as XLA's routines are fast there."""
+    """Convolve in any form: on a CPU in the ways above, elsewhere by XLA."""
     (batch, features, *space), (out, ins, *window), (b, f, *s) = dimension_numbers
     # Gradients name a sharding, and `vmap` could not map groups with one.
     how |= dict.fromkeys({"out_sharding"} & how.keys())
@@ -1231,9 +1243,12 @@ def _convolve(lhs, rhs, *, dimension_numbers, **how):
         return as_it_is(lhs, rhs)
     made = jax.eval_shape(as_it_is, lhs, rhs)
     size, groups = [made.shape[i] for i in s], how["batch_group_count"]
-    edges = [(*pads, d - 1) for pads, d in zip(how["padding"], how["lhs_dilation"])]
-    steps = how["window_strides"], how["rhs_dilation"]
-    # A kernel's gradient is a sum over the first axis, with windows of its size.
+    names = "lhs_dilation", "window_strides", "rhs_dilation"
+    parts = zip(how["padding"], *map(how.get, names))
+    axes = [_Axis(*pads, spread - 1, *steps) for pads, spread, *steps in parts]
+    # A kernel's gradient is a sum over the first axis, with windows of its size.  There
+    # strides and dilation have changed places.
+    turned = [axis._replace(stride=axis[4], dilation=axis[3]) for axis in axes]
     if groups > 1:
         each = lhs.shape[batch] == rhs.shape[out] == groups
         is_gradient = each and math.prod(size) <= 64
@@ -1246,17 +1261,16 @@ def _convolve(lhs, rhs, *, dimension_numbers, **how):
         kernel = rhs.transpose(*window, ins, out)
         if is_gradient:
             x, g = x.swapaxes(0, -1), jnp.moveaxis(kernel, -2, 0)
-            how_g = edges, size, *reversed(steps)  # as of the forward convolution
             if groups > 1:
-                y = _depthwise_gradient(x, g, *how_g)[None]
+                y = _depthwise_gradient(x, g, size, turned)[None]
             else:
-                y = jnp.moveaxis(_kernel_gradient(x, g, *how_g), -2, 0)
+                y = jnp.moveaxis(_kernel_gradient(x, g, size, turned), -2, 0)
         else:
             if groups > 1:  # of the batch; as groups of features they are faster
                 x = jnp.moveaxis(x.reshape(groups, -1, *x.shape[1:]), 0, -2)
                 x = x.reshape(*x.shape[:-2], -1)
                 more = how | dict(batch_group_count=1, feature_group_count=groups)
-            y = _forward(x, kernel, edges, *steps, more)
+            y = _forward(x, kernel, axes, more)
         return y.astype(made.dtype).transpose(np.argsort((b, *s, f)))
 
     return lax.platform_dependent(lhs, rhs, cpu=on_cpu, default=as_it_is)

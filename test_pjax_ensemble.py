@@ -194,46 +194,27 @@ def with_derivatives(f):
     return jax.jit(lambda *args: (f(*args), derivatives(*args)))
 
 
-AROUND = {
-    "loop": lambda f: lambda x: jax.tree.map(lambda *y: jnp.stack(y), *map(f, x)),
-    "scan": lambda f: jax.jit(lambda x: jax.lax.scan(lambda c, x: (c, f(x)), 0, x)[1]),
-    "vmap": lambda f: jax.jit(jax.vmap(f)),
-    "pmap": jax.pmap,
-}
-FEW = pe._FEW_BYTES
-INSIDE = [(case, padding, "loop", FEW) for case in CONVS for padding in PADDINGS]
-INSIDE += itertools.product([CONVS[3], CONVS[8]], ["SAME"], [*AROUND][1:], [FEW])
-INSIDE += [((5, *CONVS[3][1:]), p, "loop", n) for p in PADDINGS for n in (1, 2000)]
-INSIDE += [(CONVS[5], padding, "loop", None) for padding in PADDINGS]  # by XLA
-
-
-@cases("case, padding, around, size", *INSIDE)
-def test_conv_and_its_derivatives_equal_xlas(case, padding, around, size, monkeypatch):
+@cases("case, padding", *itertools.product(CONVS, PADDINGS))
+def test_conv_and_its_gradients_in_a_step_are_sums_in_float64(case, padding):
     params, images, stride = conv_case(*case)
-    images = np.stack([images, 2 * images])
-    if size is None:  # as on a GPU or TPU
-        form = mock.Mock(side_effect=lambda *args, cpu, default: default(*args))
-        monkeypatch.setattr(jax.lax, "platform_dependent", form)
-    elif size != FEW:
-        monkeypatch.setattr(pe, "_FEW_BYTES", 0)
-        monkeypatch.setattr(pe, "_CHUNK_BYTES", size)
-    ours = functools.partial(pe.conv, stride=case[-1], padding=padding)
-    theirs = functools.partial(conv_library, stride=stride, padding=padding)
-    inside = AROUND[around](functools.partial(with_derivatives(ours), params))
-    expected = AROUND["loop"](functools.partial(with_derivatives(theirs), params))
-    assert_close(inside(images), expected(images))
-    chunked = "scan" in str(jax.make_jaxpr(ours)(params, images[0]))
-    assert chunked == (size not in (FEW, None))
+    convolve = functools.partial(pe.conv, stride=case[-1], padding=padding)
+    g = randn(4, *convolve(params, images).shape)
 
+    def both(params, images):
+        made, gradients = jax.vjp(convolve, params, images)
+        return made, gradients(g)
 
-@pytest.mark.usefixtures("optimized")
-def test_conv_forms_few_patches_at_a_time():
-    conv = pe.conv_init(jax.random.key(0), 32, 64)
-    images = jax.ShapeDtypeStruct((512, 14, 14, 32), np.float32)
-    program = jax.jit(pe.conv).lower(conv, images).compile()
-    outputs = 512 * 14 * 14 * 64 * 4  # the outputs and one copy use memory too
-    used = program.memory_analysis().temp_size_in_bytes
-    assert used < 2 * pe._CHUNK_BYTES + 2 * outputs
+    size = params.weight.shape[:2]
+    pads = jax.lax.padtype_to_pads(images.shape[1:3], size, stride, padding)
+    how = dict.fromkeys(("lhs_dilation", "rhs_dilation"), (1, 1))
+    how |= dict(batch_group_count=1, feature_group_count=1, padding=pads)
+    how |= dict(window_strides=stride, dimension_numbers=pe._channels_last(4))
+    exact = (np.float64(x) for x in (images, params.weight, g))
+    y, dx, dkernel = sums.sums(*exact, how)
+    grads = pe.Conv(dkernel, g.sum((0, 1, 2))), dx
+    assert_close(
+        jax.jit(pe._fast_in_loops(both))(params, images), (y + params.bias, grads)
+    )
 
 
 def weights_like(x):
@@ -1553,6 +1534,22 @@ CONVOLUTIONS = {
     ),
     "one axis": ((2, 7, 3), (3, 3, 4), dict(axes="NWC WIO NWC", strides=(2,))),
     "three axes": ((2, 4, 3, 5, 2), (2, 3, 2, 2, 3), dict(axes="NDHWC DHWIO NDHWC")),
+    "three axes, strides and groups": (
+        *((2, 4, 7, 5, 3), (4, 2, 3, 2, 2)),
+        dict(axes="NCDHW OIDHW NCDHW", strides=(2, 1, 3), feature_group_count=2),
+    ),
+    "three axes, transposed": (
+        *((2, 3, 2, 4, 3), (2, 3, 4, 3, 2)),
+        dict(
+            axes="NDHWC DHWIO NDHWC",
+            padding=[(1, 0), (2, 1), (0, 3)],
+            lhs_dilation=(2, 1, 3),
+        ),
+    ),
+    "four axes": (
+        *((2, 3, 2, 3, 4, 2), (2, 2, 1, 2, 2, 3)),
+        dict(axes="NABHWC ABHWIO NABHWC", rhs_dilation=(1, 1, 1, 2)),
+    ),
     "groups NCHW": (
         *((2, 4, 6, 5), (2, 2, 3, 2)),
         dict(axes="NCHW OIHW NCHW", strides=(2, 1), feature_group_count=2),
@@ -1730,19 +1727,46 @@ def test_convolutions_are_the_same_with_jit_disabled():
     assert_close(found, (plain(*args), jax.vmap(plain)(*twice(args))))
 
 
-def test_programs_with_only_canonical_convolutions_are_not_rewritten():
+def test_programs_without_convolutions_of_floats_are_not_rewritten():
     images, labels = (x[:4] for x in image_data())
-    params = pe.cnn_init(KEY, image_shape=(8, 8, 1))
-    programs = [jax.make_jaxpr(pe.cnn)(params, images.astype(np.float32))]
-    for padding in PADDINGS:
-        convolve = functools.partial(dilated, padding=padding)
-        programs += [jax.make_jaxpr(convolve)(*map(np.ones, CONVOLUTIONS["NHWC"][:2]))]
+    numbers = (np.ones(shape, np.int32) for shape in CONVOLUTIONS["any"][:2])
+    programs = [
+        jax.make_jaxpr(functools.partial(dilated, axes="CWNH OHIW WCHN"))(*numbers)
+    ]
     grads = jax.value_and_grad(net_loss)
     programs += [jax.make_jaxpr(grads)(net_init(jax.random.key(0)), images, labels)]
-    if jax.__version_info__ >= (0, 10):  # 0.5 keeps the branches of all platforms
-        programs += [jax.make_jaxpr(jax.grad(cnn_loss))(params, images, labels)]
     for program in programs:
         assert pe._rewrite(program) is program
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="0.5 keeps all branches")
+@cases(
+    "name, count", ("three axes, transposed", 3), ("three axes", 2), ("transposed", 2)
+)
+def test_convolutions_of_a_step_have_two_axes_and_no_zeros_between_entries(name, count):
+    """The kernel's gradient of all but a long transposed one is a product."""
+    x, kernel = (64, 5, 6, 3), (4, 3, 3, 2)
+    how = dict(padding=[(2, 1), (1, 1)], lhs_dilation=(2, 3))
+    x, kernel, how = CONVOLUTIONS.get(name, (x, kernel, how))
+    both = jax.value_and_grad(lambda *args: dilated(*args, **how).var(), (0, 1))
+    text = jax.jit(pe._fast_in_loops(both)).lower(randn(0, *x), randn(1, *kernel))
+    text = text.as_text()
+    assert not re.search(r"interior = \[[^]]*[1-9]", text)
+    found = re.findall(r"stablehlo.convolution\(.*", text)
+    assert len(found) <= count
+    for text in found:
+        assert "lhs_dilate" not in text or "lhs_dilate = [1, 1]" in text
+        assert len(re.findall(r"tensor<[\dx]*f32>", text)[0].split("x")) == 5
+
+
+def test_volumes_are_convolved_a_few_planes_at_a_time():
+    x = jax.ShapeDtypeStruct((1, 64, 32, 32, 32), np.float32)
+    kernel = jax.ShapeDtypeStruct((3, 3, 3, 32, 16), np.float32)
+    convolve = functools.partial(dilated, axes="NDHWC DHWIO NDHWC")
+    gradient = jax.grad(lambda *args: convolve(*args).var(), 1)
+    for function, most in (convolve, 2), (gradient, 4):  # all planes: 4 and 13
+        compiled = jax.jit(pe._fast_in_loops(function)).lower(x, kernel).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < most * 4 * x.size
 
 
 STEPS_SEEN = []  # an entry per trace and per step taken
@@ -1842,9 +1866,9 @@ def test_programs_lowered_for_other_platforms_keep_their_convolutions():
     for call, count, *args in calls:
         found, expected = {}, {"cuda": count, "tpu": count}
         if jax.__version_info__ < (0, 10):  # it lowers the branch for CPUs too
-            expected = dict.fromkeys(expected, 6 if count == 5 else 2)
-        elif count == 2:
-            expected["cpu"] = 0
+            expected = dict.fromkeys(expected, count + min(count, 3))
+        else:  # gradients of kernels are products
+            expected["cpu"] = min(count, 3)
         with mock.patch.object(pe, "_run", lower), pytest.raises(InterruptedError):
             call(state, *args)
         assert found == expected

@@ -175,7 +175,9 @@ class Causal(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.last = nn.Conv1d(4, 64, 1), nn.Conv1d(64, 10, 1)
-        pairs = [[nn.Conv1d(64, 64, 3, dilation=d) for _ in "ab"] for d in networks.CAUSAL]
+        pairs = [
+            [nn.Conv1d(64, 64, 3, dilation=d) for _ in "ab"] for d in networks.CAUSAL
+        ]
         self.pairs = nn.ModuleList(map(nn.ModuleList, pairs))
 
     def forward(self, x):
