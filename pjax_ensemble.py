@@ -34,8 +34,9 @@ These letters are used everywhere:
 
 Images are NHWC, kernels HWIO, labels integers, losses in nats per example.
 
-Contents: Layers, Network, Losses, Optimizers, Devices, Updates, Trainer, Checkpoints,
-Demo.  Each section uses only the sections above it.  An import touches no device.
+Contents: Layers, Network, Losses, Optimizers, Devices, Convolutions on CPUs, Updates,
+Trainer, Checkpoints, Demo.  Each section uses only the sections above it.  An import
+touches no device.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.custom_batching
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -239,8 +241,8 @@ def conv(
 
     Kernels may have any size, odd or even.  H' and W' are as in
     `jax.lax.conv_general_dilated`, and like it, this function does not flip the kernel.
-    On CPU it multiplies patches by the kernel, since XLA's own convolution is some
-    fifty times slower inside a loop there (jax issue 12868).  Elsewhere it is XLA's.
+    On a CPU, its gradient is slow in a loop of your own (jax issue 12868); updates and
+    trainers rewrite it there, as they do with any convolution.
 
     Args:
       params: the kernel [kh, kw, I, O], and a bias [O] or None.
@@ -257,13 +259,9 @@ def conv(
     strides = _pair("stride", stride)
     _output_size(images, weight.shape[:2], strides, padding)
     dtype = jnp.promote_types(images.dtype, weight.dtype)
-    arrays, dims = (
-        (images.astype(dtype), weight.astype(dtype)),
-        ("NHWC", "HWIO", "NHWC"),
-    )
-    outputs = lax.conv_general_dilated(
-        *arrays, strides, padding, dimension_numbers=dims
-    )
+    how = dict(padding=padding, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    arrays = images.astype(dtype), weight.astype(dtype)
+    outputs = lax.conv_general_dilated(*arrays, strides, **how)
     return outputs if bias is None else _add_bias(outputs, bias)
 
 
@@ -1256,6 +1254,8 @@ def _convolve(lhs, rhs, *, dimension_numbers, **how):
         wide = math.prod(size) < math.prod(rhs.shape[i] for i in window)
         is_gradient = features < batch and wide and how["feature_group_count"] == 1
 
+    # Members that are computed together convolve one after another, which is faster.
+    @jax.custom_batching.sequential_vmap
     def on_cpu(lhs, rhs):
         x, more = lhs.transpose(batch, *space, features), how
         kernel = rhs.transpose(*window, ins, out)
@@ -1295,11 +1295,13 @@ def _rewrite(x: Any) -> Any:
         kernel: Any = x.invars[1].aval
         if not jnp.issubdtype(kernel.dtype, jnp.inexact):
             return x
-        program = jax.jit(functools.partial(_convolve, **x.params))
+        program = functools.partial(_convolve, **x.params)
+        program = jax.jit(functools.update_wrapper(program, _convolve))
         with jax.disable_jit(False):  # so that the call is one equation
             call = jax.make_jaxpr(program)(*(v.aval for v in x.invars)).eqns[0]
         return x.replace(primitive=call.primitive, params=call.params)
-    if x.params.get("branches_platforms"):  # its author chose
+    # This one is done, or its author chose for each platform.
+    if x.params.get("name") == "_convolve" or x.params.get("branches_platforms"):
         return x
     leaves, treedef = jax.tree.flatten(x.params)
     new = [*map(_rewrite, leaves)]

@@ -8,12 +8,12 @@ JAX's profiler reports every operation.  The kinds are
 
 - convolutions: XLA's routine, with the scales and sums that XLA computes in it;
 - products: matrix products;
-- around them: copies, shifts and sums, by `pe.conv` or in place of a convolution;
+- around them: copies, shifts and sums in place of a convolution;
 - the rest: normalization, activations, the optimizer.
 
 MFLOP are counted before anything is replaced, and "at best" is their time at the rate
 of a product of matrices of side 2048.  XLA counts the body of a loop once, so MFLOP are
-too few where layers scan, as the LSTM does, and `pe.conv`, over chunks.
+too few where layers scan, as the LSTM does.
 """
 
 import argparse
