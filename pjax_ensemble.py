@@ -234,6 +234,13 @@ def conv_init(
     return Conv(weight, jnp.zeros(out_channels) if bias else None)
 
 
+def _channels_last(ndim: int) -> lax.ConvDimensionNumbers:
+    """Return the dimension numbers NHWC, HWIO -> NHWC, for any number of axes."""
+    last, *space = ndim - 1, *range(1, ndim - 1)
+    images, kernel = (0, last, *space), (last, last - 1, *range(ndim - 2))
+    return lax.ConvDimensionNumbers(images, kernel, images)
+
+
 def conv(
     params: Conv, images: Array, *, stride: Pair = 1, padding: str = "SAME"
 ) -> Array:
@@ -259,9 +266,8 @@ def conv(
     strides = _pair("stride", stride)
     _output_size(images, weight.shape[:2], strides, padding)
     dtype = jnp.promote_types(images.dtype, weight.dtype)
-    how = dict(padding=padding, dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    arrays = images.astype(dtype), weight.astype(dtype)
-    outputs = lax.conv_general_dilated(*arrays, strides, **how)
+    arrays, dims = (images.astype(dtype), weight.astype(dtype)), _channels_last(4)
+    outputs = lax.conv_general_dilated(*arrays, strides, padding, None, None, dims)
     return outputs if bias is None else _add_bias(outputs, bias)
 
 
@@ -911,13 +917,6 @@ class _Axis(NamedTuple):
         return (last - (k - 1) * self.dilation) // self.stride + 1
 
 
-def _channels_last(ndim: int) -> lax.ConvDimensionNumbers:
-    """Return the dimension numbers NHWC, HWIO -> NHWC, for any number of axes."""
-    last, *space = ndim - 1, *range(1, ndim - 1)
-    images, kernel = (0, last, *space), (last, last - 1, *range(ndim - 2))
-    return lax.ConvDimensionNumbers(images, kernel, images)
-
-
 def _pad(x, axes):
     """Put zeros around x [N, H, W, C] and between its entries; negative numbers cut."""
     no = (0, 0, 0)
@@ -982,7 +981,7 @@ def _library(x, kernel, axes, how):
     if math.prod(window) > 1 and how["feature_group_count"] == 1:
         more = [-ins % 4 if ins % 2 and ins > 1 else 0, 0]
         if max(ins, outs) <= 16:
-            more = [20 - ins, 0] if outs < ins else [more[0], 20 - outs]
+            more = [20 - ins, 0] if outs <= ins else [more[0], 20 - outs]
         (more_ins, more_outs), no = (((0, n) for n in more), [(0, 0)] * len(window))
         x = jnp.pad(x, [(0, 0), *no, more_ins])
         kernel = jnp.pad(kernel, [*no, more_ins, more_outs])
@@ -1295,8 +1294,8 @@ def _rewrite(x: Any) -> Any:
         kernel: Any = x.invars[1].aval
         if not jnp.issubdtype(kernel.dtype, jnp.inexact):
             return x
-        program = functools.partial(_convolve, **x.params)
-        program = jax.jit(functools.update_wrapper(program, _convolve))
+        convolve = functools.partial(_convolve, **x.params)
+        program = jax.jit(functools.update_wrapper(convolve, _convolve))
         with jax.disable_jit(False):  # so that the call is one equation
             call = jax.make_jaxpr(program)(*(v.aval for v in x.invars)).eqns[0]
         return x.replace(primitive=call.primitive, params=call.params)
