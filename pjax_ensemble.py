@@ -163,7 +163,7 @@ def _pair(name: str, value: Pair) -> tuple[int, int]:
 
 
 def _output_size(images, size, stride, padding):
-    """Return the (H', W') of windows on images [B, H, W, I], and zeros (above, left).
+    """Return the (H', W') of windows on images [B, H, W, I].
 
     Sizes are as in `jax.lax.conv_general_dilated`.  With "SAME", H' = ceil(H / stride),
     and an odd row of zeros goes to the bottom or right.  With "VALID",
@@ -179,7 +179,7 @@ def _output_size(images, size, stride, padding):
     if min(rows, columns) < 1:
         found = f"images of shape {images.shape}; use a smaller window or 'SAME'"
         raise ValueError(f"a window of {size[0]}x{size[1]} does not fit {found}")
-    return (rows, columns), (pads[0][0], pads[1][0])
+    return rows, columns
 
 
 def _shifted(x, axis, count, length, stride=1, apart=1) -> list[Array]:
@@ -303,7 +303,7 @@ def _windows(images: Array, window: Any, stride: Any) -> list[Array]:
     """
     size = _pair("window", window)
     stride = size if stride is None else _pair("stride", stride)
-    shape, _ = _output_size(images, size, stride, "VALID")
+    shape = _output_size(images, size, stride, "VALID")
     return _views(images, size, shape, stride, (1, 1))
 
 
