@@ -1351,15 +1351,21 @@ def _form(tree: PyTree) -> PyTree:
     return jax.tree.map(name, tree)
 
 
+def _check_leaves(what: str, found: dict, expected: dict, remedy: str = "") -> None:
+    """Raise ValueError for the first leaf whose form is another, or that is absent."""
+    for name in [*expected, *found]:
+        form, own = (x.get(name, "absent") for x in (found, expected))
+        if form != own:
+            raise ValueError(f"{what}: leaf '{name}' is {form}; expected {own}{remedy}")
+
+
 def _check_form(what: str, made: PyTree, given: PyTree) -> None:
     """Raise ValueError unless two trees have the same structure, shapes and types."""
     made, given = _form(made), _form(given)
     found: Any = jax.tree.structure(made)
     if found != (like := jax.tree.structure(given)):
         raise ValueError(f"{what} has the structure {found}; expected {like}")
-    for (name, x), old in zip(_named(made), jax.tree.leaves(given)):
-        if x != old:
-            raise ValueError(f"{what} has the leaf '{name}' {x}; expected {old}")
+    _check_leaves(what, dict(_named(made)), dict(_named(given)))
 
 
 def train_state(
@@ -2132,6 +2138,12 @@ class _Places:
         return jax.tree.map(take, tree)
 
 
+def _model_shapes(state: TrainState) -> dict[str, list[int]]:
+    """Return the shapes of a member's parameters and model state, by path."""
+    model = state._replace(opt_state=(), key=None)
+    return {name: [*np.shape(x)[1:]] for name, x in _named(model)}
+
+
 def _check_draws(key: Any, at_once: int) -> None:
     """Raise ValueError for keys whose draws change if members are together."""
     if at_once > 1 and key is not None and "rbg" in str(jax.random.key_impl(key)):
@@ -2477,6 +2489,9 @@ class Trainer:
     def __post_init__(self) -> None:
         _count("chunk", self.chunk)
         _count("at_once", self.at_once)
+        if not callable(self.init_fn):
+            found = f"init_fn is {type(self.init_fn).__name__}; expected a function"
+            raise ValueError(f"{found}; each architecture takes a trainer of its own")
         on_host = functools.partial(_on_data, np.asarray)
         own = jax.tree.map(on_host, (self.hyper,) if self._hyper else ())
         for i in range(self.layout.members if own else 1):  # raises if one cannot be
@@ -2578,6 +2593,16 @@ class Trainer:
         call = functools.partial(_run, program, meet and places.platform == "cpu")
         return _consume(self, call, *args) if train else call(*args)
 
+    @functools.cached_property
+    def _own_shapes(self) -> dict:
+        with jax.transfer_guard("allow"):
+            return _model_shapes(self.like())
+
+    def _check_model(self, state):
+        """Raise ValueError unless the members have the shapes that init_fn returns."""
+        remedy, found = ", as init_fn returns it", _model_shapes(state)
+        _check_leaves("a state of another trainer", found, self._own_shapes, remedy)
+
     def _place_state(self, state):
         """Check that a state belongs to these slots, and put it there."""
         members, _ = self._places.slots
@@ -2587,6 +2612,7 @@ class Trainer:
             _check_draws(state.key, self.at_once)
             both = _gather_devices(jax.random.key_data(state.key)), members
             _call("a state of another trainer", expected, _check_keys, *both)
+        self._check_model(state)
         places = self._places
 
         def there(x):
@@ -2672,19 +2698,22 @@ class Trainer:
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=where(x))
 
         program, _, args = self._program(*self._init(key))
-        return jax.tree.map(form, jax.eval_shape(program, *args))
+        with _no_mesh():
+            return jax.tree.map(form, jax.eval_shape(program, *args))
 
     def scatter(self, gathered: TrainState) -> TrainState:
         """Put members, leaves [K, ...], on the devices: the inverse of `gather`.
 
         They may come from a trainer with as many members on other devices.  Raises
-        ValueError for another number of members, or equal keys.
+        ValueError for another number of members, equal keys, and parameters or a model
+        state of other paths or shapes than `init_fn` returns.
         """
         _check_state(gathered)
         expected = f"the trainer's {self.members} members"
         _check_axes("members' state", gathered, self.members, expected=expected)
         if gathered.key is not None:
             _check_keys(jax.random.key_data(gathered.key), range(self.members))
+        self._check_model(gathered)
         object.__setattr__(self, "latest", None)
         return self._places.lay("members' state", gathered)
 
@@ -2719,7 +2748,8 @@ class Trainer:
         f, state, *given = work
         given = jax.eval_shape(lambda *given: given, *given)  # forms, also of keys
         program, _, args = self._program(f, state, *given)
-        return program.lower(*args)
+        with _no_mesh():
+            return program.lower(*args)
 
     # Training
 
@@ -3234,10 +3264,7 @@ def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
     ours, theirs = _forms(_by_path(like)), _forms(leaves)
     remedy = "; gather a state before you save it, or give its kind of key to like"
     end = f"{remedy}: see help(load)" if isinstance(like, TrainState) else ""
-    for name in [*ours, *theirs]:
-        form, other = (x.get(name, "absent") for x in (theirs, ours))
-        if form != other:
-            raise ValueError(f"{path}: leaf '{name}' is {form}; expected {other}{end}")
+    _check_leaves(path, theirs, ours, end)
     return jax.tree.unflatten(jax.tree.structure(like), [leaves[n] for n in ours])
 
 

@@ -832,8 +832,10 @@ every_way = pytest.mark.parametrize("way", WAYS, ids="{0[0]} {0[1]} {0[2]}".form
 def start(way, loss_fn, first, optimizer=SGD, **options):
     """Return a way's state of members [K, ...], and its update on batches [B, ...]."""
     if way.kind == "trainer":
+        both = jax.tree.map(lambda x: x[0], (first.params, first.model_state))
         options |= dict(members=way.members, devices=way.devices)
-        trainer = pe.make_trainer(net_init, loss_fn, optimizer, **options)
+        made = both if options.get("stateful") else both[0]
+        trainer = pe.make_trainer(lambda key: made, loss_fn, optimizer, **options)
         return trainer.scatter(first), trainer.update
     if way.kind == "sync":
         state = pe.replicate(jax.tree.map(lambda x: x[0], first), way.devices)
@@ -947,8 +949,8 @@ def test_update_takes_every_form_of_loss(way, stateful, has_aux):
         return (loss, aux) if has_aux else loss
 
     batch, optimizer = [np.ones((D, 4), np.float32)], pe.sgd(0.5, momentum=0.0)
-    keys, zero = keys_of(0, way.members), jnp.zeros(())
-    first = members_state(keys, lambda _: jnp.ones(3), optimizer, model_state=zero)
+    keys, count = keys_of(0, way.members), jnp.zeros(()) if stateful else ()
+    first = members_state(keys, lambda _: jnp.ones(3), optimizer, model_state=count)
     before = np.asarray(jax.random.key_data(first.key))
     options = dict(has_aux=has_aux, stateful=stateful)
     end, (metrics,) = train(way, loss_fn, first, [batch], optimizer, **options)
@@ -961,7 +963,8 @@ def test_update_takes_every_form_of_loss(way, stateful, has_aux):
         assert (aux["right"] == 1).all() and (aux["n"] == 3).all()
         assert (aux["wave"] == 2j).all()
     assert_allclose(end.params, np.full((way.members, 3), 0.5))
-    assert_array_equal(end.model_state, np.full(way.members, float(stateful)))
+    assert stateful == (np.shape(end.model_state) == (way.members,))
+    assert_array_equal(end.model_state, 1) if stateful else None
     assert (end.key != before).any(axis=1).all() == stateful
 
 
@@ -2607,7 +2610,7 @@ def test_choose_members_takes_each_member_with_its_key_from_either_state(make):
         (([[True]] * 4, new, old), r"better is bool\[4, 1\]"),
         (([True], new, old), r"states and better have lengths \[\(1,\), \(4,\)\]"),
         ((True, new, old), r"lengths \[\(\), \(4,\)\]"),
-        ((better, other, old), r"new .*'.params.*float32\[2, .*; expected float32\[4"),
+        ((better, other, old), r"new: .*'.params.*float32\[2, .*; expected float32\[4"),
     ):
         assert re.search(message, said_by(ValueError, pe.choose_members, *args))
 
@@ -2662,6 +2665,30 @@ def test_a_state_of_another_trainer_is_refused(ours, theirs):
     for call, *args in uses(net_trainer(*ours)):
         assert re.match(message, said_by(ValueError, call, state, *args))
     other.update(state, *net_batches(1)[0])  # the state still works
+
+
+def test_members_of_other_shapes_or_names_enter_no_trainer():
+    def wider(key):
+        return Net(pe.dense_init(key, 64, 7), pe.dense_init(key, 7, 4))
+
+    trainer, data = net_trainer(2, 2), image_data()
+    other, state = begin(pe.make_trainer(wider, net_loss, SGD, members=2, devices=2))
+    message = r"another trainer: leaf '.params.hidden.weight' is \[64, 7\]; exp.* 6\]"
+    for call, *args in uses(trainer):
+        assert re.search(message, said_by(ValueError, call, state, *args))
+    assert re.search(message, said_by(ValueError, trainer.scatter, other.gather(state)))
+    other.update(state, *data)  # the state still works
+
+    gathered = trainer.gather(trainer.init(KEY))
+    net, short = gathered.params, gathered.params.dense._replace(bias=np.ones(2))
+    for params, name, found, expected in (
+        (net._replace(dense=short), "params.dense.bias", [], [4]),
+        (net._asdict(), "params.hidden.weight", "absent", [64, 6]),
+    ):
+        said = said_by(ValueError, trainer.scatter, gathered._replace(params=params))
+        assert f"leaf '.{name}' is {found}; expected {expected}, as init" in said
+    said = said_by(ValueError, trainer.scatter, gathered._replace(model_state=(short,)))
+    assert "leaf '.model_state[0].weight' is [6, 4]; expected absent" in said
 
 
 @cases("members, devices", *LAYOUTS[1:])
@@ -2876,6 +2903,7 @@ def test_a_mesh_that_is_set_for_the_whole_program_changes_nothing():
         (batch,) = net_batches(1)
         by_hand = sync(net_loss, SGD)(one_net(), *pe.split(batch))
         trainer = noisy_trainer.__wrapped__(3, 2)
+        trainer.lower("update", *batch)
         return use_all(trainer, *map(jnp.asarray, batch)), by_hand
 
     expected, kinds = run(), (jax.sharding.AxisType.Explicit,) * 2
@@ -3014,15 +3042,15 @@ def test_a_model_state_may_be_any_tree_and_keeps_its_form():
     state, _ = trainer.update(state, *net_batches(1)[0])
     assert trainer.gather(state).model_state.steps.tolist() == [1, 1]
     made, state = begin_stateful({"count": jnp.int32(0)}, lambda *_: {"count": 0.5})
-    message = r"model state of .* leaf '\['count'\]' float32\[\]; expected int32\[\]$"
+    message = r"model state of .*: leaf '\['count'\]' is float32\[\]; expected int32"
     for call, *args in uses(made)[:2]:
         assert re.search(message, said_by(ValueError, call, state, *args))
 
 
 @cases(
     "new, message",
-    ({"n": 0.5, "m": 1}, r"has the leaf '\['n'\]' float32\[\]; expected int32\[\]; "),
-    ({"n": np.zeros(2, int), "m": 1}, r"'\['n'\]' int32\[2\]; expected int32\[\]"),
+    ({"n": 0.5, "m": 1}, r"leaf '\['n'\]' is float32\[\]; expected int32\[\]; "),
+    ({"n": np.zeros(2, int), "m": 1}, r"'\['n'\]' is int32\[2\]; expected int32\[\]"),
     ({"n": 1}, r"structure PyTreeDef\({'n': \*}\); expected .*'m': \*, 'n'"),
 )
 def test_an_optimizer_keeps_the_form_of_its_state(new, message):
@@ -3082,6 +3110,11 @@ def test_microbatches_are_chosen_by_platform_and_batch(monkeypatch):
     assert other._places.absent and other._member.microbatch is None
 
 
+def initializing(init_fn=net_init, key=KEY, **options):
+    made = functools.partial(pe.make_trainer, init_fn, net_loss, SGD, members=2)
+    return lambda: made(**options).init(key)
+
+
 def making(**options):
     # The cache cannot hold unhashable options.
     return lambda: net_trainer.__wrapped__(**(dict(members=2) | options))
@@ -3098,6 +3131,7 @@ test_make_trainer_refuses_options_that_do_not_fit = refuses(
     (making(devices=jax.devices()[:1] * 2), "devices are .* each once, of one plat"),
     (making(devices=[mock.Mock(platform=x) for x in "ab"]), "are .*of one platform"),
     (making(optimizer=lambda h: SGD), "optimizer is function; expected one with init"),
+    (initializing([net_init]), "init_fn is list; expected a function; each architec"),
     (
         making(hyper=np.ones(2), optimizer=lambda: SGD),
         "optimizer: .*; with hyper, expected a function",
@@ -3109,11 +3143,6 @@ test_make_trainer_refuses_options_that_do_not_fit = refuses(
     (making(hyper=np.array([1, 2**40 + 5])), "hyper: found 1099511627781, beyond int3"),
     (making(hyper=np.array([0.1, -1]), optimizer=pe.sgd), "learning_rate is .*-1.0"),
 )
-
-
-def initializing(init_fn=net_init, key=KEY, **options):
-    made = functools.partial(pe.make_trainer, init_fn, net_loss, SGD, members=2)
-    return lambda: made(**options).init(key)
 
 
 NO_KEYS = keys_of(0, 3), keys_of(0, 3, "old"), 0, np.zeros(3, "u4")

@@ -192,8 +192,11 @@ def make_trainer(model: Model, inputs: int, members: int) -> pe.Trainer:
     Recipes and normalizations are model state, and the number of steps is in the
     optimizer's state: fits that differ only in these share their programs.
     """
+    scales = {name: jnp.zeros((1, inputs)) for name in ("x_mean", "x_scale")}
+    numbers = "y_mean", "y_scale", "decay", "variance_decay"
+    hyper = scales | {name: jnp.zeros(()) for name in numbers}  # `start` has the values
     return pe.make_trainer(
-        lambda key: (init(key, inputs, model.outputs), ()),
+        lambda key: (init(key, inputs, model.outputs), hyper),
         lambda params, h, key, *batch: (model.loss_fn(params, *batch, h), h),
         adam(),
         members=members,
