@@ -35,7 +35,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # know their flag would abort.
 HERE = Path(__file__).parent
 COMPILED = os.environ.get("COMPILED") or jax.config.jax_compilation_cache_dir
-FAST = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") != "0"
+# ENVIRONMENT, below, has "False" for other processes.
+FAST = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") not in ("0", "False")
 COMPILING = {"jax_disable_most_optimizations": FAST}
 if jax.__version_info__ >= (0, 8):
     kept = COMPILED or str(HERE / ".pytest_cache" / "d" / "compiled")
