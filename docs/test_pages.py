@@ -1,14 +1,18 @@
 """Tests of the README, of the pages beside this file, and of the examples."""
 
 import contextlib
+import functools
 import importlib.util
 import inspect
 import io
 import itertools
+import os
 import re
 import runpy
 import shutil
+import signal
 import sys
+from unittest import mock
 
 import devices as machines
 import jax
@@ -19,7 +23,7 @@ from numpy.testing import assert_allclose
 import ensemble_metrics as em
 import pjax_ensemble as pe
 import train_mnist as tm
-from conftest import ENVIRONMENT, HERE, D, posix, run_python
+from conftest import ENVIRONMENT, HERE, D, posix, run_python, said_by, start_python
 
 LIBRARIES = {"tables": "sklearn", "tokens": "flax"}  # which an example asks for
 
@@ -28,6 +32,7 @@ LIBRARIES = {"tables": "sklearn", "tokens": "flax"}  # which an example asks for
 def run_example(tmp_path, monkeypatch, capsys):
     """Return a function that runs an example: the numbers of each line it printed."""
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
     pytest.importorskip("matplotlib")
 
     def run(name):
@@ -98,6 +103,119 @@ def test_example_of_tables_has_intervals_that_hold(run_example, monkeypatch):
 def test_example_of_tokens_has_an_ensemble_better_than_its_members(run_example):
     *members, ensemble = (row[-2] for row in run_example("tokens"))
     assert ensemble < min(members) < 3
+
+
+@pytest.mark.once
+def test_example_of_a_loop_keeps_the_best_of_each_member_and_stops_early(run_example):
+    *members, (ensemble, _) = run_example("loop")
+    numbers, epochs, losses, _ = np.transpose(members)
+    assert [*numbers] == [0, 1, 2, 3, 4]
+    assert ensemble < np.median(losses) and max(losses) < 0.25
+    kept = pe.load("loop.safetensors")
+    assert [*epochs] == [*kept["['losses']"][1].argmin(axis=0) + 1]
+    assert min(epochs) < max(epochs) == kept["['epoch']"] - 12 < 88  # of 100 epochs
+
+
+def run_loop(file, number=0, name="epoch", count=0, when="before", **settings):
+    """Run the example's loop; signal this process before or after the count-th call."""
+    owners = {"epoch": pe.Trainer, "predict_members": pe.Trainer, "fsync": os}
+    owner, calls = owners.get(name, pe), itertools.count(1)
+    call = getattr(owner, name)
+
+    def stopping(*args, **options):
+        here = int(count) == next(calls)
+        if here and when == "before":
+            signal.raise_signal(int(number))
+        result = call(*args, **options)
+        if here and when == "after":
+            signal.raise_signal(int(number))
+        return result
+
+    loop = importlib.import_module("loop")
+    fast = loop.SETTINGS | {"rate": 0.03, "patience": 3}
+    with (
+        mock.patch.object(owner, name, stopping),
+        mock.patch.object(loop, "SETTINGS", fast | settings),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        loop.main(["--file", str(file)])
+
+
+STOPS = [  # a save calls fsync for the file, which then takes its name, and the folder
+    ("SIGINT", "epoch", 1, "after"),
+    ("SIGINT", "epoch", 3, "after"),
+    ("SIGKILL", "fsync", 3, "before"),
+    ("SIGKILL", "fsync", 2, "before"),
+    ("SIGINT", "load", 1, "after"),
+    ("SIGKILL", "epoch", 1, "after"),
+    ("SIGINT", "predict_members", 1, "after"),
+    ("SIGINT", "fsync", 1, "before"),
+]
+
+
+@posix
+@pytest.mark.once
+def test_loop_ends_in_the_same_bits_after_it_was_stopped_at_ten_places(
+    tmp_path, monkeypatch, capsys
+):
+    trainers = []
+
+    def make_once(*args, **options):  # as in a notebook
+        trainers[:] = trainers or [pe.Trainer(*args, **options)]
+        return trainers[0]
+
+    def stop(kind, *place):
+        if kind == "SIGINT":
+            with pytest.raises(KeyboardInterrupt):
+                run_loop(stopped, signal.SIGINT, *place)
+        else:
+            code = "import sys, test_pages; test_pages.run_loop(*sys.argv[1:])"
+            run = start_python(code, stopped, signal.SIGKILL, *place, PYTHONPATH=path)
+            said, errors = run.communicate(timeout=100)
+            assert (said, run.returncode) == ("", -signal.SIGKILL), errors
+
+    monkeypatch.setattr(pe, "make_trainer", make_once)
+    folders = HERE, HERE / "benchmarks", HERE / "docs", HERE / "examples"
+    path = os.pathsep.join(map(str, folders))
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    run_loop(whole)
+    said = capsys.readouterr().out
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for place in STOPS:
+            stop(*place)
+        best = pe.load(whole)["['losses']"][1].argmin(axis=0).max() + 1
+        count = best - pe.load(stopped)["['epoch']"]
+        stop("SIGKILL", "choose_members", count, "after")  # in the last best epoch
+        stop("SIGINT", "save", 3, "after")  # in the second epoch without a better one
+    finally:
+        signal.signal(signal.SIGINT, old)
+    assert "ensemble" in said and capsys.readouterr().out == ""
+    run_loop(stopped)
+    assert capsys.readouterr().out == said
+    assert stopped.read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.once
+def test_loop_refuses_a_file_of_other_settings_and_keeps_it(tmp_path):
+    file, run = tmp_path / "kept", functools.partial(run_loop, epochs=2)
+    run(file)
+    content = file.read_bytes()
+    said = said_by(ValueError, functools.partial(run, file, seed=1))
+    assert said == f"{file} has seed 0, not 1; name another"
+    assert "losses" in said_by(ValueError, functools.partial(run, file, epochs=3))
+    assert file.read_bytes() == content
+
+
+def test_loop_needs_no_progress_bar(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    bar = runpy.run_path(str(HERE / "examples" / "loop.py"))["tqdm"]
+    assert [*bar(range(2, 4), total=4, initial=2)] == [2, 3]
+
+
+def test_page_of_long_trainings_has_the_loop_of_the_example():
+    fit = inspect.getsource(importlib.import_module("loop").fit)
+    assert f"\n\n\n{fit}```" in PAGES["training"]
 
 
 IMPORTS = """
