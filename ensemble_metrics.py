@@ -385,8 +385,11 @@ def _one_axis(name: str, scores: Any) -> np.ndarray:
     """Return scores [n] in float64, or raise ValueError."""
     scores = _real(name, scores)
     if scores.ndim != 1:
-        expected = "expected [n]; from [n, H] take one column, [:, h]"
-        raise ValueError(f"{name} have shape {scores.shape}; {expected}")
+        remedy = "from [n, H] take one column, [:, h]"
+        if scores.ndim > 2:
+            remedy = "pass maps as x.ravel(); for a bound or a threshold that holds, "
+            remedy += "one number per map, since its pixels are not independent"
+        raise ValueError(f"{name} have shape {scores.shape}; expected [n]; {remedy}")
     if np.isnan(scores).any():
         raise ValueError(f"{name} have {np.isnan(scores).sum()} nan; expected none")
     return scores

@@ -498,10 +498,11 @@ def _check_labels(logits: Any, labels: Any) -> None:
 
 
 def softmax_cross_entropy(logits: Array, labels: Array) -> Array:
-    """Return -log softmax(logits)[label] in nats: logits [B, C], labels [B] -> [B].
+    """Return -log softmax(logits)[label] in nats: [..., C] and labels [...] -> [...].
 
-    A label outside 0..C-1 gives nan.  Raises ValueError unless labels are integers, one
-    per row of logits.
+    Logits are [B, C], or have more axes, as tokens [B, T, C] and images [B, H, W, C]
+    do.  A label outside 0..C-1 gives nan.  Raises ValueError unless labels are
+    integers, one per row of logits.
     """
     _check_labels(logits, labels)
     log_probs, index = jax.nn.log_softmax(_floats(logits)), labels.astype(int)

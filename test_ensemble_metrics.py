@@ -163,6 +163,7 @@ WRONG = {  # changes to these arrays, and the errors that they raise
 }
 SCORES = [
     (lambda x: x[None], r"e shape \(1, 3\); expected \[n\]; from .* one column, \[:, "),
+    (lambda x: x[None, None], r"e shape \(1, 1, 3\); expected \[n\]; pass .*\.ravel\("),
     (lambda x: x * [1, np.nan, 1], "have 1 nan; expected none"),
 ]
 EMPTY = (lambda x: x[:0], r"there are \d scores_in and \d scores_out; expected one or")

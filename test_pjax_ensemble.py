@@ -467,6 +467,12 @@ def test_cross_entropy_equals_numpy_and_is_stable():
     assert_allclose(far, [0, 1e4], rtol=1e-6, atol=1e-6)  # the first is -log(1)
 
 
+def test_cross_entropy_takes_further_axes():
+    logits, labels = randn(0, 2, 3, 5, 4), np.arange(30).reshape(2, 3, 5) % 4
+    losses = cross_entropy(logits.reshape(30, 4), labels.ravel())
+    assert_close(cross_entropy(logits, labels), losses.reshape(2, 3, 5))
+
+
 POWERS = itertools.product((-1, 1), (0, 7, 8, 31, 32), (-1, 0))
 EDGES = [0, 3, *[sign * 2**n + i for sign, n, i in POWERS]]
 
