@@ -25,7 +25,7 @@ import pjax_ensemble as pe
 import train_mnist as tm
 from conftest import ENVIRONMENT, HERE, D, posix, run_python, said_by, start_python
 
-LIBRARIES = {"tables": "sklearn", "tokens": "flax"}  # which an example asks for
+LIBRARIES = {"tables": "sklearn", "tokens": "flax", "volumes": "flax"}  # asked for
 
 
 @pytest.fixture
@@ -218,6 +218,16 @@ def test_page_of_long_trainings_has_the_loop_of_the_example():
     assert f"\n\n\n{fit}```" in PAGES["training"]
 
 
+@pytest.mark.once
+@pytest.mark.usefixtures("optimized")
+def test_example_of_volumes_bounds_the_share_missed_of_kinds_it_knows(run_example):
+    *members, ensemble, entropy, mutual, known, unseen = run_example("volumes")
+    losses = [row[3] for row in members]
+    assert ensemble[2] < min(losses) < 0.15 and min(ensemble[:2]) > 0.8
+    assert mutual[2] > 0.8 > entropy[2] and min(*entropy[:2], *mutual[:2]) > 0.75
+    assert known[0] < 13 and 2 * known[0] < unseen[0]
+
+
 IMPORTS = """
 import importlib, sys
 
@@ -228,7 +238,7 @@ for name in sys.argv[1:]:
         sys.modules.pop(module, None)
     print(importlib.import_module(name).pe.__file__)
 sys.modules |= {"flax": None, "sklearn.datasets": None}
-for name in "tables", "tokens":
+for name in "tables", "tokens", "volumes":
     del sys.modules[name]
     try:
         importlib.import_module(name)
@@ -250,10 +260,11 @@ def test_examples_take_modules_beside_or_above_them_and_say_what_they_lack(
     for folder in tmp_path, tmp_path / "examples":
         options = dict(cwd=tmp_path / "examples", PYTHONPATH="")
         printed = run_python(IMPORTS, *scripts, **options)
-        *files, table, tokens = printed.splitlines()
+        *files, table, tokens, volumes = printed.splitlines()
         assert files == [str(folder / "pjax_ensemble.py")] * len(scripts)
         assert table.endswith(": python -m pip install scikit-learn")
-        assert tokens.endswith(": python -m pip install flax")
+        for said in tokens, volumes:
+            assert said.endswith(": python -m pip install flax")
         shutil.copy(HERE / "pjax_ensemble.py", tmp_path / "examples")  # for the second
 
 
@@ -312,6 +323,9 @@ def test_code_of_every_page_runs_and_prints_what_it_says(
     if name == "coming-from":
         hand, one = names["members"][0].bias, names["params"][0].bias
         assert hand.shape == (D, *one.shape)
+    if name == "dense":
+        (flat, by_images), (more_flat, more) = names["missed"], names["over"]
+        assert by_images < 0.1 < flat - 0.02 and more < 0.05 < more_flat - 0.1
 
 
 FOREVER = """
