@@ -612,10 +612,11 @@ def fit_temperature(probs: Any, labels: Any) -> float:
 
     value, _, missed = slope(0)
     if not missed or value >= -1e-12 * labels.size:  # 0, but for rounding
+        remedy = "check the order of the classes" if missed else "use more examples"
         raise ValueError(
             f"cannot fit a temperature to {labels.size} examples: in {missed:.0f} of "
             "them another class is more probable than the label; expected some, and "
-            "labels more probable than chance; use more examples"
+            f"labels more probable than chance; {remedy}"
         )
     low, inverse, high = 0.0, 1.0, math.inf
     for _ in range(100):  # Newton's steps, or bisection where they leave bounds

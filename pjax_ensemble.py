@@ -2502,7 +2502,7 @@ class Trainer:
     def __repr__(self) -> str:  # on one line, without arrays and addresses
         made_of = self.init_fn, self.loss_fn
         names = [getattr(f, "__name__", type(f).__name__) for f in made_of]
-        return f"Trainer({', '.join(names)}, {self.layout})"
+        return f"Trainer({', '.join(names)}, {self.layout}, shards={self.shards})"
 
     def __getstate__(self) -> dict:  # a copy makes programs of its own
         own = "_programs", "_places"

@@ -2955,7 +2955,7 @@ def test_a_copy_of_a_trainer_works_without_the_original():
 def test_trainers_and_states_have_one_line_reprs_without_values():
     trainer, state = begin(net_trainer(3, 2))
     stands = "members=3, devices=2, members_per_device=2, replicas=1"
-    assert repr(trainer) == f"Trainer(net_init, net_loss, Layout({stands}))"
+    assert repr(trainer) == f"Trainer(net_init, net_loss, Layout({stands}), shards=1)"
     nameless = dataclasses.replace(trainer, init_fn=functools.partial(net_init))
     assert repr(nameless) == repr(trainer).replace("net_init", "partial")
     shown = repr(state)
