@@ -1352,7 +1352,7 @@ def _form(tree: PyTree) -> PyTree:
     return jax.tree.map(name, tree)
 
 
-def _check_leaves(what: str, found: dict, expected: dict, remedy: str = "") -> None:
+def _check_leaves(what: Any, found: dict, expected: dict, remedy: str = "") -> None:
     """Raise ValueError for the first leaf whose form is another, or that is absent."""
     for name in [*expected, *found]:
         form, own = (x.get(name, "absent") for x in (found, expected))
