@@ -51,6 +51,7 @@ def __dir__() -> list[str]:  # completion offers these, and no other module's na
 def _check_range(name: str, value: Any, limit: float, low: float = 0) -> None:
     """Raise ValueError unless low <= value < limit."""
     number = np.ndim(value) == 0 and not isinstance(value, str | None)
+    number = number and not np.iscomplexobj(value)
     if not (number and low <= value < limit):
         shown = value if number else repr(value)
         raise ValueError(f"{name} is {shown}; expected {low} <= {name} < {limit}")
@@ -383,7 +384,10 @@ def regression_report(means: Any, variances: Any, targets: Any) -> dict:
 
 def _one_axis(name: str, scores: Any) -> np.ndarray:
     """Return scores [n] in float64, or raise ValueError."""
-    scores = _real(name, scores)
+    scores = _real(name, given := _real(name, scores, None))
+    if given.dtype.kind in "iu" and (np.abs(scores) >= 2**53).any():
+        remedy = "which float64 merges; subtract a constant, or pass their ranks"
+        raise ValueError(f"{name} have integers of 2**53 or more, {remedy}")
     if scores.ndim != 1:
         remedy = "from [n, H] take one column, [:, h]"
         if scores.ndim > 2:
@@ -457,9 +461,9 @@ def aurc(uncertainty: Any, wrong: Any) -> float:
     nan, and for wrong that is not n booleans.
     """
     scores = _one_axis("uncertainty", uncertainty)
-    wrong = _check_wrong(wrong, scores)
     if not scores.size:
         raise ValueError("uncertainty is empty; expected one or more examples")
+    wrong = _check_wrong(wrong, scores)
     _, group, sizes = np.unique(scores, return_inverse=True, return_counts=True)
     rates = np.repeat(np.bincount(group, wrong) / sizes, sizes)
     return float((np.cumsum(rates) / np.arange(1, len(rates) + 1)).mean())
@@ -542,12 +546,20 @@ def risk_threshold(
     errors, right = np.cumsum(wrong), np.cumsum(~wrong)
     # P(at most this many errors), if each kept example is wrong with probability
     # `risk`.  It falls with every right example that is added and rises with every
-    # wrong one, in proportion to P(exactly this many errors).
+    # wrong one, in proportion to P(exactly this many errors).  Where that rounds too
+    # coarsely, P(exactly j errors) is added up for j = errors, errors - 1, ..., 0.
     logs = np.cumsum(np.log([1, *kept]))  # of factorials
     exactly = logs[kept] - logs[errors] - logs[right] + errors * math.log(risk)
     exactly = np.exp(exactly + right * math.log1p(-risk))
     steps = exactly * right / kept * np.where(wrong, 1, risk / (risk - 1))
     so_few = 1 + np.cumsum(steps)
+    unclear = np.flatnonzero(np.abs(so_few - (1 - confidence)) < 1e-6)
+    j, n, term = errors[unclear], kept[unclear], exactly[unclear]
+    total = term
+    while (term > 1e-17 * total).any():
+        term = term * j / (n - j + 1) * ((1 - risk) / risk)
+        j, total = np.maximum(j - 1, 0), total + term
+    so_few[unclear] = total
     fewest = math.log(1 - confidence) / math.log1p(-risk)
     start = max(fewest, min(2 * fewest, len(order) / 2))
     last = np.searchsorted(scores, scores, side="right") == kept  # of equal scores

@@ -413,6 +413,7 @@ def _check_range(name: str, value: Real, limit: float) -> None:
     """Raise ValueError unless 0 <= value < limit, or the value is traced."""
     known = not isinstance(value, jax.core.Tracer)
     number = np.ndim(value) == 0 and not isinstance(value, str | None)
+    number = number and not np.iscomplexobj(value)
     if known and not (number and 0 <= value < limit):
         shown = value if number else repr(value)
         raise ValueError(f"{name} is {shown}; expected 0 <= {name} < {limit}")
@@ -2485,7 +2486,7 @@ class Trainer:
     at_once: int = 1  # members of a device that are computed together
     frozen: PyTree = None  # arrays that members share and none trains
     shards: int = 1  # devices that hold one member together
-    latest: TrainState | None = dataclasses.field(init=False, repr=False, default=None)
+    latest: TrainState | None = dataclasses.field(init=False, default=None)
 
     def __post_init__(self) -> None:
         _count("chunk", self.chunk)

@@ -6,6 +6,7 @@ import math
 import re
 import statistics
 import tracemalloc
+from fractions import Fraction
 
 import jax.numpy as jnp
 import numpy as np
@@ -165,6 +166,7 @@ SCORES = [
     (lambda x: x[None], r"e shape \(1, 3\); expected \[n\]; from .* one column, \[:, "),
     (lambda x: x[None, None], r"e shape \(1, 1, 3\); expected \[n\]; pass .*\.ravel\("),
     (lambda x: x * [1, np.nan, 1], "have 1 nan; expected none"),
+    (lambda _: np.array([1, 2, 2**53 + 1]), r"integers of 2\*\*53 or more, which fl"),
 ]
 EMPTY = (lambda x: x[:0], r"there are \d scores_in and \d scores_out; expected one or")
 WRONG |= dict.fromkeys(("scores", "uncertainty"), SCORES)
@@ -502,6 +504,21 @@ def test_risk_threshold_needs_299_examples_and_more_with_an_error(n, errors, exp
     assert em.risk_threshold(range(n), np.arange(n) < errors) == expected
 
 
+@cases("distance", 1e-3, 1e-9, 1e-12, 1e-15)
+def test_risk_threshold_is_exact_for_a_confidence_near_one(distance):
+    none_wrong = np.zeros(5000), np.zeros(5000, bool)
+    assert em.risk_threshold(*none_wrong, confidence=1 - distance) == 0
+    n, confidence, draw = 2000, 1 - distance, np.random.default_rng(0)
+    few = 0  # 16^n P(at most this many errors)
+    for errors in range(130):
+        few += math.comb(n, errors) * 15 ** (n - errors)
+        passes = Fraction(few, 16**n) <= 1 - Fraction(confidence)
+        wrong = draw.permutation(n) < errors
+        options = dict(risk=1 / 16, confidence=confidence)
+        found = em.risk_threshold(np.ones(n), wrong, **options)
+        assert (found == 1) == passes, errors
+
+
 def test_kept_examples_exceed_the_risk_no_more_often_than_promised():
     # An example of uncertainty u is wrong with probability u^6 / 2, so a fraction of
     # t^6 / 14 of the examples up to t is wrong: 1% where t^6 = 0.14.
@@ -572,6 +589,9 @@ test_number_or_label_without_a_meaning_is_refused = refuses(
     (lambda: em.conformal_quantile(THREE, [0.9]), r"is \[0.9\]; expected 0 <= cover"),
     (lambda: em.risk_threshold(*NONE_WRONG, risk=0), "risk is 0; expected 1e-09 <= ri"),
     (lambda: em.risk_threshold(*NONE_WRONG, confidence=1), "confidence is 1; expected"),
+    (lambda: em.temper(SURE, np.complex64(1)), r"temperature is .*1\+0j.*; expected 1"),
+    (lambda: em.conformal_quantile(THREE, 1j), "coverage is 1j; expected 0 <= coverag"),
+    (lambda: em.aurc([], []), "uncertainty is empty; expected one or more examples"),
     (
         lambda: em.risk_threshold([1, -np.inf, 2], THREE > 1),
         r"uncertainty\[1\] is -inf, the threshold that keeps no example; expected lar",

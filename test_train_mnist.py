@@ -1278,7 +1278,7 @@ def test_damaged_config_is_named(tmp_path, config):
 def test_a_notice_says_that_running_statistics_need_more_steps(run, script):
     for flags, share in ("--epochs 1", 38), ("--epochs 3", 6), ("--epochs 4", 0):
         _, out, _ = script("--network batchnorm --batch-size 8", flags)
-        said = f"running statistics are {share}% their initial values; take 300"
+        said = f"running statistics are {share}% their initial values; take 299"
         assert (said in out) == (share > 0)
     assert "notice: after" not in script("--epochs 1")[1]
 

@@ -1470,9 +1470,11 @@ def announce(args: argparse.Namespace, recipe: Recipe, data: Dataset, layout) ->
         more = f"more would be no faster; --members {wanted * shared} would use all"
         print(f"notice: {members} members use {devices} of {wanted} devices: {more}")
     steps = recipe.epochs * (len(data.train_images) // recipe.batch_size)
-    if recipe.network == "batchnorm" and 0 < steps < 300:
-        share = f"running statistics are {0.99**steps:.0%} their initial values"
-        print(f"notice: after {steps} steps, {share}; take 300 steps or more")
+    momentum = inspect.signature(pe.batch_norm).parameters["momentum"].default
+    enough = math.ceil(math.log(0.05, momentum))  # 5% of the initial values remain
+    if recipe.network == "batchnorm" and 0 < steps < enough:
+        share = f"running statistics are {momentum**steps:.0%} their initial values"
+        print(f"notice: after {steps} steps, {share}; take {enough} steps or more")
 
 
 def show_batch(layout: pe.Layout, batch_size: int, pixels: int) -> None:
