@@ -2066,7 +2066,7 @@ class _Places:
 
         def put_part(where, x):  # of an array that is not there yet
             if isinstance(x, Array) and not x.is_fully_addressable:
-                return x
+                return jax.device_put(x, where)
             x = np.asarray(x)
             return jax.make_array_from_callback(x.shape, where, x.__getitem__)
 

@@ -3296,6 +3296,13 @@ with warnings.catch_warnings(record=True) as told:
     _, found["losses"] = plain.update(plain.init(jax.random.key(1)), xs, ys)
 assert any("equal weights" in str(each.message) for each in told)
 
+if len(layouts) > 2:  # a state of a trainer whose members have other shards
+    both = [pe.make_trainer(lambda key: pe.dense_init(key, 6, 4), plain_loss, optimizer,
+        members=4, devices=count * local, shards=shards) for shards in (1, 2)]
+    for theirs, ours in both, both[::-1]:
+        state, _ = ours.update(theirs.init(jax.random.key(2)), xs, ys)
+        found[f"into {ours.shards} shards"] = ours.gather(state).params.weight
+
 update = pe.make_sync_update(plain_loss, optimizer)
 one = pe.train_state(same, optimizer)
 state = pe.replicate(one, local)
