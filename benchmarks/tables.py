@@ -1,4 +1,4 @@
-"""Compare intervals of examples/tabular.py with a forest and boosting under MAPIE.
+"""Compare examples/tabular.py with a forest and boosting under MAPIE, and with bde.
 
     python -m pip install '.[bench]'
     UCI_DIR=... python benchmarks/tables.py
@@ -9,13 +9,22 @@ per example, with the target in the last column.  test_rows.txt has one line per
 the numbers of its test rows, from 0; the other rows train.
 
 Scikit-learn's estimators have their defaults.  MAPIE gives them cross-conformal
-intervals (CV+, Barber et al. 2021) with its five folds.  The seconds are the time to
-fit and predict a split; the ensemble compiles in the first split of a set.
+intervals (CV+, Barber et al. 2021) with its five folds.  NLL is of the density that a
+system predicts; a forest and boosting have none.  The seconds are the time to fit and
+predict a split; the ensemble compiles in the first split of a set.
+
+bde (Bayesian deep ensembles, sampled by MILE) runs in an environment of its own, if the
+option --bde names its Python; peers/bde_tables.py has the settings.
+
+    python -m venv bde && bde/bin/python -m pip install sklearn-contrib-bde
+    UCI_DIR=... python benchmarks/tables.py --bde bde/bin/python
 """
 
 import argparse
 import os
+import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -37,17 +46,28 @@ DRAWN = {
 }
 
 
-def under_mapie(model, train, new):
+def under_mapie(model, train, test):
     from mapie.regression import CrossConformalRegressor
 
     conformal = CrossConformalRegressor(model, confidence_level=0.9, random_state=0)
-    means, intervals = conformal.fit_conformalize(*train).predict_interval(new)
-    return means, intervals[:, :, 0]
+    means, ends = conformal.fit_conformalize(*train).predict_interval(test[0])
+    return means, ends[:, :, 0], np.nan
 
 
-def ours(model, train, new):
+def ours(model, train, test):
     model.fit(*train)
-    return model.predict(new), model.predict_interval(new)
+    ends = model.predict_interval(test[0])
+    return model.predict(test[0]), ends, -model.log_density(*test).mean()
+
+
+def bde(python, train, test):  # compiles in every split
+    script = Path(__file__).resolve().parent / "peers" / "bde_tables.py"
+    with tempfile.TemporaryDirectory() as folder:
+        given, found = Path(folder, "given.npz"), Path(folder, "found.npz")
+        np.savez(given, x=train[0], y=train[1], new=test[0], targets=test[1])
+        subprocess.run([python, script, given, found], check=True)
+        with np.load(found) as file:
+            return file["means"], file["ends"], file["nll"]
 
 
 SYSTEMS = {
@@ -69,14 +89,15 @@ def read(name: str, folder: Path) -> Data:
 
 
 def measure(predict, model, data: Data) -> np.ndarray:
-    """Return RMSE, coverage, width and seconds of each split, [splits, 4]."""
+    """Return RMSE, NLL, coverage, width and seconds of each split, [splits, 5]."""
     scores = []
-    for train, test in data.splits:
-        started, y = time.perf_counter(), data.y[test]
-        means, ends = predict(model, (data.x[train], data.y[train]), data.x[test])
+    for split in data.splits:
+        train, (x, y) = ((data.x[rows], data.y[rows]) for rows in split)
+        started = time.perf_counter()
+        means, ends, nll = predict(model, train, (x, y))
         seconds, (low, high) = time.perf_counter() - started, ends.T
         rmse, inside = np.sqrt(np.mean((means - y) ** 2)), (low <= y) & (y <= high)
-        scores.append((rmse, inside.mean(), (high - low).mean(), seconds))
+        scores.append((rmse, nll, inside.mean(), (high - low).mean(), seconds))
     return np.array(scores)
 
 
@@ -85,18 +106,22 @@ def main(argv=None) -> None:
     parser.add_argument("--sets", nargs="+", metavar="NAME", help="default: all")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
     parser.add_argument("--splits", type=int, default=10, help="how many per set")
+    parser.add_argument("--bde", metavar="PYTHON", help="measure bde too, by this")
     args, folder = parser.parse_args(argv), Path(os.environ.get("UCI_DIR", "."))
     there = sorted(path.parent.name for path in folder.glob("*/test_rows.txt"))
     pe.use_cpu_devices()
-    columns = "set", "system", "RMSE", "in 90% intervals", "width", "s, first split"
-    speed.print_head(*columns, "s, last split")
+    systems = {name: SYSTEMS[name] for name in args.systems}
+    systems |= {"bde": (bde, args.bde)} if args.bde else {}
+    columns = "set", "system", "RMSE", "NLL", "in 90% intervals", "width"
+    speed.print_head(*columns, "s, first split", "s, last split")
     for name in args.sets or [*DRAWN, *there]:
         data = read(name, folder)
         data = data._replace(splits=data.splits[: args.splits])
-        for system in args.systems:
-            found = measure(*SYSTEMS[system], data)
-            rmse, inside, width, _ = found.mean(axis=0)
-            cells = f"{rmse:.3g}", f"{inside:.1%}", f"{width:.3g}"
+        for system, measured in systems.items():
+            found = measure(*measured, data)
+            rmse, nll, inside, width, _ = found.mean(axis=0)
+            density = "-" if np.isnan(nll) else f"{nll:.3g}"
+            cells = f"{rmse:.3g}", density, f"{inside:.1%}", f"{width:.3g}"
             seconds = (f"{s:.1f}" for s in found[[0, -1], -1])
             speed.print_row(name, system, *cells, *seconds)
 

@@ -29,6 +29,7 @@ import programs
 import pytest
 import resnet
 import scipy.ndimage
+import scipy.stats
 import speed
 import steps
 import tables
@@ -165,17 +166,18 @@ def test_trainers_that_are_dropped_leave_nothing_alive():
 def solve(trainer, state, data, order):
     """Replace an estimator's `Trainer.epoch`: solve for the last layers, in no time."""
     (x, y, weight), state = map(np.asarray, data), trainer.gather(state)
-    (hidden, last), h = state.params, state.model_state
+    params, last, h = state.params, state.params[-1], state.model_state
     numbers = y.dtype == np.float32  # whose variance is a constant
+    identity = pe.Dense(np.eye(tabular.HIDDEN), np.zeros(tabular.HIDDEN))
     for i, rows in enumerate(order.reshape(len(order), -1)):
         rows = rows[weight[rows] == 1]
-        normal = (x[rows] - h["x_mean"][i]) / h["x_scale"][i]
-        units = np.maximum(normal @ hidden.weight[i] + hidden.bias[i], 0)
-        normal = (y[rows] - h["y_mean"][i]) / h["y_scale"][i]
+        hidden, own = jax.tree.map(lambda leaf, i=i: leaf[i], (params[:-1], h))
+        units = np.asarray(tabular.network((*hidden, identity), x[rows], own))
+        normal = (y[rows] - own["y_mean"]) / own["y_scale"]
         classes = np.arange(last.bias.shape[1])
         one_hot = 10 * (y[rows, None] == classes) - 5
         targets = np.c_[normal, 0 * normal - 2] if numbers else one_hot
-        squares = units.T @ units + h["decay"][i] * len(rows) * np.eye(len(units.T))
+        squares = units.T @ units + own["decay"] * len(rows) * np.eye(len(units.T))
         last.weight[i] = np.linalg.solve(squares, units.T @ targets)
     return trainer.scatter(state), None
 
@@ -193,24 +195,23 @@ def test_tabular_estimator_keeps_networks_of_all_rows_and_scores_rows_left_out()
 
     def train(model, data, recipes, members, *sizes):  # off by 0.1 where seen, else by
         splits.extend(data.splits)  # twice the decay and a bit
-        off = np.full((len(splits), 9, members, 25), 0.1)
+        off = np.full((len(splits), 3, members, 25), 0.1)
         for i, split in enumerate(splits):
-            for j, (decay, other) in enumerate(recipes[i]):
-                off[i, j, :, split.test] = 2 * decay + (0 if other == 30 else 0.5)
+            for j, (decay, waves) in enumerate(recipes[i]):
+                off[i, j, :, split.test] = decay / 20 + 0.05 * waves
         networks = {"number": np.arange(off[..., 0].size)}
         return networks, [data.y + off, np.ones(off.shape)]
 
     with mock.patch.object(tabular, "train", train):
         model = tabular.EnsembleRegressor(members=2, random_state=0).fit(x, y)
     *folds, whole = splits
-    assert len(folds) == 10 and len(whole.train) == 25
+    assert len(folds) == 5 and len(whole.train) == 25
     assert sorted(np.concatenate([fold.test for fold in folds])) == [*range(25)]
     assert all(sorted([*each.train, *each.test]) == [*range(25)] for each in folds)
-    assert model.decays_ == (0.1, 30) == tabular.GAUSSIAN.recipes[7]
-    assert_close(model.scores_, np.full(25, 0.2))
-    assert_array_equal(
-        model._networks["number"], [2 * (9 * 10 + 7) + i for i in (0, 1)]
-    )
+    assert model.recipe_ == (1, 0) == tabular.RECIPES[1]
+    assert_close(model.scores_, np.full(25, 0.05) / model.factor_)
+    assert model.factor_ == tabular.FACTORS[0]
+    assert_array_equal(model._networks["number"], [2 * (3 * 5 + 1) + i for i in (0, 1)])
 
 
 @mock.patch.object(tabular, "FOLDS", 3)
@@ -254,6 +255,8 @@ def test_tabular_intervals_are_in_the_units_of_the_targets():
     ends = model.predict_interval(x, coverage=0.8)
     q = em.conformal_quantile(model.scores_, 0.8)
     assert_close(ends - mean[:, None], np.outer(q * deviation, [-1, 1]))
+    nll = tabular.student_nll(y - mean, deviation, model.dof_)
+    assert_close(model.log_density(x, y), -nll)
     assert model.score(x, y) > 0.5
     assert_array_equal(model.predict_interval(x[:1], 0.99), [[-np.inf, np.inf]])
 
@@ -339,7 +342,7 @@ def test_tabular_networks_are_those_that_train_one_by_one_without_padding():
     x, noise = 5 + 2 * randn(3, 60, 3), randn(4, 60)
     x[:, 2] = 0.1  # a column that does not vary
     y = np.float32(300 + 40 * (np.sin(x[:, 0]) + 0.2 * noise))
-    rows, own = np.random.default_rng(0).permutation(60), [(10, 300), (0.1, 3)]
+    rows, own = np.random.default_rng(0).permutation(60), [(10, 0), (0.1, 1)]
     splits = [tabular.Split(rows[6:], rows[:6]), tabular.Split(rows[8:], rows[:8])]
     trains = [split.train for split in splits for _ in range(2)]
     data, model = tabular.Data(x, y, splits), tabular.GAUSSIAN
@@ -353,7 +356,7 @@ def test_tabular_networks_are_those_that_train_one_by_one_without_padding():
     start = start._replace(opt_state=start.opt_state.adam)
     alone = dataclasses.replace(  # 52 rows: 2 batches of 26 in each of 3 epochs
         together,
-        optimizer=pe.adam(pe.cosine_schedule(6**-0.5, 6, warmup=0.05)),
+        optimizer=pe.adam(pe.cosine_schedule(0.5 * 6**-0.5, 6, warmup=0.05)),
         loss_fn=lambda params, h, key, x, y: (model.loss_fn(params, x, y, 1, h), h),
         members=1,
         devices=1,
@@ -361,7 +364,7 @@ def test_tabular_networks_are_those_that_train_one_by_one_without_padding():
     for i, rows in enumerate(trains):
         assert_close(hyper[i]["x_mean"][0], x[rows].mean(axis=0))
         assert_close(hyper[i]["x_scale"][0], [*x[rows, :2].std(axis=0), 1])
-        assert_close(hyper[i]["variance_decay"], own[i // 2][1] / len(rows))
+        assert_close(hyper[i]["variance_decay"], 100 / len(rows))
         state = alone.scatter(jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], start))
         for epoch in range(3):
             order = tabular.member_orders(trains, epoch, 0)[i]
@@ -390,7 +393,7 @@ def test_tabular_fits_of_near_sizes_share_a_program():
         x, y, train = randn(0, rows, 2), randn(1, rows), np.arange(rows - 10)
         assert tabular.member_orders([train], 0, 0).shape[-1] == batch
         data = tabular.Data(x, y, [tabular.Split(train, train)])
-        tabular.train(model, data, [[(1, 3)]], 1, epochs, 0)
+        tabular.train(model, data, [[(1, 1)]], 1, epochs, 0)
         traced.append(rows)
     assert len(tabular.padded(np.ones(256))) == 512  # a row of padding is always there
     *first, hundred, last = traced
@@ -399,33 +402,78 @@ def test_tabular_fits_of_near_sizes_share_a_program():
 
 def test_tabular_loss_weighs_rows_by_deviation_and_has_a_decay_for_each_output():
     x, y, key = randn(7, 20, 3), 5 + randn(8, 20), jax.random.key(0)
-    h = tabular.member_hyper(x, y, np.arange(20), 3.0, 7.0)
+    h = tabular.member_hyper(x, y, np.arange(20), 3.0, 1)
     params = tabular.init(key, 3, 2)
     params = jax.tree.map(lambda p: p + randn(9, *p.shape), params)
     mean, variance = map(np.float64, tabular.gaussian_apply(params, x, h))
     weights = np.sqrt(variance) * (np.arange(20) < 17)  # the rest is padding
     nll = (np.log(2 * np.pi * variance) + (y - mean) ** 2 / variance) / 2
     expected = (weights * nll).sum() / weights.sum() - np.log(y.std())
-    (first, _), (last, _) = params
-    squares = np.square(first).sum() + np.square(last[:, 0]).sum()
-    expected += (3 * squares + 7 * np.square(last[:, 1]).sum()) / 20
+    (first, _), (second, _), (last, _) = params
+    squares = sum(np.square(w).sum() for w in (first, second, last[:, 0]))
+    expected += (3 * squares + 100 * np.square(last[:, 1]).sum()) / 20
     assert_close(tabular.gaussian_loss(params, x, y, np.arange(20) < 17, h), expected)
-    low = params[1]._replace(bias=jnp.full(2, -1e3), weight=jnp.zeros((50, 2)))
-    _, variance = tabular.gaussian_apply((params[0], low), x, h)
+    low = pe.Dense(jnp.zeros((32, 2)), jnp.full(2, -1e3))
+    _, variance = tabular.gaussian_apply((*params[:-1], low), x, h)
     assert_close(variance, np.full(20, 1e-4 * y.var()))
 
 
+def test_tabular_waves_are_sines_and_cosines_of_the_inputs_that_a_recipe_has():
+    x, y = 3 + 2 * randn(0, 20, 3), randn(1, 20)
+    params = tabular.init(jax.random.key(0), 3, 2)
+    params = jax.tree.map(lambda p: p + randn(9, *p.shape) / 9, params)
+    normal = np.float64((x - x.mean(axis=0)) / x.std(axis=0))
+    phases = [k * column for column in normal.T for k in range(1, 9)]
+    waves = [*np.sin(phases), *np.cos(phases)]
+    for on in (0, 1):
+        h = tabular.member_hyper(x, y, np.arange(20), 1, on)
+        z = np.c_[normal, on * np.transpose(waves)]
+        for weight, bias in jax.tree.map(np.asarray, params[:2]):
+            z = z @ weight + bias
+            z /= 1 + np.exp(-z)
+        expected = z @ np.asarray(params[2].weight) + np.asarray(params[2].bias)
+        assert_close(tabular.network(params, x, h), expected)
+    counts = [len(tabular.frequencies(inputs)) for inputs in (1, 8, 11, 500)]
+    assert counts == [8, 8, 5, 1]
+
+
 def test_tabular_choice_is_the_plainest_of_the_best_that_are_finite():
-    y, rows = np.float64(randn(5, 100)) / 10, np.arange(100)
-    errors = np.array([1.7, 1, 0.5, 0.4999, np.nan])[:, None, None]  # of a setting
-    means = np.stack([y + errors] * 2) + np.zeros((2, 5, 2, 100))  # [splits, ..., N]
-    means[1, :, :, 50:] = np.nan  # rows that the second does not score
-    splits = [tabular.Split(rows, rows), tabular.Split(rows, rows[:50])]
-    found = means, np.ones(means.shape)
-    nll = tabular.losses(tabular.GAUSSIAN, tabular.Data(None, y, splits), found)
-    expected = (np.log(2 * np.pi) + errors[:4, 0, 0] ** 2) / 2
-    assert_close(nll[:, :4], [expected, expected])
-    assert tabular.plainest(nll).tolist() == [2, 2]
+    y = 10 * np.float64(randn(5, 99))
+    errors = np.resize([1, -1, 0.5], 99)[None, None]  # of a recipe's members
+    scales = np.array([2, 1, 0.5, 0.4999, np.nan])[:, None, None]
+    means = y + errors * scales + np.zeros((5, 2, 99))
+    nll = tabular.losses(tabular.GAUSSIAN, y, [means, np.ones(means.shape)])
+    assert_close(nll[:3] - nll[2], np.log([4, 2, 1]), 0.02)
+    assert 0 < nll[2] - nll[3] < 0.01 and nll[4] > 10
+    assert tabular.plainest(nll) == 2
+
+
+def test_tabular_rows_have_the_outputs_of_the_fold_that_leaves_them_out():
+    (folds,) = tabular.fold([tabular.Split(np.arange(7), None)], 3, 0)
+    leaf = np.zeros((3, 2, 4, 7)) + np.arange(3)[:, None, None, None]
+    held = tabular.left_out(folds, leaf)
+    assert held.shape == (2, 4, 7)
+    for i, (_, test) in enumerate(folds):
+        assert (held[:, :, test] == i).all()
+
+
+@cases("dof", *tabular.DOFS)
+def test_tabular_density_is_a_students_t_with_the_deviation(dof):
+    errors = np.linspace(-9, 9, 7)
+    scale = 3 / scipy.stats.t.std(dof)
+    expected = -scipy.stats.t.logpdf(errors, dof, scale=scale)
+    assert_close(tabular.student_nll(errors, 3, dof), expected)
+
+
+def test_tabular_calibration_finds_the_density_that_errors_are_from():
+    deviation = 1 + np.arange(5000) % 3
+    for dof, factor in (3, 2), (100, 0.5):
+        unit = scipy.stats.t.ppf((np.arange(5000) + 0.5) / 5000, dof)
+        unit = np.random.default_rng(0).permutation(unit) / scipy.stats.t.std(dof)
+        nll, found, by = tabular.calibrate(factor * deviation * unit, deviation)
+        assert found == dof and by == pytest.approx(factor, rel=0.08)
+        errors = factor * deviation * unit
+        assert nll == tabular.student_nll(errors, by * deviation, found).mean()
 
 
 def test_tables_score_each_split_on_its_test_rows(tmp_path):
@@ -435,14 +483,15 @@ def test_tables_score_each_split_on_its_test_rows(tmp_path):
     (tmp_path / "made-up" / "test_rows.txt").write_text("0 1\n4 5 6 7\n")
     data = tables.read("made-up", tmp_path)
 
-    def predict(model, train, new):  # 2 below or above, and wide enough from 6 on
-        assert model == "m" and {*train[0].flat} ^ {*new.flat} == {*rows}
-        (new,) = new.T
+    def predict(model, train, test):  # 2 below or above, and wide enough from 6 on
+        assert model == "m" and {*train[0].flat} ^ {*test[0].flat} == {*rows}
+        assert_array_equal(test[0][:, 0], test[1])
+        new = test[1]
         mean, wide = new + np.where(new < 5, -2, 2), 3 * (new > 5)
-        return mean, np.stack([mean - 1 - wide, mean + 1], axis=1)
+        return mean, np.stack([mean - 1 - wide, mean + 1], axis=1), new[0]
 
     found = tables.measure(predict, "m", data)
-    assert_array_equal(found[:, :3], [[2, 0, 2], [2, 0.5, 3.5]])
+    assert_array_equal(found[:, :4], [[2, 0, 0, 2], [2, 4, 0.5, 3.5]])
 
 
 @posix

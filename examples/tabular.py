@@ -6,32 +6,38 @@
     mean = model.predict(new)  # [n]
     low, high = model.predict_interval(new, coverage=0.9).T  # [n] each
 
-A network has one hidden layer of 50 units; it predicts a mean and a variance, or the
+A network has two hidden layers of 32 units; it predicts a mean and a variance, or the
 probabilities of classes.  All networks of a fit are the members of one trainer.  Each
-setting of the weight decays has `members` networks that learn all rows, and as many
-for each of ten folds, which learn the other nine.  The fit takes the setting whose
-networks give the left-out folds the lowest NLL, and keeps its networks of all rows:
-they are the ensemble.  The errors on the left-out folds, one per row, also calibrate
-the intervals (K-fold CV in Barber et al. 2021, MAPIE's method "base").  The intervals
-reach their coverage if networks that learn nine tenths of the rows err as networks
-that learn all of them; nothing stronger is guaranteed.
+recipe has `members` networks that learn all rows, and as many for each of five folds,
+which learn the other four.  The fit takes the recipe whose networks give the left-out
+folds the lowest NLL, and keeps its networks of all rows: they are the ensemble.
+
+The errors on the left-out folds, one per row, calibrate the deviation: the density of
+a target is Student's t about the ensemble's mean, whose degrees of freedom and factor
+of the ensemble's deviation give these errors the lowest NLL.  They also calibrate the
+intervals (K-fold CV in Barber et al. 2021, MAPIE's method "base").  The intervals reach
+their coverage if networks that learn four fifths of the rows err as networks that learn
+all of them; nothing stronger is guaranteed.
 
 Call `pjax_ensemble.use_cpu_devices()` before JAX is first used: a fit then uses all
 cores.  docs/tables.md has the rest.
 
+A recipe is a decay of the weights, which is a normal prior (MacKay 1992), and a switch
+of the waves, which are further inputs: sines and cosines of each input, at up to eight
+frequencies (Tancik et al. 2020).  With waves a network learns functions with steps, as
+trees do, and without waves smooth ones.
+
 The networks train by Adam with a cosine schedule, and their last layer starts at 0.
 Targets are scaled to variance 1.  Three measures keep the variance from running away:
 
-- one decay for the weights of the variance, and another for all other weights: a
-  normal prior (MacKay 1992), with its own scale for the variance (Sluijterman et al.
-  2023).  This pair of decays is the recipe;
+- a larger decay for the weights of the variance (Sluijterman et al. 2023);
 - a floor of the variance, as in Lakshminarayanan et al. 2017, but of 1e-4;
 - a loss that weighs each row by its predicted deviation, so that the network also
   learns where the deviation is large (Seitzer et al. 2022, beta = 0.5).
 """
 
 import functools
-import itertools
+import math
 import sys
 from collections.abc import Callable
 from numbers import Integral
@@ -50,10 +56,13 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 import ensemble_metrics as em
 import pjax_ensemble as pe
 
-HIDDEN, WARMUP, FLOOR = 50, 0.05, 1e-4
-BATCH, STEPS = 100, 30  # the paper's batch; smaller where an epoch has fewer steps
-DECAYS, VARIANCE_DECAYS = (10, 1, 0.1), (300, 30, 3)  # to choose from, plainest first
-FOLDS = 10  # of an estimator, to choose by and to calibrate with
+HIDDEN, WARMUP, FLOOR, VARIANCE_DECAY = 32, 0.05, 1e-4, 100
+WAVES, MOST = 8, 64  # frequencies of an input, and of all inputs together
+BATCH, STEPS = 100, 30  # at most; batches are smaller where an epoch has fewer steps
+RECIPES = (10, 0), (1, 0), (1, 1)  # decay and waves to choose from, plainest first
+FOLDS = 5  # of an estimator, to choose by and to calibrate with
+DOFS = 3, 4, 6, 10, 30, 100  # degrees of freedom of a density, to choose from
+FACTORS = np.geomspace(0.1, 10, 61)  # of a deviation
 INPUTS = dict(dtype=float, ensure_min_samples=2)
 NLL = "negative_log_likelihood"
 
@@ -73,19 +82,36 @@ class Model(NamedTuple):
     outputs: int  # of a network; for SOFTMAX, the number of classes
     loss_fn: Callable  # (params, x, y, weight, h) -> loss
     apply_fn: Callable  # (params, x, h) -> the outputs, a tuple
-    report: Callable  # (*outputs of members, targets) -> scores
-    recipes: tuple  # (decay, variance_decay) to choose from, plainest first
+    nll: Callable  # (*outputs of members, targets) -> NLL of the ensemble
+
+
+def frequencies(num_features):  # 1, 2, ...: radians per deviation of an input
+    return np.arange(1, 1 + min(WAVES, max(1, MOST // num_features)), dtype=np.float32)
 
 
 def init(key, num_features, num_outputs):  # the outputs start at 0 for every row
-    hidden = pe.dense_init(key, num_features, HIDDEN)
-    return hidden, pe.Dense(jnp.zeros((HIDDEN, num_outputs)), jnp.zeros(num_outputs))
+    plain, waves, second = jax.random.split(key, 3)
+    num_waves = 2 * num_features * len(frequencies(num_features))
+    sizes = (plain, num_features), (waves, num_waves)
+    parts = [pe.dense_init(*each, HIDDEN) for each in sizes]
+    first = pe.Dense(jnp.concatenate([part.weight for part in parts]), parts[0].bias)
+    last = pe.Dense(jnp.zeros((HIDDEN, num_outputs)), jnp.zeros(num_outputs))
+    return first, pe.dense_init(second, HIDDEN, HIDDEN), last
 
 
 def network(params, x, h):  # [B, F] -> [B, outputs]
-    hidden, last = params
     x = (x - h["x_mean"]) / h["x_scale"]
-    return pe.dense(last, jax.nn.relu(pe.dense(hidden, x)))
+    phases = jnp.tensordot(x, frequencies(x.shape[1]), axes=0).reshape(len(x), -1)
+    waves = jnp.concatenate([jnp.sin(phases), jnp.cos(phases)], axis=1)
+    x = jnp.concatenate([x, h["waves"] * waves], axis=1)
+    for layer in params[:-1]:
+        x = jax.nn.silu(pe.dense(layer, x))
+    return pe.dense(params[-1], x)
+
+
+def squares(params):  # the sum of the squared weights, of each output of the last layer
+    *hidden, last = (jnp.sum(layer.weight**2, axis=0) for layer in params)
+    return sum(units.sum() for units in hidden), last
 
 
 def gaussian(params, x, h):  # means and variances [B], of normalized targets
@@ -98,8 +124,8 @@ def gaussian_loss(params, x, y, weight, h):  # weight [B]: 1, or 0 for padding
     nll = pe.gaussian_nll(mean, variance, (y - h["y_mean"]) / h["y_scale"])
     weight = weight * jax.lax.stop_gradient(jnp.sqrt(variance))
     loss = (weight * nll).sum() / weight.sum()
-    hidden, last = (jnp.sum(layer.weight**2, axis=0) for layer in params)  # per unit
-    return loss + h["decay"] * (hidden.sum() + last[0]) + h["variance_decay"] * last[1]
+    hidden, last = squares(params)
+    return loss + h["decay"] * (hidden + last[0]) + h["variance_decay"] * last[1]
 
 
 def gaussian_apply(params, x, h):  # means and variances [B] in the units of the targets
@@ -108,9 +134,9 @@ def gaussian_apply(params, x, h):  # means and variances [B] in the units of the
 
 
 def softmax_loss(params, x, y, weight, h):
-    squares = sum(jnp.sum(layer.weight**2) for layer in params)
+    hidden, last = squares(params)
     nll = pe.softmax_cross_entropy(network(params, x, h), y)
-    return (weight * nll).sum() / weight.sum() + h["decay"] * squares
+    return (weight * nll).sum() / weight.sum() + h["decay"] * (hidden + last.sum())
 
 
 def softmax_apply(params, x, h):  # probabilities [B, C]
@@ -133,13 +159,44 @@ def standardize(name, z, mean, scale):  # in float64, to float32
     return np.float32(standard)
 
 
-BOTH = tuple(itertools.product(DECAYS, VARIANCE_DECAYS))
-ONE = tuple(itertools.product(DECAYS, (0,)))
-GAUSSIAN = Model(2, gaussian_loss, gaussian_apply, em.regression_report, BOTH)
-SOFTMAX = Model(0, softmax_loss, softmax_apply, em.ensemble_report, ONE)
+def mixture(means, variances) -> tuple:
+    """Return an ensemble's mean and deviation: [members, N] -> [N]."""
+    means, variances = np.float64(means), np.float64(variances)
+    return means.mean(axis=0), np.sqrt(variances.mean(axis=0) + means.var(axis=0))
 
 
-def member_hyper(x, y, train, decay, variance_decay) -> dict:
+def student_nll(errors, deviation, dof):
+    """Return -log density of errors, by Student's t that has this deviation."""
+    scale = deviation * math.sqrt(1 - 2 / dof)
+    constant = math.lgamma(dof / 2) - math.lgamma((dof + 1) / 2)
+    constant += math.log(dof * math.pi) / 2
+    tail = (dof + 1) / 2 * np.log1p((errors / scale) ** 2 / dof)
+    return constant + np.log(scale) + tail
+
+
+def calibrate(errors, deviation) -> tuple:
+    """Return the lowest mean NLL of errors [N], its degrees of freedom and factor."""
+    return min(
+        (student_nll(errors, factor * deviation, dof).mean(), dof, factor)
+        for dof in DOFS
+        for factor in FACTORS
+    )
+
+
+def gaussian_nll(means, variances, y):
+    mean, deviation = mixture(means, variances)
+    return calibrate(y - mean, deviation)[0]
+
+
+def softmax_nll(probs, y):
+    return em.ensemble_report(probs, y)["ensemble"][NLL]
+
+
+GAUSSIAN = Model(2, gaussian_loss, gaussian_apply, gaussian_nll)
+SOFTMAX = Model(0, softmax_loss, softmax_apply, softmax_nll)
+
+
+def member_hyper(x, y, train, decay, waves) -> dict:
     """Return one member's own settings: its recipe, its rows' normalization."""
     (x_mean, x_scale), (y_mean, y_scale) = map(mean_and_scale, (x[train], y[train]))
     if y_scale < 1e-18:  # its square, and so a variance, would be 0 in float32
@@ -147,7 +204,8 @@ def member_hyper(x, y, train, decay, variance_decay) -> dict:
         raise ValueError(f"{found}; leave it out, or fit the targets' logarithms")
     h = {"x_mean": x_mean[None], "x_scale": x_scale[None]}  # [1, F]
     h |= {"y_mean": y_mean, "y_scale": y_scale}
-    h |= {"decay": decay / len(train), "variance_decay": variance_decay / len(train)}
+    h |= {"decay": decay / len(train), "variance_decay": VARIANCE_DECAY / len(train)}
+    h |= {"waves": waves}
     return jax.tree.map(np.float32, h)
 
 
@@ -176,8 +234,8 @@ def adam() -> pe.Optimizer:
         return AdamInSteps(pe.adam(0).init(params), jnp.int32(0))
 
     def update(grads, state, params=None):
-        # A walk of random steps comes as far.
-        peak = state.num_steps.astype(jnp.float32) ** -0.5
+        # A walk of random steps comes half as far.
+        peak = 0.5 * state.num_steps.astype(jnp.float32) ** -0.5
         rate = pe.cosine_schedule(peak, state.num_steps, warmup=WARMUP)
         updates, own = pe.adam(rate).update(grads, state.adam, params)
         return updates, state._replace(adam=own)
@@ -236,7 +294,7 @@ def predict(trainer, state, x):  # the outputs, a list of leaves [K, N, ...]
 def train(model: Model, data: Data, recipes, members: int, epochs: int, seed: int):
     """Train `members` networks for each recipe of each split; predict all rows.
 
-    `recipes` has a list per split, of pairs (decay, variance_decay), all of one length.
+    `recipes` has a list per split, of pairs (decay, waves), all of one length.
     Returns the networks, leaves [K, ...], and a list of their outputs, leaves
     [splits, recipes, members, N, ...].
     """
@@ -258,12 +316,6 @@ def train(model: Model, data: Data, recipes, members: int, epochs: int, seed: in
     return networks, [leaf.reshape(*shape, *leaf.shape[1:]) for leaf in found]
 
 
-def mixture(means, variances) -> tuple:
-    """Return an ensemble's mean and deviation: [members, N] -> [N]."""
-    means, variances = np.float64(means), np.float64(variances)
-    return means.mean(axis=0), np.sqrt(variances.mean(axis=0) + means.var(axis=0))
-
-
 def fold(splits: list[Split], count: int, seed: int) -> list[list[Split]]:
     """Divide each split's training rows into `count` folds, or one fold per row.
 
@@ -276,19 +328,25 @@ def fold(splits: list[Split], count: int, seed: int) -> list[list[Split]]:
     return folds
 
 
-def losses(model: Model, data: Data, found: list) -> np.ndarray:
-    """Return the NLL of each split's ensembles on its test rows, [splits, recipes]."""
+def left_out(folds: list[Split], leaf: np.ndarray) -> np.ndarray:
+    """Return each row's outputs by the networks of the fold that leaves it out.
 
-    def nll(test, *outputs):  # [members, N, ...]; 1e18 is never the best
-        outputs = (np.nan_to_num(x[:, test], nan=1e18, posinf=1e18) for x in outputs)
-        return model.report(*outputs, data.y[test])["ensemble"][NLL]
+    [folds, recipes, members, N, ...] -> [recipes, members, N, ...]
+    """
+    held = np.empty_like(leaf[0])
+    for (_, test), own in zip(folds, leaf):
+        held[:, :, test] = own[:, :, test]
+    return held
 
-    each = zip(data.splits, *found)
-    return np.array([[nll(test, *of) for of in zip(*own)] for (_, test), *own in each])
+
+def losses(model: Model, y: np.ndarray, held: list) -> np.ndarray:
+    """Return the NLL of each recipe's ensemble, [recipes]; 1e18 is never the best."""
+    finite = [np.nan_to_num(leaf, nan=1e18, posinf=1e18) for leaf in held]
+    return np.array([model.nll(*outputs, y) for outputs in zip(*finite)])
 
 
 def plainest(losses):  # the first that equals the lowest to a hundredth of a nat
-    return losses.round(2).argmin(axis=-1)
+    return int(losses.round(2).argmin())
 
 
 def whole(fit):
@@ -310,13 +368,13 @@ def whole(fit):
 class Ensemble(BaseEstimator):
     """The part that the two estimators share."""
 
-    def __init__(self, members=3, epochs=40, random_state=None):
+    def __init__(self, members=3, epochs=100, random_state=None):
         self.members = members
         self.epochs = epochs
         self.random_state = random_state
 
     def _fit(self, model, x, y):
-        """Train; return the folds, and their networks' outputs [folds, members, N]."""
+        """Train; return each row's outputs [members, N, ...] by networks without it."""
         for name, value in dict(members=self.members, epochs=self.epochs).items():
             if not isinstance(value, Integral) or value is True or value < 1:
                 raise ValueError(f"{name} is {value!r}; expected an integer, 1 or more")
@@ -326,16 +384,16 @@ class Ensemble(BaseEstimator):
         whole = Split(np.arange(len(x)), np.arange(0))
         (folds,) = fold([whole], FOLDS, seed)
         data = Data(x, y, [*folds, whole])
-        recipes = [model.recipes] * len(data.splits)
+        recipes = [RECIPES] * len(data.splits)
         networks, found = train(model, data, recipes, self.members, self.epochs, seed)
-        held = [leaf[:-1] for leaf in found]
-        best = plainest(losses(model, data._replace(splits=folds), held).mean(axis=0))
-        self.decays_ = model.recipes[best]
-        # The networks of all rows come last, setting by setting.
-        kept = np.arange(self.members) + self.members * (best - len(model.recipes))
+        held = [left_out(folds, leaf) for leaf in found]
+        best = plainest(losses(model, y, held))
+        self.recipe_ = RECIPES[best]
+        # The networks of all rows come last, recipe by recipe.
+        kept = np.arange(self.members) + self.members * (best - len(RECIPES))
         self._networks = jax.tree.map(lambda leaf: leaf[kept], networks)
         self._form = model, x.shape[1], self.members
-        return folds, [leaf[:, best] for leaf in held]
+        return [leaf[best] for leaf in held]
 
     def _outputs(self, X):  # of each network, leaves [members, N, ...]
         check_is_fitted(self)
@@ -349,8 +407,9 @@ class EnsembleRegressor(RegressorMixin, Ensemble):
     """Predict a number, and an interval that holds it as often as is asked.
 
     members: the number of networks.  epochs: how often a network sees a row.  After
-    `fit`, `decays_` is the chosen recipe, and `scores_` [N] has |y - mean| / deviation
-    of each training row, by the networks that did not see it.
+    `fit`, `recipe_` is the chosen decay and whether there are waves, `dof_` the degrees
+    of freedom of the density, and `scores_` [N] has |y - mean| / deviation of each
+    training row, by the networks that did not see it.
     """
 
     @whole
@@ -362,17 +421,26 @@ class EnsembleRegressor(RegressorMixin, Ensemble):
         X, y = validate_data(self, X, y, y_numeric=True, **INPUTS)
         self.y_mean_, self.y_scale_ = mean_and_scale(y)
         y = standardize("y", y, self.y_mean_, self.y_scale_)
-        folds, found = self._fit(GAUSSIAN, X, y)
-        self.scores_ = np.empty(len(y))
-        for (_, test), *own in zip(folds, *found):
-            mean, deviation = mixture(*(leaf[:, test] for leaf in own))
-            self.scores_[test] = np.abs(y[test] - mean) / deviation
+        mean, deviation = mixture(*self._fit(GAUSSIAN, X, y))
+        _, self.dof_, self.factor_ = calibrate(y - mean, deviation)
+        self.scores_ = np.abs(y - mean) / (self.factor_ * deviation)
         return self
 
     def predict_deviation(self, X):
         """Return the mean and the standard deviation of each row of X [N, F]: [N]."""
         mean, deviation = mixture(*self._outputs(X))
-        return mean * self.y_scale_ + self.y_mean_, deviation * self.y_scale_
+        scale = self.factor_ * self.y_scale_
+        return mean * self.y_scale_ + self.y_mean_, deviation * scale
+
+    def log_density(self, X, y):
+        """Return the log density, [N], that each row of X [N, F] gives its y [N].
+
+        It is Student's t with `predict_deviation`'s mean and deviation and `dof_`
+        degrees of freedom.
+        """
+        mean, deviation = self.predict_deviation(X)
+        errors = np.reshape(y, mean.shape) - mean
+        return -student_nll(errors, deviation, self.dof_)
 
     def predict(self, X):
         """Return the mean of each row of X [N, F]: [N]."""
