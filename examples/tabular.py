@@ -251,7 +251,7 @@ def make_trainer(model: Model, inputs: int, members: int) -> pe.Trainer:
     optimizer's state: fits that differ only in these share their programs.
     """
     scales = {name: jnp.zeros((1, inputs)) for name in ("x_mean", "x_scale")}
-    numbers = "y_mean", "y_scale", "decay", "variance_decay"
+    numbers = "y_mean", "y_scale", "decay", "variance_decay", "waves"
     hyper = scales | {name: jnp.zeros(()) for name in numbers}  # `start` has the values
     return pe.make_trainer(
         lambda key: (init(key, inputs, model.outputs), hyper),
