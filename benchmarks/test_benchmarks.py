@@ -364,7 +364,7 @@ def test_tabular_networks_are_those_that_train_one_by_one_without_padding():
     for i, rows in enumerate(trains):
         assert_close(hyper[i]["x_mean"][0], x[rows].mean(axis=0))
         assert_close(hyper[i]["x_scale"][0], [*x[rows, :2].std(axis=0), 1])
-        assert_close(hyper[i]["variance_decay"], 100 / len(rows))
+        assert_close(hyper[i]["variance_decay"], 10 / len(rows))
         state = alone.scatter(jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], start))
         for epoch in range(3):
             order = tabular.member_orders(trains, epoch, 0)[i]
@@ -411,7 +411,7 @@ def test_tabular_loss_weighs_rows_by_deviation_and_has_a_decay_for_each_output()
     expected = (weights * nll).sum() / weights.sum() - np.log(y.std())
     (first, _), (second, _), (last, _) = params
     squares = sum(np.square(w).sum() for w in (first, second, last[:, 0]))
-    expected += (3 * squares + 100 * np.square(last[:, 1]).sum()) / 20
+    expected += (3 * squares + 10 * np.square(last[:, 1]).sum()) / 20
     assert_close(tabular.gaussian_loss(params, x, y, np.arange(20) < 17, h), expected)
     low = pe.Dense(jnp.zeros((32, 2)), jnp.full(2, -1e3))
     _, variance = tabular.gaussian_apply((*params[:-1], low), x, h)

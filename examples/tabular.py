@@ -30,7 +30,7 @@ trees do, and without waves smooth ones.
 The networks train by Adam with a cosine schedule, and their last layer starts at 0.
 Targets are scaled to variance 1.  Three measures keep the variance from running away:
 
-- a larger decay for the weights of the variance (Sluijterman et al. 2023);
+- a decay of its own for the weights of the variance (Sluijterman et al. 2023);
 - a floor of the variance, as in Lakshminarayanan et al. 2017, but of 1e-4;
 - a loss that weighs each row by its predicted deviation, so that the network also
   learns where the deviation is large (Seitzer et al. 2022, beta = 0.5).
@@ -56,7 +56,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 import ensemble_metrics as em
 import pjax_ensemble as pe
 
-HIDDEN, WARMUP, FLOOR, VARIANCE_DECAY = 32, 0.05, 1e-4, 100
+HIDDEN, WARMUP, FLOOR, VARIANCE_DECAY = 32, 0.05, 1e-4, 10
 WAVES, MOST = 8, 64  # frequencies of an input, and of all inputs together
 BATCH, STEPS = 100, 30  # at most; batches are smaller where an epoch has fewer steps
 RECIPES = (10, 0), (1, 0), (1, 1)  # decay and waves to choose from, plainest first
