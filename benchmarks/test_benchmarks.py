@@ -255,6 +255,9 @@ def test_tabular_intervals_are_in_the_units_of_the_targets():
     ends = model.predict_interval(x, coverage=0.8)
     q = em.conformal_quantile(model.scores_, 0.8)
     assert_close(ends - mean[:, None], np.outer(q * deviation, [-1, 1]))
+    _, unit = tabular.mixture(*model._outputs(x))
+    assert_close(deviation, model.factor_ * unit * y.std())
+    assert model.factor_ != 1
     nll = tabular.student_nll(y - mean, deviation, model.dof_)
     assert_close(model.log_density(x, y), -nll)
     assert model.score(x, y) > 0.5
