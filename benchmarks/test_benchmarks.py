@@ -197,7 +197,7 @@ def test_tabular_estimator_keeps_networks_of_all_rows_and_scores_rows_left_out()
         splits.extend(data.splits)  # twice the decay and a bit
         off = np.full((len(splits), 3, members, 25), 0.1)
         for i, split in enumerate(splits):
-            for j, (decay, waves) in enumerate(recipes[i]):
+            for j, (decay, _, waves) in enumerate(recipes[i]):
                 off[i, j, :, split.test] = decay / 20 + 0.05 * waves
         networks = {"number": np.arange(off[..., 0].size)}
         return networks, [data.y + off, np.ones(off.shape)]
@@ -208,7 +208,7 @@ def test_tabular_estimator_keeps_networks_of_all_rows_and_scores_rows_left_out()
     assert len(folds) == 5 and len(whole.train) == 25
     assert sorted(np.concatenate([fold.test for fold in folds])) == [*range(25)]
     assert all(sorted([*each.train, *each.test]) == [*range(25)] for each in folds)
-    assert model.recipe_ == (1, 0) == tabular.RECIPES[1]
+    assert model.recipe_ == (1, 100, 0) == tabular.RECIPES[1]
     assert_close(model.scores_, np.full(25, 0.05) / model.factor_)
     assert model.factor_ == tabular.FACTORS[0]
     assert_array_equal(model._networks["number"], [2 * (3 * 5 + 1) + i for i in (0, 1)])
@@ -235,9 +235,9 @@ def test_tabular_names_a_target_too_far_from_the_others():
     y[[3, 7]] = -1, 1.5
     rows = np.setdiff1d(np.arange(12), [3, 7])
     hyper = functools.partial(tabular.member_hyper, randn(1, 12, 2), y)
-    said = said_by(ValueError, hyper, rows, 1, 1)
+    said = said_by(ValueError, hyper, rows, 1, 1, 1)
     assert said.startswith("y[7] is 1e18 deviations of the others from them; leave")
-    assert hyper(np.arange(12), 1, 1)["y_scale"] == pytest.approx(0.5, rel=0.1)
+    assert hyper(np.arange(12), 1, 1, 1)["y_scale"] == pytest.approx(0.5, rel=0.1)
 
 
 def test_tabular_estimators_fit_under_strict_promotion():
@@ -333,7 +333,7 @@ def test_tabular_estimators_refuse_inputs_in_the_words_of_their_page():
 def test_tabular_cross_entropy_has_a_decay_of_all_weights():
     params, x = tabular.init(jax.random.key(0), 3, 4), randn(3, 5, 3)
     params = jax.tree.map(lambda p: p + randn(9, *p.shape), params)
-    h = tabular.member_hyper(x, np.arange(5), np.arange(5), 3.0, 0)
+    h = tabular.member_hyper(x, np.arange(5), np.arange(5), 3.0, 0, 1)
     (probs,) = tabular.softmax_apply(params, x, h)
     y, squares = np.array([0, 1, 2, 3, 3]), [np.square(p.weight).sum() for p in params]
     expected = -np.log(probs[np.arange(4), y[:4]]).mean() + 3 / 5 * np.sum(squares)
@@ -345,7 +345,7 @@ def test_tabular_networks_are_those_that_train_one_by_one_without_padding():
     x, noise = 5 + 2 * randn(3, 60, 3), randn(4, 60)
     x[:, 2] = 0.1  # a column that does not vary
     y = np.float32(300 + 40 * (np.sin(x[:, 0]) + 0.2 * noise))
-    rows, own = np.random.default_rng(0).permutation(60), [(10, 0), (0.1, 1)]
+    rows, own = np.random.default_rng(0).permutation(60), [(10, 300, 0), (0.1, 3, 1)]
     splits = [tabular.Split(rows[6:], rows[:6]), tabular.Split(rows[8:], rows[:8])]
     trains = [split.train for split in splits for _ in range(2)]
     data, model = tabular.Data(x, y, splits), tabular.GAUSSIAN
@@ -367,7 +367,7 @@ def test_tabular_networks_are_those_that_train_one_by_one_without_padding():
     for i, rows in enumerate(trains):
         assert_close(hyper[i]["x_mean"][0], x[rows].mean(axis=0))
         assert_close(hyper[i]["x_scale"][0], [*x[rows, :2].std(axis=0), 1])
-        assert_close(hyper[i]["variance_decay"], 10 / len(rows))
+        assert_close(hyper[i]["variance_decay"], own[i // 2][1] / len(rows))
         state = alone.scatter(jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], start))
         for epoch in range(3):
             order = tabular.member_orders(trains, epoch, 0)[i]
@@ -396,7 +396,7 @@ def test_tabular_fits_of_near_sizes_share_a_program():
         x, y, train = randn(0, rows, 2), randn(1, rows), np.arange(rows - 10)
         assert tabular.member_orders([train], 0, 0).shape[-1] == batch
         data = tabular.Data(x, y, [tabular.Split(train, train)])
-        tabular.train(model, data, [[(1, 1)]], 1, epochs, 0)
+        tabular.train(model, data, [[(1, 3, 1)]], 1, epochs, 0)
         traced.append(rows)
     assert len(tabular.padded(np.ones(256))) == 512  # a row of padding is always there
     *first, hundred, last = traced
@@ -405,7 +405,7 @@ def test_tabular_fits_of_near_sizes_share_a_program():
 
 def test_tabular_loss_weighs_rows_by_deviation_and_has_a_decay_for_each_output():
     x, y, key = randn(7, 20, 3), 5 + randn(8, 20), jax.random.key(0)
-    h = tabular.member_hyper(x, y, np.arange(20), 3.0, 1)
+    h = tabular.member_hyper(x, y, np.arange(20), 3.0, 7.0, 1)
     params = tabular.init(key, 3, 2)
     params = jax.tree.map(lambda p: p + randn(9, *p.shape), params)
     mean, variance = map(np.float64, tabular.gaussian_apply(params, x, h))
@@ -414,7 +414,7 @@ def test_tabular_loss_weighs_rows_by_deviation_and_has_a_decay_for_each_output()
     expected = (weights * nll).sum() / weights.sum() - np.log(y.std())
     (first, _), (second, _), (last, _) = params
     squares = sum(np.square(w).sum() for w in (first, second, last[:, 0]))
-    expected += (3 * squares + 10 * np.square(last[:, 1]).sum()) / 20
+    expected += (3 * squares + 7 * np.square(last[:, 1]).sum()) / 20
     assert_close(tabular.gaussian_loss(params, x, y, np.arange(20) < 17, h), expected)
     low = pe.Dense(jnp.zeros((32, 2)), jnp.full(2, -1e3))
     _, variance = tabular.gaussian_apply((*params[:-1], low), x, h)
@@ -429,7 +429,7 @@ def test_tabular_waves_are_sines_and_cosines_of_the_inputs_that_a_recipe_has():
     phases = [k * column for column in normal.T for k in range(1, 9)]
     waves = [*np.sin(phases), *np.cos(phases)]
     for on in (0, 1):
-        h = tabular.member_hyper(x, y, np.arange(20), 1, on)
+        h = tabular.member_hyper(x, y, np.arange(20), 1, 1, on)
         z = np.c_[normal, on * np.transpose(waves)]
         for weight, bias in jax.tree.map(np.asarray, params[:2]):
             z = z @ weight + bias

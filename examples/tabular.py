@@ -22,15 +22,16 @@ all of them; nothing stronger is guaranteed.
 Call `pjax_ensemble.use_cpu_devices()` before JAX is first used: a fit then uses all
 cores.  docs/tables.md has the rest.
 
-A recipe is a decay of the weights, which is a normal prior (MacKay 1992), and a switch
-of the waves, which are further inputs: sines and cosines of each input, at up to eight
-frequencies (Tancik et al. 2020).  With waves a network learns functions with steps, as
-trees do, and without waves smooth ones.
+A recipe is a decay of the weights, which is a normal prior (MacKay 1992), a decay of
+the variance's weights (Sluijterman et al. 2023), and a switch of the waves.  The waves
+are further inputs: sines and cosines of each input, at up to eight frequencies (Tancik
+et al. 2020).  With waves a network learns functions with steps, as trees do, and
+without waves it learns smooth ones.
 
 The networks train by Adam with a cosine schedule, and their last layer starts at 0.
 Targets are scaled to variance 1.  Three measures keep the variance from running away:
 
-- a decay of its own for the weights of the variance (Sluijterman et al. 2023);
+- the decay of its own;
 - a floor of the variance, as in Lakshminarayanan et al. 2017, but of 1e-4;
 - a loss that weighs each row by its predicted deviation, so that the network also
   learns where the deviation is large (Seitzer et al. 2022, beta = 0.5).
@@ -56,10 +57,10 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 import ensemble_metrics as em
 import pjax_ensemble as pe
 
-HIDDEN, WARMUP, FLOOR, VARIANCE_DECAY = 32, 0.05, 1e-4, 10
+HIDDEN, WARMUP, FLOOR = 32, 0.05, 1e-4
 WAVES, MOST = 8, 64  # frequencies of an input, and of all inputs together
 BATCH, STEPS = 100, 30  # at most; batches are smaller where an epoch has fewer steps
-RECIPES = (10, 0), (1, 0), (1, 1)  # decay and waves to choose from, plainest first
+RECIPES = (10, 10, 0), (1, 100, 0), (1, 100, 1)  # to choose from, plainest first
 FOLDS = 5  # of an estimator, to choose by and to calibrate with
 DOFS = 3, 4, 6, 10, 30, 100  # degrees of freedom of a density, to choose from
 FACTORS = np.geomspace(0.1, 10, 61)  # of a deviation
@@ -196,7 +197,7 @@ GAUSSIAN = Model(2, gaussian_loss, gaussian_apply, gaussian_nll)
 SOFTMAX = Model(0, softmax_loss, softmax_apply, softmax_nll)
 
 
-def member_hyper(x, y, train, decay, waves) -> dict:
+def member_hyper(x, y, train, decay, variance_decay, waves) -> dict:
     """Return one member's own settings: its recipe, its rows' normalization."""
     (x_mean, x_scale), (y_mean, y_scale) = map(mean_and_scale, (x[train], y[train]))
     if y_scale < 1e-18:  # its square, and so a variance, would be 0 in float32
@@ -204,7 +205,7 @@ def member_hyper(x, y, train, decay, waves) -> dict:
         raise ValueError(f"{found}; leave it out, or fit the targets' logarithms")
     h = {"x_mean": x_mean[None], "x_scale": x_scale[None]}  # [1, F]
     h |= {"y_mean": y_mean, "y_scale": y_scale}
-    h |= {"decay": decay / len(train), "variance_decay": VARIANCE_DECAY / len(train)}
+    h |= {"decay": decay / len(train), "variance_decay": variance_decay / len(train)}
     h |= {"waves": waves}
     return jax.tree.map(np.float32, h)
 
@@ -294,7 +295,7 @@ def predict(trainer, state, x):  # the outputs, a list of leaves [K, N, ...]
 def train(model: Model, data: Data, recipes, members: int, epochs: int, seed: int):
     """Train `members` networks for each recipe of each split; predict all rows.
 
-    `recipes` has a list per split, of pairs (decay, waves), all of one length.
+    `recipes` has a list per split, of decays, variance decays and waves.
     Returns the networks, leaves [K, ...], and a list of their outputs, leaves
     [splits, recipes, members, N, ...].
     """
@@ -407,8 +408,8 @@ class EnsembleRegressor(RegressorMixin, Ensemble):
     """Predict a number, and an interval that holds it as often as is asked.
 
     members: the number of networks.  epochs: how often a network sees a row.  After
-    `fit`, `recipe_` is the chosen decay and whether there are waves, `dof_` the degrees
-    of freedom of the density, and `scores_` [N] has |y - mean| / deviation of each
+    `fit`, `recipe_` has the chosen decays and whether there are waves, `dof_` is the
+    density's degrees of freedom, and `scores_` [N] has |y - mean| / deviation of each
     training row, by the networks that did not see it.
     """
 
