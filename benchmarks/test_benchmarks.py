@@ -333,7 +333,7 @@ def test_tabular_estimators_refuse_inputs_in_the_words_of_their_page():
 def test_tabular_cross_entropy_has_a_decay_of_all_weights():
     params, x = tabular.init(jax.random.key(0), 3, 4), randn(3, 5, 3)
     params = jax.tree.map(lambda p: p + randn(9, *p.shape), params)
-    h = tabular.member_hyper(x, np.arange(5), np.arange(5), 3.0, 0, 1)
+    h = tabular.member_hyper(x, np.arange(5), np.arange(5), 3.0, 0, 0)
     (probs,) = tabular.softmax_apply(params, x, h)
     y, squares = np.array([0, 1, 2, 3, 3]), [np.square(p.weight).sum() for p in params]
     expected = -np.log(probs[np.arange(4), y[:4]]).mean() + 3 / 5 * np.sum(squares)
