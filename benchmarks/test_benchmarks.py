@@ -440,6 +440,25 @@ def test_tabular_waves_are_sines_and_cosines_of_the_inputs_that_a_recipe_has():
     assert counts == [8, 8, 5, 1]
 
 
+def test_tabular_score_of_numbers_is_the_interval_score():
+    y, noise = randn(0, 50), randn(1, 2, 3, 50)
+    means, variances = y + 0.3 * noise[0], np.exp(noise[1])
+    mean, deviation = tabular.mixture(means, variances)
+    totals = []
+    for rank, weight in (26, 4), (46, 20):  # of 51 for 50% and for 90%
+        q, total = sorted(abs(y - mean) / deviation)[rank - 1], 0
+        for i in range(50):
+            low, high = mean[i] - q * deviation[i], mean[i] + q * deviation[i]
+            total += high - low + weight * max(low - y[i], 0, y[i] - high)
+        totals.append(total / 50)
+    expected = np.log(totals).mean()
+    assert_close(tabular.interval_score(means, variances, y), expected)
+    still = np.zeros((1, 50)), np.ones((1, 50)), np.zeros(50)
+    assert np.isfinite(tabular.interval_score(*still))
+    few = tabular.interval_score(means[:, :8], variances[:, :8], y[:8])
+    assert few == np.inf  # so that the plainest recipe is taken
+
+
 def test_tabular_choice_is_the_plainest_of_the_best_that_are_finite():
     y = 10 * np.float64(randn(5, 99))
     errors = np.resize([1, -1, 0.5], 99)[None, None]  # of a recipe's members

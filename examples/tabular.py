@@ -10,7 +10,8 @@ A network has two hidden layers of 32 units; it predicts a mean and a variance, 
 probabilities of classes.  All networks of a fit are the members of one trainer.  Each
 recipe has `members` networks that learn all rows, and as many for each of five folds,
 which learn the other four.  The fit takes the recipe whose networks give the left-out
-folds the lowest NLL, and keeps its networks of all rows: they are the ensemble.
+folds the lowest NLL, for numbers the lowest interval score, and keeps its networks of
+all rows: they are the ensemble.
 
 The errors on the left-out folds, one per row, calibrate the deviation: the density of
 a target is Student's t about the ensemble's mean, whose degrees of freedom and factor
@@ -83,7 +84,7 @@ class Model(NamedTuple):
     outputs: int  # of a network; for SOFTMAX, the number of classes
     loss_fn: Callable  # (params, x, y, weight, h) -> loss
     apply_fn: Callable  # (params, x, h) -> the outputs, a tuple
-    nll: Callable  # (*outputs of members, targets) -> NLL of the ensemble
+    score: Callable  # (*outputs of members, targets) -> the loss to choose a recipe by
 
 
 def frequencies(num_features):  # 1, 2, ...: radians per deviation of an input
@@ -184,16 +185,27 @@ def calibrate(errors, deviation) -> tuple:
     )
 
 
-def gaussian_nll(means, variances, y):
+def interval_score(means, variances, y):
+    """Return the mean interval score (Gneiting and Raftery 2007, eq. 43), its log.
+
+    A score is the width of an interval, plus 2 / (1 - coverage) times the distance of a
+    target that lies beyond.  The logs for coverages of 50 and 90% are averaged.  1e-12
+    is added, as targets that do not vary have intervals of width 0.
+    """
     mean, deviation = mixture(means, variances)
-    return calibrate(y - mean, deviation)[0]
+    errors, logs = np.abs(y - mean), []
+    for coverage in (0.5, 0.9):
+        ends = em.conformal_quantile(errors / deviation, coverage) * deviation
+        beyond = np.maximum(errors - ends, 0)
+        logs.append(np.log((2 * ends + 2 / (1 - coverage) * beyond).mean() + 1e-12))
+    return np.mean(logs)
 
 
 def softmax_nll(probs, y):
     return em.ensemble_report(probs, y)["ensemble"][NLL]
 
 
-GAUSSIAN = Model(2, gaussian_loss, gaussian_apply, gaussian_nll)
+GAUSSIAN = Model(2, gaussian_loss, gaussian_apply, interval_score)
 SOFTMAX = Model(0, softmax_loss, softmax_apply, softmax_nll)
 
 
@@ -341,12 +353,12 @@ def left_out(folds: list[Split], leaf: np.ndarray) -> np.ndarray:
 
 
 def losses(model: Model, y: np.ndarray, held: list) -> np.ndarray:
-    """Return the NLL of each recipe's ensemble, [recipes]; 1e18 is never the best."""
+    """Return the loss of each recipe's ensemble, [recipes]; 1e18 is never the best."""
     finite = [np.nan_to_num(leaf, nan=1e18, posinf=1e18) for leaf in held]
-    return np.array([model.nll(*outputs, y) for outputs in zip(*finite)])
+    return np.array([model.score(*outputs, y) for outputs in zip(*finite)])
 
 
-def plainest(losses):  # the first that equals the lowest to a hundredth of a nat
+def plainest(losses):  # the first that equals the lowest to a hundredth
     return int(losses.round(2).argmin())
 
 
