@@ -3,9 +3,9 @@
     python bde_tables.py GIVEN.npz FOUND.npz
 
 GIVEN has x, y, new and targets; FOUND gets the means and the ends of 90% intervals of
-the new rows, and the NLL of their targets by the mixture of all samples.  The settings
-are those of bde's README, but with 1,000 steps of warm-up in place of 5,000, and 200
-samples in place of 2,000.
+the new rows, and the NLL of their targets by the mixture of all samples.  Settings
+equal those in the README of bde, but there are 1,000 steps of warm-up in place of
+5,000, and 200 samples in place of 2,000.
 """
 
 import os
