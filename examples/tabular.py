@@ -263,9 +263,8 @@ def make_trainer(model: Model, inputs: int, members: int) -> pe.Trainer:
     Recipes and normalizations are model state, and the number of steps is in the
     optimizer's state: fits that differ only in these share their programs.
     """
-    scales = {name: jnp.zeros((1, inputs)) for name in ("x_mean", "x_scale")}
-    numbers = "y_mean", "y_scale", "decay", "variance_decay", "waves"
-    hyper = scales | {name: jnp.zeros(()) for name in numbers}  # `start` has the values
+    # The form alone matters: `start` has the values.
+    hyper = member_hyper(np.zeros((1, inputs)), np.zeros(1), [0], 0, 0, 0)
     return pe.make_trainer(
         lambda key: (init(key, inputs, model.outputs), hyper),
         lambda params, h, key, *batch: (model.loss_fn(params, *batch, h), h),
