@@ -1258,8 +1258,11 @@ def _convolve(lhs, rhs, *, dimension_numbers, **how):
     # Members that are computed together convolve one after another, which is faster.
     @jax.custom_batching.sequential_vmap
     def on_cpu(lhs, rhs):
-        x, more = lhs.transpose(batch, *space, features), how
+        x = lhs.transpose(batch, *space, features)
         kernel = rhs.transpose(*window, ins, out)
+        # JAX 0.5 would add up in float16 on processors with such instructions.
+        sums = jnp.promote_types(made.dtype, _wide(lhs.dtype))
+        more = how | dict(preferred_element_type=sums)
         if is_gradient:
             x, g = x.swapaxes(0, -1), jnp.moveaxis(kernel, -2, 0)
             if groups > 1:
@@ -1270,7 +1273,7 @@ def _convolve(lhs, rhs, *, dimension_numbers, **how):
             if groups > 1:  # of the batch; as groups of features they are faster
                 x = jnp.moveaxis(x.reshape(groups, -1, *x.shape[1:]), 0, -2)
                 x = x.reshape(*x.shape[:-2], -1)
-                more = how | dict(batch_group_count=1, feature_group_count=groups)
+                more |= dict(batch_group_count=1, feature_group_count=groups)
             y = _forward(x, kernel, axes, more)
         return y.astype(made.dtype).transpose(np.argsort((b, *s, f)))
 
