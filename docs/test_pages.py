@@ -295,7 +295,7 @@ def run_page(text, names, tolerance=0.1):
 def readme():
     """Return the names of the README's Python, which other pages go on from."""
     with jax.numpy_rank_promotion("allow"):
-        return run_page(README, {}, tolerance=0.011)  # one in the last digit
+        return run_page(README, {}, tolerance=0)
 
 
 @pytest.mark.once
@@ -377,11 +377,11 @@ def test_readme_runs_in_a_notebook_that_is_interrupted(tmp_path, monkeypatch):
     assert said["trainer"].startswith("Trainer(init, loss_fn, Layout(members=5")
 
 
-def test_readme_is_read_to_the_end_and_trains_in_sixteen_lines():
+def test_readme_is_read_to_the_end_and_trains_in_fifteen_lines():
     assert README.count("\n") <= 150
     assert max(map(len, README.splitlines())) <= 100
     _, block = README.split("```python\nrate = ", 1)
-    assert sum(map(bool, block.partition("\n```")[0].splitlines())) == 16
+    assert sum(map(bool, block.partition("\n```")[0].splitlines())) == 15
 
 
 def test_promises_name_tests_that_are_there():
