@@ -444,26 +444,6 @@ def test_a_run_that_skips_all_steps_keeps_its_last_good_checkpoint(tmp_path, scr
     assert checkpoints(tmp_path) == names_of(6, 8)
 
 
-@pytest.mark.once
-def test_run_of_one_model_stops_when_it_is_not_finite(tmp_path, run_in, monkeypatch):
-    def shift(key, images, max_shift):
-        bad = jax.random.bernoulli(key, 0.2)  # a fifth of the training batches
-        return jnp.where(bad, jnp.nan, images.astype(jnp.float32))
-
-    monkeypatch.setattr(tm, "shift_images", shift)
-    sync = "--members 1 --mode sync"
-    for flags in "--save-every .125", "--save-every .125 --resume":
-        status, _, err = run_in(tmp_path / "a", sync, flags)
-        assert status == 3 and err.count("\n") == 1
-        assert "no model is finite after" in err
-        newest = checkpoints(tmp_path / "a")[-1]
-        assert f"the checkpoint of step {int(newest[11:19])} is good" in err
-    status, out, _ = run_in(tmp_path / "b", sync, "--skip-nonfinite")
-    assert status == 0 and "notice: member 0 skipped" in out
-    report = report_of(tmp_path / "b")
-    assert report["failed"] == [] and report["config"]["skip_nonfinite"]
-
-
 # ---------------------------------------------------------------------------------
 # Progress
 # ---------------------------------------------------------------------------------

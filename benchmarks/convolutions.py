@@ -1,196 +1,160 @@
-"""Compare training and predicting with Flax's and Equinox's convolutions with `jit`.
+"""Compare random convolutions of any form, and their gradients, with sums in float64.
 
-    python benchmarks/convolutions.py [NAME ...] [--rounds 5] [--steps 4]
-    python benchmarks/convolutions.py --check [300] [--first 0]
+    python benchmarks/convolutions.py [300] [--first 0]
 
-Four members run on two virtual CPU devices.  A round takes the given number of steps in
-`epoch` and, one member after another, in a `jit` written by hand.  Then it predicts 512
-images in `predict_members`, in a `jit` of one member after another, and in `jit(vmap)`.
-One row per network has medians: steps of all members per second, images per second, and
-our speed over the speed by hand.
-
-With --check, the script compares random convolutions and their gradients with sums in
-float64, from the first seed on, prints the seeds of wrong ones, and fails if there are
-any.
+A seed determines each case.  The script compares as many cases as it is told, from the
+first seed on, prints the seeds of wrong ones, and fails if there are any.
 """
 
 import argparse
-import itertools
-import statistics
-import time
+from unittest import mock
 
-import equinox as eqx
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx
-from speed import print_head, print_row
-from sums import check
+from jax import lax
 
 import pjax_ensemble as pe
 
-MEMBERS, BATCH, IMAGES, SHAPE = 4, 32, 512, (16, 16, 3)
+# The largest `error` allowed: float32 rounds every addition, here and in plain JAX.
+LIMITS = {"float32": 32, "float16": 2, "bfloat16": 2}
 
 
-class Linen(nn.Module):
-    axes: int = 2  # of images
-    groups: int = 1  # of the second layer; if several or scanned, the first strides
-    scanned: int = 0  # further layers in a scan, each rematerialized
-
-    @nn.compact
-    def __call__(self, x):
-        window, few = (3,) * self.axes, self.groups > 1 or self.scanned > 0
-        x = x if self.axes == 2 else x.reshape(len(x), -1, x.shape[-1])
-        x = nn.relu(nn.Conv(32, window, strides=1 + few)(x))
-        x = nn.relu(nn.Conv(64, window, feature_group_count=self.groups)(x))
-        if self.scanned:
-            layer = nn.remat(nn.Conv, prevent_cse=False)(64, window)
-            axes = dict(variable_axes={"params": 0}, split_rngs={"params": True})
-            scan = nn.scan(lambda layer, x, _: (nn.relu(layer(x)), None), **axes)
-            x, _ = scan(layer, x, jnp.zeros(self.scanned))
-        return nn.Dense(10)(x.mean(axis=range(1, x.ndim - 1)))
+def split(x, axes, whole, parts):
+    """Split axes 0 and 1 into `whole` and `parts` groups, and put the groups first."""
+    x = x.transpose(axes)
+    (m, n), rest = x.shape[:2], x.shape[2:]
+    x = x.reshape(whole, m // whole, parts, n // parts, *rest)
+    return x.swapaxes(1, 2).reshape(-1, m // whole, n // parts, *rest)
 
 
-def linen(**options):
-    net = Linen(**options)
-
-    def init(key):
-        return net.init(key, jnp.zeros((1, *SHAPE))), ()
-
-    return init, lambda params, state, images: (net.apply(params, images), state)
+def join(x, axes, whole, parts):
+    """Undo `split`."""
+    (_, m, n), rest = x.shape[:3], x.shape[3:]
+    x = x.reshape(whole, parts, m, n, *rest).swapaxes(1, 2)
+    return x.reshape(whole * m, parts * n, *rest).transpose(np.argsort(axes))
 
 
-class Block(nnx.Module):
-    def __init__(self, ins, outs, stride, rngs):
-        how = dict(use_bias=False, rngs=rngs)
-        self.conv1 = nnx.Conv(ins, outs, (3, 3), stride, **how)
-        self.conv2 = nnx.Conv(outs, outs, (3, 3), **how)
-        self.skip = nnx.Conv(ins, outs, (1, 1), stride, **how)
-        self.norm1, self.norm2 = (nnx.BatchNorm(outs, rngs=rngs) for _ in range(2))
-
-    def __call__(self, x):
-        y = self.norm2(self.conv2(nnx.relu(self.norm1(self.conv1(x)))))
-        return nnx.relu(y + self.skip(x))
-
-
-def resnet():
-    def make(key):
-        rngs, widths = nnx.Rngs(key), [(3, 16, 1), (16, 32, 2), (32, 64, 2)]
-        blocks = [Block(*width, rngs) for width in widths]
-        end = [lambda x: x.mean(axis=(1, 2)), nnx.Linear(64, 10, rngs=rngs)]
-        return nnx.split(nnx.Sequential(*blocks, *end), nnx.Param, ...)
-
-    graph = make(0)[0]
-
-    def apply(params, state, images):
-        model = nnx.merge(graph, params, state, copy=True)
-        return model(images), nnx.state(model, nnx.Not(nnx.Param))
-
-    return lambda key: make(key)[1:], apply
-
-
-def equinox():
-    def make(key):
-        keys, relu = jax.random.split(key, 3), eqx.nn.Lambda(jax.nn.relu)
-        layers = [eqx.nn.Conv2d(3, 32, 3, padding=1, key=keys[0]), relu]
-        layers += [eqx.nn.Conv2d(32, 64, 3, padding=1, key=keys[1]), relu]
-        layers += [eqx.nn.AdaptiveAvgPool2d(1), eqx.nn.Lambda(jnp.ravel)]
-        net = eqx.nn.Sequential([*layers, eqx.nn.Linear(64, 10, key=keys[2])])
-        return eqx.partition(net, eqx.is_array)
-
-    rest = make(jax.random.key(0))[1]
-
-    def apply(params, state, images):
-        net = eqx.combine(params, rest)
-        return jax.vmap(net)(images.transpose(0, 3, 1, 2)), state
-
-    return lambda key: (make(key)[0], ()), apply
+def sums(x, kernel, cotangent, how):
+    """Return a convolution and its two gradients, summed over the window's entries."""
+    x_axes, kernel_axes, y_axes = how["dimension_numbers"]
+    images, features = how["batch_group_count"], how["feature_group_count"]
+    groups = images * features
+    ways = (x_axes, images, features), (kernel_axes, groups, 1), (y_axes, 1, groups)
+    x, kernel, g = (split(a, *w) for a, w in zip((x, kernel, cotangent), ways))
+    y, dx, dkernel = map(np.zeros_like, (g, x, kernel))
+    steps = "window_strides", "rhs_dilation", "padding", "lhs_dilation"
+    every = [slice(None)] * 3
+    for place in np.ndindex(kernel.shape[3:]):
+        ins, outs = [], []
+        for i, stride, gap, pads, spread in zip(place, *map(how.get, steps)):
+            axis = 3 + len(ins)
+            out = np.arange(g.shape[axis])
+            at, between = np.divmod(out * stride + i * gap - pads[0], spread)
+            inside = (between == 0) & (at >= 0) & (at < x.shape[axis])
+            ins.append(at[inside])
+            outs.append(out[inside])
+        ins, outs = ((*every, *np.ix_(*index)) for index in (ins, outs))
+        weight = kernel[(*every, *place)]
+        y[outs] += np.einsum("gbi...,goi->gbo...", x[ins], weight)
+        dx[ins] += np.einsum("gbo...,goi->gbi...", g[outs], weight)
+        space = list(range(4, x.ndim + 1))
+        terms = x[ins], [0, 1, 2, *space], g[outs], [0, 1, 3, *space]
+        dkernel[(*every, *place)] += np.einsum(*terms, [0, 3, 2])
+    return [join(a, *w) for a, w in zip((y, dx, dkernel), (ways[2], *ways[:2]))]
 
 
-# init(key) -> (params, state), and apply(params, state, images) -> (logits, state).
-NETWORKS = {
-    "Flax Linen": linen,
-    "one axis": lambda: linen(axes=1),
-    "strides and groups": lambda: linen(groups=4),
-    "scanned, rematerialized": lambda: linen(scanned=2),
-    "Flax NNX ResNet": resnet,
-    "Equinox, NCHW": equinox,
-}
+def draw(seed):
+    """Return images, kernel and cotangent of a random convolution, and its options."""
+    rng = np.random.default_rng(seed)
+
+    def pick(*options):
+        return options[rng.integers(len(options))]
+
+    def each(*options):
+        return tuple(pick(*options) for _ in range(axes))
+
+    axes, dtype = pick(1, 2, 3), pick(*map(jnp.dtype, LIMITS))
+    images, features = pick((1, 1), (1, 1), (1, pick(2, 3, 8)), (pick(2, 3), 1))
+    more = pick((1,), (1, 1, 2, 3))  # strides and dilations, in half of the cases
+    how = dict(
+        window_strides=each(*more),
+        lhs_dilation=each(*more[:3]),
+        rhs_dilation=each(*more[:3]),
+        batch_group_count=images,
+        feature_group_count=features,
+    )
+    space, window, pads = each(*range(4, 5 + 12 // axes)), each(1, 2, 2, 3), []
+    for size, width, spread, gap in zip(
+        space, window, how["lhs_dilation"], how["rhs_dilation"]
+    ):
+        p = pick(1, 2)
+        low, high = pick((0, 0), (2 * p, 0), (0, p), (-p, p), (-p, p), (p, -p), (p, p))
+        missing = (width - 1) * gap - (size - 1) * spread - low - high
+        pads.append((low, high + max(missing, 0)))
+    last, first = pe._channels_last(axes + 2), (tuple(range(axes + 2)),) * 3
+    mixed = [tuple(rng.permutation(axes + 2).tolist()) for _ in range(3)]
+    form = pick(last, last, *(lax.ConvDimensionNumbers(*x) for x in (first, mixed)))
+    how |= dict(padding=tuple(pads), dimension_numbers=form)
+    ins, outs, batch = pick(1, 3, 8), pick(1, 4, 8, 16), pick(1, 2, 4)
+    if features > 1 and pick(False, True):
+        ins = outs = 1  # depthwise
+    x_shape = batch * images, ins * features, *space
+    shapes = x_shape, (outs * images * features, ins, *window)
+    shapes = [np.take(shape, np.argsort(axes)) for shape, axes in zip(shapes, form)]
+    args = [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+    y = jax.eval_shape(lambda *args: lax.conv_general_dilated(*args, **how), *args)
+    return (*args, jnp.asarray(rng.normal(size=y.shape), dtype)), how
 
 
-def compare(make, rounds: int, steps: int) -> list[list[float]]:
-    """Return seconds of training, ours and by hand, and of predicting in three ways."""
-    (init, apply), rng = make(), np.random.default_rng(0)
-    images = rng.normal(size=(IMAGES, *SHAPE)).astype(np.float32)
-    labels, optimizer = rng.integers(10, size=IMAGES), optax.sgd(0.01, momentum=0.9)
-    order = np.arange(steps * BATCH).reshape(steps, BATCH) % IMAGES
+def error(seed):
+    """Return the type, and the worst error in units of the type's epsilon.
 
-    def loss_fn(params, state, _, images, labels):
-        logits, state = apply(params, state, images)
-        return pe.softmax_cross_entropy(logits, labels).mean(), state
+    An entry's error is relative to the size that its sum would have if its terms had
+    random signs.  The convolution runs twice in a loop, as in a trainer, and the
+    program runs twice, since uninitialized memory then holds other numbers.  With every
+    other seed, gradients of kernels are computed in small chunks of the batch.
+    """
+    args, how = draw(seed)
 
-    def logits(params, state, images):
-        return apply(params, state, images)[0]
+    def convolve(x, kernel, cotangent):
+        function = lambda *args: lax.conv_general_dilated(*args, **how)  # noqa: E731
+        y, gradients = jax.vjp(function, x, kernel)
+        return y, *gradients(cotangent)
 
-    @jax.jit
-    def step(params, opt_state, state, *batch):
-        gradient = jax.value_and_grad(loss_fn, has_aux=True)
-        (_, state), grads = gradient(params, state, None, *batch)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, state
-
-    options = dict(members=MEMBERS, apply_fn=logits, stateful=True)
-    trainer = pe.make_trainer(init, loss_fn, optimizer, **options)
-    state = trainer.init(jax.random.key(0))
-    start, data = trainer.gather(state), trainer.place((images, labels))
-    each = [jax.tree.map(lambda x, i=i: x[i], start[:3]) for i in range(MEMBERS)]
-    model = jax.device_put((start.params, start.model_state))
-    alone = jax.jit(lambda *args: jax.nn.softmax(logits(*args)))
-    together = jax.jit(jax.vmap(alone, in_axes=(0, 0, None)))
-    times, now = [[], [], [], [], []], time.perf_counter
-    for _ in range(rounds + 1):
-        clock = [now()]
-        state, _ = trainer.epoch(state, data, order)
-        jax.block_until_ready(state.params)
-        clock.append(now())
-        for rows in order:
-            each = [step(*one, images[rows], labels[rows]) for one in each]
-        jax.block_until_ready(each)
-        clock.append(now())
-        trainer.predict_members(state, images)
-        clock.append(now())
-        jax.block_until_ready([alone(one[0], one[2], images) for one in each])
-        clock.append(now())
-        np.asarray(together(*model, images))
-        clock.append(now())
-        for taken, (begin, end) in zip(times, itertools.pairwise(clock)):
-            taken.append(end - begin)
-    return [taken[1:] for taken in times]  # the first round compiles
+    fast = pe._fast_in_loops(convolve)
+    program = jax.jit(lambda *args: lax.map(lambda args: fast(*args), args))
+    exact = [np.asarray(x, np.float64) for x in args]
+    expected, squares = sums(*exact, how), sums(*map(np.square, exact), how)
+    worst = 0.0
+    args = [jnp.stack([x, x]) for x in args]
+    with mock.patch.object(pe, "_CHUNK_BYTES", 2_000_000 if seed % 2 else 2_000):
+        results = program(*args), program(*args)
+    for found in results:
+        for twice, x, square in zip(found, expected, squares):
+            off = np.abs(np.asarray(twice, np.float64) - x)
+            off = np.where(np.isfinite(off), off, np.inf)
+            size = np.maximum(np.maximum(np.sqrt(square), np.abs(x)), 1e-3)
+            worst = max(worst, (off / size).max(initial=0))
+    dtype = args[0].dtype
+    return dtype.name, float(worst / jnp.finfo(dtype).eps)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="the beginnings of networks' names")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--check", type=int, nargs="?", const=300, metavar="N")
+    parser.add_argument("count", type=int, nargs="?", default=300)
     parser.add_argument("--first", type=int, default=0, metavar="SEED")
     args = parser.parse_args()
-    if args.check:
-        raise SystemExit(bool(check(args.check, args.first)))
-    pe.use_cpu_devices(2)
-    trained = "steps", "by hand", "ours is"
-    print_head("network", *trained, "images", "by hand", "by vmap", "ours is")
-    for name, make in NETWORKS.items():
-        if not args.names or name.startswith(tuple(args.names)):
-            times = map(statistics.median, compare(make, args.rounds, args.steps))
-            ours, hand, *predicted = times
-            rates = [f"{args.steps / x:.1f}" for x in (ours, hand)]
-            images = [f"{IMAGES / x:,.0f}" for x in predicted]
-            beside = min(predicted[1:]) / predicted[0]
-            print_row(name, *rates, f"{hand / ours:.2f}x", *images, f"{beside:.2f}x")
+    worst, wrong = dict.fromkeys(LIMITS, 0.0), 0
+    for seed in range(args.first, args.first + args.count):
+        name, off = error(seed)
+        worst[name] = max(worst[name], off)
+        if not off <= LIMITS[name]:
+            wrong += 1
+            print(f"seed {seed}, {name}, is {off:.1f} epsilon off: {draw(seed)[1]}")
+    units = ", ".join(f"{name} {off:.2f}" for name, off in worst.items())
+    print(f"{args.count} convolutions, {wrong} wrong; worst, in epsilon: {units}")
+    raise SystemExit(wrong > 0)
 
 
 if __name__ == "__main__":

@@ -4,17 +4,16 @@
     python benchmarks/faults.py flips lengths     only these
     python benchmarks/faults.py --quick           every trial, in short
 
-The library must refuse damaged or hostile checkpoints and IDX files by an error that
-names the file, and by no other exception.  A `save` that is killed or fails must leave
-the whole old tree or the whole new one.  The script prints a line per trial, and exits
-with status 1 if any trial failed.
+The library must refuse damaged or hostile checkpoints by an error that names the file,
+and by no other exception.  A `save` that is killed or fails must leave the whole old
+tree or the whole new one.  The script prints a line per trial, and exits with status 1
+if any trial failed.
 """
 
 import argparse
 import collections
 import contextlib
 import errno
-import gzip
 import hashlib
 import io
 import json
@@ -24,7 +23,6 @@ import random
 import re
 import signal
 import stat
-import struct
 import subprocess
 import sys
 import tempfile
@@ -42,7 +40,6 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import pjax_ensemble as pe
-import train_mnist
 
 # The outcomes of a trial, in the words of the printed line.
 OTHER = "loaded with other values"
@@ -215,27 +212,6 @@ def sealed(content: bytes, trials: int) -> Iterator[tuple[str, bytes]]:
     """Make the digest of mutations correct again, so that other values may load."""
     for label, damaged in mutations(content, trials):
         yield label, seal(damaged)
-
-
-def idx(folder: Path, trials: int, name: str) -> Iterator[tuple]:
-    """Mutate an IDX file, gzipped or not; `read_idx` reads it or raises a Failure."""
-    images = np.random.default_rng(0).integers(0, 4, (20, 28, 28), np.uint8) * 60
-    content = struct.pack(">4I", 0x803, *images.shape) + images.tobytes()
-    path = folder / name
-    stored = gzip.compress(content, mtime=0) if path.suffix == ".gz" else content
-    read = partial(train_mnist.read_idx, path)
-
-    def accept(found: tuple) -> str:
-        array, digest = found
-        header = struct.pack(">4I", 0x803, *array.shape)
-        whole = hashlib.sha256(header + array.tobytes()).hexdigest()
-        return "read" if digest == whole else OTHER
-
-    path.write_bytes(stored)
-    yield "sound", "read" if read()[0].tobytes() == images.tobytes() else OTHER, ""
-    for number in range(trials):
-        path.write_bytes(mutate(stored, 20, f"{name} {number}"))
-        yield number, *judge(read, path, train_mnist.Failure, accept)
 
 
 # ---------------------------------------------------------------------------------
@@ -526,8 +502,6 @@ MANY, FEW = {"trials": 100_000}, {"trials": 1000}
 TRIALS = {
     "flips": Trial(partial(damage, make=flips), (REFUSED,), {}, {"step": 37}),
     "lengths": Trial(partial(damage, make=lengths), (REFUSED,), {}, {"step": 11}),
-    "idx": Trial(partial(idx, name="images"), (REFUSED, "read"), MANY, FEW),
-    "gzipped": Trial(partial(idx, name="images.gz"), (REFUSED, "read"), MANY, FEW),
     "mutations": Trial(partial(damage, make=mutations), (REFUSED, EQUAL), MANY, FEW),
     "sealed": Trial(partial(damage, make=sealed), (REFUSED, EQUAL, OTHER), MANY, FEW),
     "hostile": Trial(partial(damage, make=hostile, size=10**6), (REFUSED,), {}, {}),

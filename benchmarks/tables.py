@@ -1,4 +1,4 @@
-"""Compare examples/tabular.py with a forest and boosting under MAPIE, and with bde.
+"""Compare examples/tabular.py with a forest and boosting under MAPIE.
 
     python -m pip install '.[bench]'
     UCI_DIR=... python benchmarks/tables.py
@@ -12,19 +12,11 @@ Scikit-learn's estimators have their defaults.  MAPIE gives them cross-conformal
 intervals (CV+, Barber et al. 2021) with its five folds.  NLL is of the density that a
 system predicts; a forest and boosting have none.  The seconds are the time to fit and
 predict a split; the ensemble compiles in the first split of a set.
-
-bde (Bayesian deep ensembles, sampled by MILE) runs in an environment of its own, if the
-option --bde names its Python; peers/bde_tables.py has the settings.
-
-    python -m venv bde && bde/bin/python -m pip install sklearn-contrib-bde
-    UCI_DIR=... python benchmarks/tables.py --bde bde/bin/python
 """
 
 import argparse
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -58,16 +50,6 @@ def ours(model, train, test):
     model.fit(*train)
     ends = model.predict_interval(test[0])
     return model.predict(test[0]), ends, -model.log_density(*test).mean()
-
-
-def bde(python, train, test):  # compiles in every split
-    script = Path(__file__).resolve().parent / "peers" / "bde_tables.py"
-    with tempfile.TemporaryDirectory() as folder:
-        given, found = Path(folder, "given.npz"), Path(folder, "found.npz")
-        np.savez(given, x=train[0], y=train[1], new=test[0], targets=test[1])
-        subprocess.run([python, script, given, found], check=True)
-        with np.load(found) as file:
-            return file["means"], file["ends"], file["nll"]
 
 
 SYSTEMS = {
@@ -106,19 +88,16 @@ def main(argv=None) -> None:
     parser.add_argument("--sets", nargs="+", metavar="NAME", help="default: all")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
     parser.add_argument("--splits", type=int, default=10, help="how many per set")
-    parser.add_argument("--bde", metavar="PYTHON", help="measure bde too, by this")
     args, folder = parser.parse_args(argv), Path(os.environ.get("UCI_DIR", "."))
     there = sorted(path.parent.name for path in folder.glob("*/test_rows.txt"))
     pe.use_cpu_devices()
-    systems = {name: SYSTEMS[name] for name in args.systems}
-    systems |= {"bde": (bde, args.bde)} if args.bde else {}
     columns = "set", "system", "RMSE", "NLL", "in 90% intervals", "width"
     speed.print_head(*columns, "s, first split", "s, last split")
     for name in args.sets or [*DRAWN, *there]:
         data = read(name, folder)
         data = data._replace(splits=data.splits[: args.splits])
-        for system, measured in systems.items():
-            found = measure(*measured, data)
+        for system in args.systems:
+            found = measure(*SYSTEMS[system], data)
             rmse, nll, inside, width, _ = found.mean(axis=0)
             density = "-" if np.isnan(nll) else f"{nll:.3g}"
             cells = f"{rmse:.3g}", density, f"{inside:.1%}", f"{width:.3g}"

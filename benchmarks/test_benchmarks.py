@@ -2,7 +2,6 @@
 
 import argparse
 import builtins
-import colorsys
 import concurrent.futures
 import dataclasses
 import functools
@@ -25,10 +24,8 @@ import jax.numpy as jnp
 import memory
 import networks
 import numpy as np
-import programs
 import pytest
 import resnet
-import scipy.ndimage
 import scipy.stats
 import speed
 import steps
@@ -71,68 +68,7 @@ def test_memory_has_a_row_for_each_call_and_a_time_for_each_member(tmp_path, cap
     assert array.nbytes <= most
 
 
-# Three loops: of eight turns, as the compiler for GPUs prints it; of three, as the
-# compiler for TPUs does; and of unknown length.
-HLO = """HloModule jit_f, is_scheduled=true
-
-%fused (p: f32[4]) -> f32[4] {
-  ROOT %add.1 = f32[4]{0} add(%p, %p)
-}
-
-%body (s: (s32[], f32[4])) -> (s32[], f32[4]) {
-  %s = (s32[], f32[4]{0:T(8)(2,1)S(1)}) parameter(0)
-  %x = f32[4]{0} get-tuple-element(%s), index=1
-  %meet = (f32[4]{0}, bf16[2,3]{1,0}) all-reduce-start(%x, %y), to_apply=%fused
-  %met = (f32[4]{0}, bf16[2,3]{1,0}) all-reduce-done(%meet)
-  %y = f32[4]{0} fusion(%x), kind=kLoop, calls=%fused
-  ROOT %t = (s32[], f32[4]{0}) tuple(%i, %y)
-}
-
-%below (s: (s32[], f32[4])) -> pred[] {
-  %three = s32[]{:T(128)} constant(3), metadata={op_name="while"}
-  %i = s32[] get-tuple-element(%s), index=0
-  ROOT %lt = pred[] compare(%i, %three), direction=LT, metadata={op_name="%lt"}
-}
-
-%unknown (s: (s32[], f32[4])) -> pred[] {
-  %three = s32[] constant(3)
-  ROOT %lt = pred[] compare(%i, %n), direction=LT
-}
-
-ENTRY %main (x: f32[4]) -> f32[4] {
-  %w = (s32[], /*index=1*/f32[4]{0}) while(%t), condition=%unknown, body=%body, \
-backend_config={"known_trip_count":{"n":"8"}}
-  %v = (s32[], f32[4]{0}) while(%w), condition=%below, body=%body
-  %u = (s32[], f32[4]{0}) while(%v), condition=%unknown, body=%body
-  %c = f32[4]{0} conditional(%p, %x), branch_computations={%branch, %fused}
-  ROOT %z = f32[4]{0} custom-call(%c), custom_call_target="convolve"
-}
-
-%all-reduce-scatter (x: f32[16]) -> f32[4] {
-  %sum = f32[16]{0} all-reduce(%x), channel_id=7, replica_groups={{0,1,2,3}}
-}
-
-%later (x: f32[2]) -> f32[8] {
-  %part = f32[8]{0} all-gather(%x), channel_id=8, frontend_attributes={chain_id="0"}
-}
-
-%branch (x: f32[4]) -> f32[4] {
-  %x = f32[2]{0} parameter(0)
-  %start = (f32[2]{0}, f32[8]{0}) all-gather-start(%x), channel_id=6
-  %first = f32[4]{0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter
-  %second = f32[4]{0} fusion(%x), kind=kCustom, calls=%later
-  ROOT %all = f32[8]{0} all-gather(%x), dimensions={0}
-}
-"""
-
-
-def test_compiled_programs_are_counted_turn_by_turn():
-    found = accelerators.count(*accelerators.read(HLO))
-    turns = 8 + 3 + 1
-    sizes = {"all-reduce": 28 * turns, "all-gather": 2 * 32, "reduce-scatter": 64}
-    expected = dict(endless=1, meetings=turns + 3, bytes=sum(sizes.values())) | sizes
-    # Per turn a meeting and a fusion; kernels in the branches; the custom call.
-    assert found == expected | dict(kernels=2 * turns + 5 + 1)
+def test_compiled_programs_are_counted():
     # On a CPU the length of the optimizer's loop is hidden, once per member.
     devices = jax.devices()[:2]
     _, *sizes, states, endless, meetings, megabytes, kernels, _, _ = (
@@ -152,15 +88,6 @@ def test_interrupted_loops_go_on_from_the_latest_state():
     """This is the short form of the trial in benchmarks/interrupts.py."""
     counts = interruptions.cell(trials=8)
     assert counts["interrupts"] >= 8 and not counts["lost"] + counts["different"]
-
-
-def test_trainers_that_are_dropped_leave_nothing_alive():
-    *_, last = programs.run(trainers=3, every=3)
-    assert (last.trainers, last.states, last.functions) == (3, 0, 0)
-    first = last._replace(maps=500, memory=300)
-    assert programs.complaint(first, first._replace(maps=550, memory=450)) is None
-    for left in {"maps": 551}, {"memory": 451}, {"states": 1}, {"functions": 1}:
-        assert programs.complaint(first, first._replace(**left)), left
 
 
 def solve(trainer, state, data, order):
@@ -470,15 +397,6 @@ def test_tabular_choice_is_the_plainest_of_the_best_that_are_finite():
     assert tabular.plainest(nll) == 2
 
 
-def test_tabular_rows_have_the_outputs_of_the_fold_that_leaves_them_out():
-    (folds,) = tabular.fold([tabular.Split(np.arange(7), None)], 3, 0)
-    leaf = np.zeros((3, 2, 4, 7)) + np.arange(3)[:, None, None, None]
-    held = tabular.left_out(folds, leaf)
-    assert held.shape == (2, 4, 7)
-    for i, (_, test) in enumerate(folds):
-        assert (held[:, :, test] == i).all()
-
-
 @cases("dof", *tabular.DOFS)
 def test_tabular_density_is_a_students_t_with_the_deviation(dof):
     errors = np.linspace(-9, 9, 7)
@@ -600,6 +518,8 @@ def test_time_of_a_step_is_divided_by_kinds_of_operations(monkeypatch):
 
 @pytest.mark.once
 def test_networks_take_turns_and_rates_are_of_all_members(monkeypatch, capsys):
+    for variable in ENVIRONMENT.items():  # programs compile as this process's
+        monkeypatch.setenv(*variable)
     every = networks.systems("LSTM")
     chosen = {name: every[name] for name in ("ours", "by hand")}
     assert len(every) == 5 and len(networks.systems("U-Net")) == 7
@@ -646,59 +566,6 @@ def test_cifar10_is_read_in_the_order_of_its_files(tmp_path):
         )
     path.unlink()
     assert str(path) in said() and "cifar-10-binary.tar.gz" in said()
-
-
-def test_cifar10_shifts_are_those_of_other_libraries():
-    x = np.random.default_rng(0).uniform(size=(3, 8, 8, 3))
-    x[0, 0, 0] = 0  # black has no color
-    for more in 0.05, 0.3:
-        for place in np.ndindex(x.shape[:-1]):
-            hue, saturation, value = colorsys.rgb_to_hsv(*x[place])
-            expected = colorsys.hsv_to_rgb(hue, saturation, min(value + more, 1))
-            found = cifar10.brightness(x, more)[place]
-            if x[place].any():
-                np.testing.assert_allclose(found, expected, atol=1e-12)
-    for deviation in 0.4, 1.0:
-        deviations = 0, deviation, deviation, 0
-        expected = scipy.ndimage.gaussian_filter(x, deviations, mode="nearest")
-        np.testing.assert_allclose(cifar10.blur(x, deviation), expected, atol=1e-12)
-    for i, channel in np.ndindex(3, 3):
-        image = x[i, ..., channel]
-        found = cifar10.contrast(x, 0.3)[i, ..., channel]
-        np.testing.assert_allclose(found, image.mean() * 0.7 + image * 0.3)
-    large = np.full((40, 32, 32, 3), 0.5)
-    added = cifar10.noise(large, 0.1) - large
-    assert abs(added.std() - 0.1) < 0.001 and abs(added.mean()) < 0.001
-    assert_array_equal(
-        cifar10.as_bytes(np.array([-1, 0.5, 0.503, 2])), [0, 128, 128, 255]
-    )
-
-
-def test_cifar10_images_are_flipped_and_moved_by_up_to_four_pixels():
-    x = np.random.default_rng(0).uniform(1, 2, size=(400, 6, 6, 3)).astype(np.float32)
-    made = np.asarray(cifar10.augment(jax.random.key(0), x))
-    seen = set()
-    for image, found in zip(x, made):
-        both = [np.pad(y, [(4, 4), (4, 4), (0, 0)]) for y in (image, image[:, ::-1])]
-        moves = [
-            (flip, i, j)
-            for flip, i, j in np.ndindex(2, 9, 9)
-            if np.array_equal(both[flip][i : i + 6, j : j + 6], found)
-        ]
-        assert len(moves) == 1
-        seen.add(moves[0])
-    flips, *places = zip(*seen)
-    assert {*flips} == {0, 1} and all({*at} == {*range(9)} for at in places)
-
-
-def test_cifar10_digits_have_two_colors():
-    digits = np.zeros((5, 28, 28, 1), np.uint8)
-    digits[:, 3:9] = 255
-    drawn = cifar10.colored(digits)
-    assert drawn.shape == (5, 32, 32, 3)
-    for image in drawn:
-        assert image[0, 0].all() and len(np.unique(image.reshape(-1, 3), axis=0)) == 2
-        assert (image[5:11, 2:30] != image[0, 0]).any(axis=-1).all()
 
 
 def test_cifar10_scores_are_of_a_system_as_a_whole():
@@ -780,8 +647,8 @@ def test_readme_starts_alike_on_any_number_of_cores(tmp_path, monkeypatch):
     with concurrent.futures.ThreadPoolExecutor() as pool:
         (few, one), (many, other) = pool.map(start, [3, 16])
     for printed, cores in (few, 3), (many, 16):
-        assert printed.count("accuracy") == 6 and printed.split()[-1] == str(cores)
+        assert printed.count("NLL") == 2 and printed.split()[-1] == str(cores)
     assert machines.difference(other, one) < 1e-5
     assert machines.difference({"a": np.ones(2)}, {"a": np.array([3.0, 4])}) == 0.75
-    for told, count in (said, 0), (said + 0.005, 6), (said + 0.2, 14), (said[1:], 1):
+    for told, count in (said, 0), (said + 0.01, 9), (said[1:], 1):
         assert len(machines.complaints(told, said)) == count
