@@ -1684,7 +1684,7 @@ def test_convolutions_are_the_same_with_jit_disabled():
     assert_close(found, (plain(*args), jax.vmap(plain)(*twice(args))))
 
 
-def test_programs_without_convolutions_of_floats_are_not_rewritten():
+def test_programs_with_nothing_to_rewrite_stay_as_they_are():
     images, labels = (x[:4] for x in image_data())
     numbers = (np.ones(shape, np.int32) for shape in CONVOLUTIONS["any"][:2])
     programs = [
@@ -1692,6 +1692,8 @@ def test_programs_without_convolutions_of_floats_are_not_rewritten():
     ]
     grads = jax.value_and_grad(net_loss)
     programs += [jax.make_jaxpr(grads)(net_init(jax.random.key(0)), images, labels)]
+    fast = pe._fast_in_loops(dilated)  # whose convolutions are rewritten already
+    programs += [jax.make_jaxpr(fast)(ONES, weights_like(ONES)[:, :, :2])]
     for program in programs:
         assert pe._rewrite(program) is program
 
@@ -2003,6 +2005,7 @@ def test_a_member_in_shards_equals_one_on_a_device(
     (frozen,), weights = trainer._frozen, state.params.heads.weight
     assert [*weights.sharding.spec[1:]] == [None, "shards"]  # the longest axis
     assert frozen.addressable_data(0).size == frozen.size // shards
+    assert trainer.place(image_data())[0].is_fully_replicated
     for leaf in jax.tree.leaves(state[:3]):
         here, size = leaf.addressable_data(0)[0].size, leaf[0].size
         assert here == size // (shards if size >= 1024 else 1)

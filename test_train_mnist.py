@@ -245,6 +245,8 @@ def check_curves(axes, metrics, report):
     assert_array_equal(lines_of(diagram)["calibrated"], [[0, 0], [100, 100]])
     assert all(len(each.get_xlabel()) > 4 and each.get_ylabel() for each in axes)
     assert histogram.get_yscale() == "log"
+    edges = [bars.get_data().edges for bars in histogram.patches]
+    assert_allclose(edges, [np.linspace(0, 100, 16)] * 2)
 
 
 def check_images(axes, images, labels, probs, classes):
@@ -732,6 +734,7 @@ def test_loaded_run_predicts_as_reported_and_recorded(whole_run, small_folder):
     for images in x / 255, x[:, 1:], x[0, ..., 0], x.astype(int):
         said = f"images are {images.dtype} {list(images.shape)}; expected uint8 [N, 28"
         assert said in said_by(ValueError, run.predict, images)
+    assert "images[None] is" in said_by(ValueError, run.predict, x[0, ..., 0])
     with pytest.raises(ValueError, match="9 devices .*8"):
         tm.load_run(whole_run, 9)
 

@@ -550,37 +550,6 @@ def draw_cifar10(folder, **files):
     return folder
 
 
-def test_cifar10_is_read_in_the_order_of_its_files(tmp_path):
-    draw_cifar10(tmp_path, data_batch_2=3, data_batch_1=2, test_batch=4)
-    train, test = cifar10.load(tmp_path)
-    assert train.images.shape == (5, 32, 32, 3) and len(test.labels) == 4
-    content = (tmp_path / "data_batch_2.bin").read_bytes()
-    assert train.labels[2] == content[0]
-    assert train.images[2, 5, 7, 1] == content[1 + 1024 + 5 * 32 + 7]
-    said = functools.partial(said_by, SystemExit, cifar10.load, tmp_path)
-    path = tmp_path / "test_batch.bin"
-    for wrong in b"", content[:-1], b"\x0a" + content[1:]:
-        path.write_bytes(wrong)
-        assert (
-            f"{path}: {len(wrong)} bytes, not records of 3073 with labels 0-9" in said()
-        )
-    path.unlink()
-    assert str(path) in said() and "cifar-10-binary.tar.gz" in said()
-
-
-def test_cifar10_scores_are_of_a_system_as_a_whole():
-    probs = np.array([[[0.9, 0.1], [0.2, 0.8], [0.6, 0.4], [0.5, 0.5]]] * 2)
-    labels, entropies = np.array([0, 0, 0, 1]), em.predictive_entropy(probs)
-    scores = cifar10.score(probs, labels, sorted(entropies)[2])  # keeps the first three
-    kept = scores["kept"], scores["wrong"], scores["accuracy"]
-    assert kept == (0.75, 1 / 3, 0.5)
-    systems, found = {"one": [probs[:1], 1 - probs[:1]]}, {"one": [1.0, 0.0]}
-    assert cifar10.score_all(systems, labels, found)["one"]["kept"] == 0.5
-    sure = np.eye(2)[[0, 1, 0, 1]][None].repeat(2, axis=0)
-    told = cifar10.tell_apart({"two": [sure]}, {"two": [probs]})["two"]
-    assert told == {"entropy": 1.0, "mutual information": 0.5}
-
-
 @pytest.mark.once
 def test_cifar10_is_trained_once_and_scored(tmp_path, monkeypatch, capsys):
     draw_cifar10(tmp_path, data_batch_1=256, data_batch_2=128, test_batch=60)
