@@ -109,7 +109,7 @@ LINEAR = "tiny --optimizer sgd --learning-rate 0.1 --momentum 0.5 --schedule lin
 @cases(
     "network, optimizer",
     (LINEAR, pe.sgd(pe.linear_schedule(0.1, 16), momentum=0.5)),
-    ("batchnorm", pe.adam(0.001)),
+    pytest.param("batchnorm", pe.adam(0.001), marks=pytest.mark.once),
 )
 def test_run_ends_in_the_bits_of_training_by_hand(script, tmp_path, network, optimizer):
     _, x, labels, *_ = tm.generate_digits(3, 256, 0)
@@ -406,6 +406,7 @@ STOPPING = signal.SIGTERM, signal.SIGINT
 STOPS = (3, 1), (7, 1), (8, 3), (11, 1)  # the third one during the epoch's evaluation
 
 
+@pytest.mark.once
 def test_resumed_run_ends_in_the_bits_of_one_that_was_never_stopped(
     tmp_path, elsewhere, script, whole_run, monkeypatch
 ):
@@ -983,6 +984,7 @@ def process_flags(port, index, count=2, timeout=20):
     return f"{flags} --process-id {index} --connect-timeout {timeout}"
 
 
+@pytest.mark.once
 @linux
 def test_two_processes_end_in_the_bits_of_one(tmp_path, start_run, whole_run):
     # Slurm would set these variables; JAX derives a port from the job's number.
