@@ -1693,7 +1693,7 @@ def test_programs_with_nothing_to_rewrite_stay_as_they_are():
     grads = jax.value_and_grad(net_loss)
     programs += [jax.make_jaxpr(grads)(net_init(jax.random.key(0)), images, labels)]
     fast = pe._fast_in_loops(dilated)  # whose convolutions are rewritten already
-    programs += [jax.make_jaxpr(fast)(ONES, weights_like(ONES)[:, :, :2])]
+    programs += [jax.make_jaxpr(fast)(ONES, CONV.weight)]
     for program in programs:
         assert pe._rewrite(program) is program
 
@@ -1726,6 +1726,25 @@ def test_volumes_are_convolved_a_few_planes_at_a_time():
     for function, most in (convolve, 2), (gradient, 4):  # all planes: 4 and 13
         compiled = jax.jit(pe._fast_in_loops(function)).lower(x, kernel).compile()
         assert compiled.memory_analysis().temp_size_in_bytes < most * 4 * x.size
+
+
+def test_every_program_traces_the_users_function_once_and_anew():
+    calls, data = [], [x[:4] for x in image_data()]
+
+    def count(params, images):  # could read a global that has changed since
+        calls.append(images.shape)
+        return net(params, images)
+
+    def loss_fn(params, images, labels):
+        return cross_entropy(count(params, images), labels).mean()
+
+    given = ("update", *data), ("epoch", data, np.zeros((2, 4), int))
+    for _ in range(2):
+        trainer = net_trainer.__wrapped__(2, 2, loss_fn, apply_fn=count)
+        for method, *args in (*given, ("predict", data[0])):
+            calls.clear()
+            trainer.lower(method, *args)
+            assert calls == [(4, 8, 8, 1)], method
 
 
 def test_effects_of_a_rewritten_function_happen_once_per_member_and_step():
@@ -2520,6 +2539,26 @@ def test_members_of_other_shapes_or_names_enter_no_trainer():
         assert f"leaf '.{name}' is {found}; expected {expected}, as init" in said
     said = said_by(ValueError, trainer.scatter, gathered._replace(model_state=(short,)))
     assert "leaf '.model_state[0].weight' is [6, 4]; expected absent" in said
+
+
+@cases("members, devices", *LAYOUTS[1:])
+def test_functions_may_call_back_to_the_host(members, devices):
+    def twice_there(x):
+        double = functools.partial(np.multiply, 2, dtype=x.dtype)
+        return jax.pure_callback(double, x, x, vmap_method="expand_dims")
+
+    def run(double):
+        functions = (
+            lambda key: double(jax.random.normal(key, (3,))),
+            lambda w, x: (double(x * 1.0).mean() * w).sum(),
+        )
+        options = dict(members=members, devices=devices, output=None)
+        options["apply_fn"] = lambda w, x: double(x * w.sum())
+        trainer, state = begin(pe.make_trainer(*functions, SGD, **options))
+        state, _ = trainer.update(state, np.arange(8))
+        return trainer.predict_members(state, np.arange(3)), trainer.gather(state)
+
+    assert leaves_equal(run(twice_there), run(lambda x: 2 * x))
 
 
 def test_a_state_on_the_host_or_another_device_is_placed():

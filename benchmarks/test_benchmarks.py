@@ -68,7 +68,68 @@ def test_memory_has_a_row_for_each_call_and_a_time_for_each_member(tmp_path, cap
     assert array.nbytes <= most
 
 
-def test_compiled_programs_are_counted():
+# Three loops: of eight turns, as the compiler for GPUs prints it; of three, as the
+# compiler for TPUs does; and of unknown length.
+HLO = """HloModule jit_f, is_scheduled=true
+
+%fused (p: f32[4]) -> f32[4] {
+  ROOT %add.1 = f32[4]{0} add(%p, %p)
+}
+
+%body (s: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %s = (s32[], f32[4]{0:T(8)(2,1)S(1)}) parameter(0)
+  %x = f32[4]{0} get-tuple-element(%s), index=1
+  %meet = (f32[4]{0}, bf16[2,3]{1,0}) all-reduce-start(%x, %y), to_apply=%fused
+  %met = (f32[4]{0}, bf16[2,3]{1,0}) all-reduce-done(%meet)
+  %y = f32[4]{0} fusion(%x), kind=kLoop, calls=%fused
+  ROOT %t = (s32[], f32[4]{0}) tuple(%i, %y)
+}
+
+%below (s: (s32[], f32[4])) -> pred[] {
+  %three = s32[]{:T(128)} constant(3), metadata={op_name="while"}
+  %i = s32[] get-tuple-element(%s), index=0
+  ROOT %lt = pred[] compare(%i, %three), direction=LT, metadata={op_name="%lt"}
+}
+
+%unknown (s: (s32[], f32[4])) -> pred[] {
+  %three = s32[] constant(3)
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %w = (s32[], /*index=1*/f32[4]{0}) while(%t), condition=%unknown, body=%body, \
+backend_config={"known_trip_count":{"n":"8"}}
+  %v = (s32[], f32[4]{0}) while(%w), condition=%below, body=%body
+  %u = (s32[], f32[4]{0}) while(%v), condition=%unknown, body=%body
+  %c = f32[4]{0} conditional(%p, %x), branch_computations={%branch, %fused}
+  ROOT %z = f32[4]{0} custom-call(%c), custom_call_target="convolve"
+}
+
+%all-reduce-scatter (x: f32[16]) -> f32[4] {
+  %sum = f32[16]{0} all-reduce(%x), channel_id=7, replica_groups={{0,1,2,3}}
+}
+
+%later (x: f32[2]) -> f32[8] {
+  %part = f32[8]{0} all-gather(%x), channel_id=8, frontend_attributes={chain_id="0"}
+}
+
+%branch (x: f32[4]) -> f32[4] {
+  %x = f32[2]{0} parameter(0)
+  %start = (f32[2]{0}, f32[8]{0}) all-gather-start(%x), channel_id=6
+  %first = f32[4]{0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter
+  %second = f32[4]{0} fusion(%x), kind=kCustom, calls=%later
+  ROOT %all = f32[8]{0} all-gather(%x), dimensions={0}
+}
+"""
+
+
+def test_compiled_programs_are_counted_turn_by_turn():
+    found = accelerators.count(*accelerators.read(HLO))
+    turns = 8 + 3 + 1
+    sizes = {"all-reduce": 28 * turns, "all-gather": 2 * 32, "reduce-scatter": 64}
+    expected = dict(endless=1, meetings=turns + 3, bytes=sum(sizes.values())) | sizes
+    # Per turn a meeting and a fusion; kernels in the branches; the custom call.
+    assert found == expected | dict(kernels=2 * turns + 5 + 1)
     # On a CPU the length of the optimizer's loop is hidden, once per member.
     devices = jax.devices()[:2]
     _, *sizes, states, endless, meetings, megabytes, kernels, _, _ = (
