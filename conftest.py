@@ -123,6 +123,13 @@ def randn(seed, *shape):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
+def dilated(x, kernel, axes="NHWC HWIO NHWC", strides=None, padding="SAME", **how):
+    """Convolve by XLA, in any form."""
+    strides = strides or (1,) * (x.ndim - 2)
+    how["dimension_numbers"] = tuple(axes.split())
+    return jax.lax.conv_general_dilated(x, kernel, strides, padding, **how)
+
+
 def random_probs(seed, *shape):
     return np.random.default_rng(seed).dirichlet(0.3 * np.ones(shape[-1]), shape[:-1])
 

@@ -24,7 +24,8 @@ replicas are copies of one model, which share its batch and average their gradie
 
 `make_sync_update` and `make_ensemble_update` take the same step, in one call per batch,
 which you split or replicate by hand.  Another file, `ensemble_metrics.py`, tells how
-far to trust the probabilities.  This file needs no other to train.
+far to trust the probabilities.  This file needs no other to train.  With a third,
+`fast_convolutions.py`, beside it, convolutions are several times as fast on CPUs.
 
 These letters are used everywhere:
 
@@ -34,9 +35,8 @@ These letters are used everywhere:
 
 Images are NHWC, kernels HWIO, labels integers, losses in nats per example.
 
-Contents: Layers, Network, Losses, Optimizers, Devices, Convolutions on CPUs, Updates,
-Trainer, Checkpoints, Demo.  Each section uses only the sections above it.  An import
-touches no device.
+Contents: Layers, Network, Losses, Optimizers, Devices, Updates, Trainer, Checkpoints,
+Demo.  Each section uses only the sections above it.  An import touches no device.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ import contextvars
 import dataclasses
 import functools
 import hashlib
+import importlib
 import inspect
-import itertools
 import json
 import math
 import operator
@@ -63,13 +63,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.custom_batching
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
 from jax.extend import core
 from numpy.typing import ArrayLike
+
+try:
+    _beside = ".fast_convolutions" if __package__ else "fast_convolutions"
+    _rewrite = importlib.import_module(_beside, __package__).rewrite
+except ModuleNotFoundError:  # this file alone convolves by XLA, slower on CPUs
+
+    def _rewrite(program: Any) -> Any:
+        return program
+
 
 __version__ = "0.1.0"
 
@@ -182,24 +190,6 @@ def _output_size(images, size, stride, padding):
     return rows, columns
 
 
-def _shifted(x, axis, count, length, stride=1, apart=1) -> list[Array]:
-    """Slice `count` views of `length` steps along an axis, some entries apart."""
-    span, starts = (length - 1) * stride + 1, range(0, count * apart, apart)
-    return [lax.slice_in_dim(x, i, i + span, stride, axis) for i in starts]
-
-
-def _views(x, places, size, strides, apart) -> list[Array]:
-    """List the views [N, H', W', C] of x, one from each place of a window, row-major.
-
-    All arguments but x [N, H, W, C] have an entry for each axis, of which there may be
-    any number.  Places are so many entries apart.
-    """
-    views = [x]
-    for axis, each in enumerate(zip(places, size, strides, apart), 1):
-        views = [part for view in views for part in _shifted(view, axis, *each)]
-    return views
-
-
 def _check_features(inputs: Array, weight: Array, axis: int = -2) -> None:
     """Check inputs [..., I] against I, the length of an axis of a layer's weight."""
     features = weight.shape[axis]
@@ -234,13 +224,6 @@ def conv_init(
     return Conv(weight, jnp.zeros(out_channels) if bias else None)
 
 
-def _channels_last(ndim: int) -> lax.ConvDimensionNumbers:
-    """Return the dimension numbers NHWC, HWIO -> NHWC, for any number of axes."""
-    last, *space = ndim - 1, *range(1, ndim - 1)
-    images, kernel = (0, last, *space), (last, last - 1, *range(ndim - 2))
-    return lax.ConvDimensionNumbers(images, kernel, images)
-
-
 def conv(
     params: Conv, images: Array, *, stride: Pair = 1, padding: str = "SAME"
 ) -> Array:
@@ -248,8 +231,8 @@ def conv(
 
     Kernels may have any size, odd or even.  H' and W' are as in
     `jax.lax.conv_general_dilated`, and like it, this function does not flip the kernel.
-    On a CPU, its gradient is slow in a loop of your own (jax issue 12868); updates and
-    trainers rewrite it there, as they do with any convolution.
+    On a CPU, its gradient is slow in a loop of your own, as any convolution's; updates
+    and trainers compute it by `fast_convolutions.py`.
 
     Args:
       params: the kernel [kh, kw, I, O], and a bias [O] or None.
@@ -266,8 +249,11 @@ def conv(
     strides = _pair("stride", stride)
     _output_size(images, weight.shape[:2], strides, padding)
     dtype = jnp.promote_types(images.dtype, weight.dtype)
-    arrays, dims = (images.astype(dtype), weight.astype(dtype)), _channels_last(4)
-    outputs = lax.conv_general_dilated(*arrays, strides, padding, None, None, dims)
+    arrays, names = (
+        (images.astype(dtype), weight.astype(dtype)),
+        ("NHWC", "HWIO", "NHWC"),
+    )
+    outputs = lax.conv_general_dilated(*arrays, strides, padding, None, None, names)
     return outputs if bias is None else _add_bias(outputs, bias)
 
 
@@ -303,8 +289,11 @@ def _windows(images: Array, window: Any, stride: Any) -> list[Array]:
     """
     size = _pair("window", window)
     stride = size if stride is None else _pair("stride", stride)
-    shape = _output_size(images, size, stride, "VALID")
-    return _views(images, size, shape, stride, (1, 1))
+    shape, views = _output_size(images, size, stride, "VALID"), [images]
+    for axis, k, n, s in zip((1, 2), size, shape, stride):
+        ends = [(i, i + (n - 1) * s + 1) for i in range(k)]
+        views = [lax.slice_in_dim(x, *end, s, axis) for x in views for end in ends]
+    return views
 
 
 def avg_pool(images: Array, window: Pair = 2, *, stride: Pair | None = None) -> Array:
@@ -887,449 +876,6 @@ def unreplicate(tree: PyTree) -> PyTree:
 
 
 # ---------------------------------------------------------------------------------
-# Convolutions on CPUs: the same sums, in forms that XLA computes fast there
-# ---------------------------------------------------------------------------------
-
-# XLA:CPU has a fast routine for convolutions of NHWC images and HWIO kernels, of one or
-# two axes.  XLA converts other layouts to these, but not inside a loop, where gradients
-# then take some sixty times as long (jax issue 12868), and trainers are loops.  So
-# `_fast_in_loops` replaces each convolution of a function, whoever wrote it: on a CPU
-# it takes these layouts, with any number of axes, and one of the ways below.
-# `_forward` chooses the way.  Gradients of kernels are products of matrices.
-#
-# In this section, x is images [N, H, W, I], a kernel is [kh, kw, I / groups, O], and
-# `axes` has an `_Axis` for each of H and W.  `how` holds the other parameters of
-# `lax.conv_general_dilated_p`.
-
-_CHUNK_BYTES = 2_000_000  # of arrays at work: so much fits a core's cache
-
-
-class _Axis(NamedTuple):
-    """How windows lie along an axis: window h has the entries h stride + i dilation."""
-
-    low: int = 0  # zeros before, after and between the images' entries, as in `lax.pad`
-    high: int = 0
-    between: int = 0
-    stride: int = 1
-    dilation: int = 1
-
-    def num_windows(self, length: int, k: int) -> int:
-        """Return the number of windows with k entries on images with `length`."""
-        last = (length - 1) * (self.between + 1) + self.low + self.high
-        return (last - (k - 1) * self.dilation) // self.stride + 1
-
-
-def _pad(x, axes):
-    """Put zeros around x [N, H, W, C] and between its entries; negative numbers cut."""
-    no = (0, 0, 0)
-    return lax.pad(x, jnp.zeros((), x.dtype), [no, *(axis[:3] for axis in axes), no])
-
-
-def _fit(x, axes, lengths):
-    """Pad x, with as many zeros after its entries as make its axes so long."""
-    edges = []
-    for (low, _, between, *_), n, length in zip(axes, x.shape[1:], lengths):
-        edges.append((low, length - low - (n - 1) * (between + 1) - 1, between))
-    return _pad(x, edges)
-
-
-def _by_phase(x, strides):
-    """Take phases apart: [N, H, W, C] -> [sh sw N, H / sh, W / sw, C].
-
-    Entry i of an axis becomes entry i // s of the phase i % s.
-    """
-    n = len(strides)
-    shape = [part for m, s in zip(x.shape[1:], strides) for part in (m // s, s)]
-    x = x.reshape(len(x), *shape, x.shape[-1])
-    x = x.transpose(*range(2, 2 * n + 1, 2), 0, *range(1, 2 * n, 2), -1)
-    return x.reshape(-1, *x.shape[n + 1 :])
-
-
-def _gather(x, strides, places, start, sizes):
-    """Copy views of these sizes from x, which `_by_phase` made, one for each place.
-
-    places lists places along each axis, counted from `start`.  XLA must not know
-    `start`: it fuses views that it knows, and then copies them number by number.
-    """
-    if x.shape == sizes:
-        return [x]
-    views, examples = [], len(x) // math.prod(strides)
-    for place in itertools.product(*places):
-        entries, phases = zip(*map(divmod, place, strides))
-        first = int(np.ravel_multi_index(phases, strides)) * examples
-        at = map(operator.add, start, (first, *entries, 0))
-        views.append(lax.dynamic_slice(x, [*at], sizes))
-    return views
-
-
-def _at_once(count: int, num_bytes: int) -> int:
-    """Return how many of `count`, of so many bytes each, fit a chunk and divide it."""
-    fit = min(max(_CHUNK_BYTES // num_bytes, 1), count)
-    return next(n for n in range(fit, 0, -1) if count % n == 0)
-
-
-def _library(x, kernel, axes, how):
-    """Convolve by XLA's routine.
-
-    It reads uninitialized memory (JAX 0.5, 0.10) if an axis is padded by (-p, +p), as
-    in gradients of causal convolutions: negative padding is cut off before.  It is up
-    to three times as fast with more than 16 channels on one side and an even number of
-    inputs, so channels of zeros are added (JAX 0.10, 0.12).
-    """
-    if any(min(axis.low, axis.high) < 0 for axis in axes):
-        x = _pad(x, axes)
-        axes = [axis._replace(low=0, high=0, between=0) for axis in axes]
-    *window, ins, outs = kernel.shape
-    if math.prod(window) > 1 and how["feature_group_count"] == 1:
-        more = [-ins % 4 if ins % 2 and ins > 1 else 0, 0]
-        if max(ins, outs) <= 16:
-            more = [20 - ins, 0] if outs <= ins else [more[0], 20 - outs]
-        (more_ins, more_outs), no = (((0, n) for n in more), [(0, 0)] * len(window))
-        x = jnp.pad(x, [(0, 0), *no, more_ins])
-        kernel = jnp.pad(kernel, [*no, more_ins, more_outs])
-    low, high, between, strides, dilation = zip(*axes) if axes else ((),) * 5
-    how = how | dict(
-        window_strides=strides,
-        padding=(*zip(low, high),),
-        lhs_dilation=tuple(n + 1 for n in between),
-        rhs_dilation=dilation,
-        dimension_numbers=_channels_last(x.ndim),
-    )
-    return lax.conv_general_dilated_p.bind(x, kernel, **how)[..., :outs]
-
-
-def _depthwise(x, kernel, axes):
-    """Convolve each channel with its kernel [kh, kw, C], as a sum of products of views.
-
-    XLA has no fast routine for it.
-    """
-    wide, window = _wide(x.dtype), kernel.shape[:-1]
-    size = map(_Axis.num_windows, axes, x.shape[1:], window)
-    weights = kernel.astype(wide).reshape(-1, *[1] * (x.ndim - 1), kernel.shape[-1])
-    *_, strides, dilation = zip(*axes)
-    views = _views(_pad(x, axes), window, size, strides, dilation)
-    return sum(view.astype(wide) * w for view, w in zip(views, weights))
-
-
-def _depthwise_gradient(x, g, size, axes):
-    """Return the gradient [kh, kw, C] of such a kernel; g are the outputs' gradients.
-
-    The loop is over examples, so that each stays in a core's cache.
-    """
-    *_, strides, dilation = zip(*axes)
-
-    def add(totals, example):
-        x, g = (y[None].astype(_wide(y.dtype)) for y in example)
-        views = _views(_pad(x, axes), size, g.shape[1:-1], strides, dilation)
-        return [total + view * g for total, view in zip(totals, views)], None
-
-    zeros = [jnp.zeros_like(g[:1], _wide(g.dtype))] * math.prod(size)
-    totals, _ = lax.scan(add, zeros, (x, g))
-    sums = [total.reshape(-1, g.shape[-1]).sum(0) for total in totals]
-    return jnp.stack(sums).reshape(*size, g.shape[-1])
-
-
-def _phases(x, kernel, axes, how):
-    """Convolve images with zeros between their entries, with strides and dilation 1.
-
-    Transposed convolutions are of this kind, and images' gradients of strided ones.
-    Where entries are `step` apart, and the last zero before them is the first entry of
-    a window, output q step + r is the sum of x[q + i] kernel[i step + step - 1 - r]
-    over i.  So the phases r are features of one convolution of x without zeros
-    (sub-pixel convolution, Shi et al. 2016).
-    """
-    (*window, ins, outs), n, groups = (
-        kernel.shape,
-        len(axes),
-        how["feature_group_count"],
-    )
-    rows, steps, counts, pieces, new = [], [], [], [], []
-    for axis, length, k in zip(axes, x.shape[1:], window):
-        step, size = axis.between + 1, axis.num_windows(length, k)
-        spare = -(axis.low + 1) % step  # outputs before the first, so that it is so
-        row, count = -(-k // step), -(-(size + spare) // step)
-        low = (axis.low + spare + 1) // step - 1
-        new.append(_Axis(low, count + row - 1 - low - length))
-        pieces.append(slice(spare, spare + size))
-        rows, steps, counts = [*rows, row], [*steps, step], [*counts, count]
-    kernel = kernel.reshape(1, *window, -1)
-    kernel = _fit(kernel, [_Axis()] * n, map(operator.mul, rows, steps))
-    kernel = lax.rev(_by_phase(kernel, steps), [0])
-    kernel = kernel.reshape(-1, *rows, ins, groups, outs // groups)
-    kernel = jnp.moveaxis(kernel, 0, -2).reshape(*rows, ins, -1)
-    y = _forward(x, kernel, new, how)
-    y = y.reshape(len(x), *counts, groups, *steps, outs // groups)
-    pairs = [(1 + i, 2 + n + i) for i in range(n)]
-    y = y.transpose(0, *itertools.chain(*pairs), 1 + n, -1)
-    y = y.reshape(len(x), *map(operator.mul, counts, steps), outs)
-    return y[(slice(None), *pieces)]
-
-
-def _windows_of_planes(x, axis, depth, num_windows, groups=1) -> Callable:
-    """Return a function (i, count) that makes windows along depth of x [N, D, H, W, I].
-
-    They are windows i to i + count of those of all examples, num_windows each, but all
-    of one example: [count, H, W, depth I].  The planes of a window stand side by side
-    as channels; each group's channels stay together.
-    """
-    s, d, still = axis.stride, axis.dilation, [1] * (x.ndim - 3)
-    length = (num_windows + (depth - 1) * d // s) * s
-    x = _fit(x, [axis, *[_Axis()] * len(still)], [length, *x.shape[2:-1]])
-    x = _by_phase(x, [s, *still])
-
-    def windows(i, count):
-        start = [*divmod(i, num_windows), *[0] * (x.ndim - 2)]
-        places, sizes = [range(0, depth * d, d), *[[0]] * len(still)], (1, count)
-        views = _gather(x, [s, *still], places, start, (*sizes, *x.shape[2:]))
-        views = [view.reshape(count, *x.shape[2:-1], groups, -1) for view in views]
-        return jnp.concatenate(views, -1).reshape(count, *x.shape[2:-1], -1)
-
-    return windows
-
-
-def _planes(x, kernel, axes, how):
-    """Convolve images of three axes by convolutions of two; of n axes, of n - 1.
-
-    A plane of the output is a convolution of the planes in its window.  A loop takes as
-    many planes of an example as fit a core's cache.
-    """
-    depth, *window, _, outs = kernel.shape
-    num_planes = axes[0].num_windows(x.shape[1], depth)
-    kernel = jnp.moveaxis(kernel, 0, -3).reshape(*window, -1, outs)
-    groups = how["feature_group_count"]
-    windows = _windows_of_planes(x, axes[0], depth, num_planes, groups)
-
-    def planes(i, count):
-        return _forward(windows(i, count), kernel, axes[1:], how)
-
-    made = jax.eval_shape(lambda: planes(0, 1))
-    num_bytes = (x[0, 0].size * depth + made.size) * x.dtype.itemsize
-    count = _at_once(num_planes, num_bytes)
-    firsts = jnp.arange(0, len(x) * num_planes, count)
-    y = lax.map(lambda i: planes(i, count), firsts)
-    return y.reshape(len(x), num_planes, *y.shape[2:])
-
-
-def _forward(x, kernel, axes, how):
-    """Convolve images in the fastest way for their form.
-
-    - Depthwise, with windows of up to 64 entries: a sum of products.
-    - With zeros between the images' entries, and strides and dilation 1: by phases.
-    - Without such zeros, along three axes or more: by planes.
-    - All others: by XLA's routine.
-    """
-    *window, ins, outs = kernel.shape
-    spread = any(axis.between for axis in axes)
-    if ins == 1 < outs == how["feature_group_count"] and math.prod(window) <= 64:
-        return _depthwise(x, kernel[..., 0, :], axes)
-    if spread and all(axis[3:] == (1, 1) for axis in axes):
-        return _phases(x, kernel, axes, how)
-    way = _planes if len(axes) > 2 and not spread else _library
-    return way(x, kernel, axes, how)
-
-
-def _kernel_gradient(x, g, size, axes):
-    """Return the gradient [kh, kw, I, O] of a kernel of this size.
-
-    g [N, H', W', O] are the gradients of the outputs.  With zeros between the images'
-    entries, x and g change places, in the gradient of a strided convolution.
-    """
-    spread = any(axis.between for axis in axes)
-    if spread and all(axis[3:] == (1, 1) for axis in axes):
-        turned = [
-            _Axis(k - 1 - axis.low, stride=axis.between + 1)
-            for k, axis in zip(size, axes)
-        ]
-        y = _kernel_gradient(g, x, size, turned)
-        return lax.rev(y, range(len(size))).swapaxes(-1, -2)
-    reach = [(k - 1) * axis.dilation // axis.stride for k, axis in zip(size, axes)]
-    sums = zip(g.shape[1:], reach, axes)
-    x = _fit(x, axes, [(n + more) * axis.stride for n, more, axis in sums])
-    axes = [axis._replace(low=0, between=0) for axis in axes]
-    return (_products if len(size) < 3 else _products_of_planes)(x, g, size, axes)
-
-
-def _products_of_planes(x, g, size, axes):
-    """Do as `_products` does, along three axes or more: add up those of planes."""
-    (depth, *rest), ins, outs, num_planes = size, x.shape[-1], g.shape[-1], g.shape[1]
-    windows = _windows_of_planes(x, axes[0], depth, num_planes)
-    g = g.reshape(-1, *g.shape[2:])
-    numbers = 4 * (g[0].size // outs) * (depth * ins + outs)
-    count = _at_once(num_planes, numbers * x.dtype.itemsize)
-    inner = _products if len(rest) < 3 else _products_of_planes
-
-    def add(total, i):
-        own = lax.dynamic_slice_in_dim(g, i, count)
-        return total + inner(windows(i, count), own, rest, axes[1:]), None
-
-    total = jnp.zeros((*rest, depth * ins, outs), _wide(x.dtype))
-    total, _ = lax.scan(add, total, jnp.arange(0, len(g), count))
-    return jnp.moveaxis(total.reshape(*rest, depth, ins, outs), -3, 0)
-
-
-def _products(x, g, size, axes):
-    """Return the sum of x[n, h stride + i dilation, ...] g[n, h, ...] over n, h, w.
-
-    It is a sum of products of two matrices, one for each chunk.  The first has all
-    entries of x in the window at each place of g.  Or, along the first axes, it has one
-    entry of each phase, and the second has a copy of g for each of the windows that
-    such an entry belongs to.  The cheaper way is taken.
-    """
-    *_, strides, dilation = zip(*axes)
-    ins, outs, wide = x.shape[-1], g.shape[-1], _wide(x.dtype)
-
-    def widths(moved):  # of the matrices, if g is moved along so many axes
-        blocks = [-(-k // s) for k, s in zip(size[:moved], strides)]
-        ours = math.prod((*strides[:moved], *size[moved:])) * ins
-        return ours, math.prod(blocks) * outs
-
-    def cost(moved):  # of copies and products, in numbers copied
-        ours, theirs = widths(moved)
-        return ours + theirs + ours * theirs / 20
-
-    free = [1 in axis[3:] for axis in axes]
-    moved = min((n for n in range(len(axes) + 1) if all(free[:n])), key=cost)
-    places, copies, lengths = [], [], []
-    for i, (n, k, s, d) in enumerate(zip(g.shape[1:], size, strides, dilation)):
-        reach = (k - 1) * d // s if i < moved else 0
-        places.append(range(s) if i < moved else range(0, k * d, d))
-        copies.append(range(reach, -1, -d))
-        lengths.append(n + reach)
-    edges = [_Axis(copy[0], copy[0]) for copy in copies]
-    num_bytes = math.prod(g.shape[1:-1]) * sum(widths(moved)) * wide.itemsize
-    count = _at_once(len(x), num_bytes)
-    rows = int(ins < 8 and not moved)  # few channels are gathered as rows, not columns
-
-    def add(total, first):
-        a, b = (lax.dynamic_slice_in_dim(y, first, count) for y in (x, g))
-        if rows:
-            a = jnp.moveaxis(a, -1, 0).reshape(-1, *a.shape[1:-1], 1)
-        start = [lax.optimization_barrier(jnp.int32(0))] * x.ndim
-        sizes = len(a), *lengths, a.shape[-1]
-        a = _gather(_by_phase(a, strides), strides, places, start, sizes)
-        sizes = count, *lengths, outs
-        b = _gather(_pad(b, edges), [1] * len(axes), copies, start, sizes)
-        a = [view.reshape(ins, -1) if rows else view for view in a]
-        a, b = jnp.concatenate(a, 0 if rows else -1), jnp.concatenate(b, -1)
-        a, b = (y.reshape(-1, y.shape[-1]).astype(wide) for y in (a, b))
-        if total.shape[0] <= total.shape[1]:
-            return total + lax.dot_general(a, b, (((rows,), (0,)), ((), ()))), None
-        # XLA's product is faster if the first matrix is the narrower one.
-        y = lax.dot_general(b, a, (((0,), (rows,)), ((), ())))
-        return total + lax.optimization_barrier(y).T, None
-
-    total = jnp.zeros(widths(moved), wide)
-    total, _ = lax.scan(add, total, jnp.arange(0, len(x), count))
-    shape = [*map(len, places)], [*map(len, copies)]
-    total = total.reshape(*shape[0], ins, *shape[1], outs)
-    pairs = [(len(axes) + 1 + i, i) for i in range(len(axes))]
-    total = total.transpose(*itertools.chain(*pairs), len(axes), -1)
-    total = total.reshape(*map(operator.mul, *shape), ins, outs)
-    return total[tuple(map(slice, size))]
-
-
-def _convolve(lhs, rhs, *, dimension_numbers, **how):
-    """Convolve in any form: on a CPU in the ways above, elsewhere by XLA."""
-    (batch, features, *space), (out, ins, *window), (b, f, *s) = dimension_numbers
-    # Gradients name a sharding, and `vmap` could not map groups with one.
-    how |= dict.fromkeys({"out_sharding"} & how.keys())
-
-    def as_it_is(lhs, rhs):
-        form = dict(dimension_numbers=dimension_numbers)
-        return lax.conv_general_dilated_p.bind(lhs, rhs, **how | form)
-
-    if 0 in (*lhs.shape, *rhs.shape):
-        return as_it_is(lhs, rhs)
-    made = jax.eval_shape(as_it_is, lhs, rhs)
-    size, groups = [made.shape[i] for i in s], how["batch_group_count"]
-    names = "lhs_dilation", "window_strides", "rhs_dilation"
-    parts = zip(how["padding"], *map(how.get, names))
-    axes = [_Axis(*pads, spread - 1, *steps) for pads, spread, *steps in parts]
-    # A kernel's gradient is a sum over the first axis, with windows of its size.  There
-    # strides and dilation have changed places.
-    turned = [axis._replace(stride=axis[4], dilation=axis[3]) for axis in axes]
-    if groups > 1:
-        each = lhs.shape[batch] == rhs.shape[out] == groups
-        is_gradient = each and math.prod(size) <= 64
-    else:
-        wide = math.prod(size) < math.prod(rhs.shape[i] for i in window)
-        is_gradient = features < batch and wide and how["feature_group_count"] == 1
-
-    # Members that are computed together convolve one after another, which is faster.
-    @jax.custom_batching.sequential_vmap
-    def on_cpu(lhs, rhs):
-        x = lhs.transpose(batch, *space, features)
-        kernel = rhs.transpose(*window, ins, out)
-        # JAX 0.5 would add up in float16 on processors with such instructions.
-        sums = jnp.promote_types(made.dtype, _wide(lhs.dtype))
-        more = how | dict(preferred_element_type=sums)
-        if is_gradient:
-            x, g = x.swapaxes(0, -1), jnp.moveaxis(kernel, -2, 0)
-            if groups > 1:
-                y = _depthwise_gradient(x, g, size, turned)[None]
-            else:
-                y = jnp.moveaxis(_kernel_gradient(x, g, size, turned), -2, 0)
-        else:
-            if groups > 1:  # of the batch; as groups of features they are faster
-                x = jnp.moveaxis(x.reshape(groups, -1, *x.shape[1:]), 0, -2)
-                x = x.reshape(*x.shape[:-2], -1)
-                more |= dict(batch_group_count=1, feature_group_count=groups)
-            y = _forward(x, kernel, axes, more)
-        return y.astype(made.dtype).transpose(np.argsort((b, *s, f)))
-
-    return lax.platform_dependent(lhs, rhs, cpu=on_cpu, default=as_it_is)
-
-
-def _rewrite(x: Any) -> Any:
-    """Replace each convolution in a jaxpr by `_convolve`, at any depth.
-
-    x is a jaxpr, an equation, or a leaf of an equation's parameters, which may be a
-    jaxpr too.  Anything without such a convolution is returned unchanged.
-    """
-    if isinstance(x, core.Jaxpr):
-        eqns = [*map(_rewrite, x.eqns)]
-        same = all(map(operator.is_, eqns, x.eqns))
-        return x if same else x.replace(eqns=eqns)
-    if isinstance(x, core.ClosedJaxpr):  # from JAX 0.12 on, it is the same class
-        jaxpr = _rewrite(x.jaxpr)
-        return x if jaxpr is x.jaxpr else x.replace(jaxpr=jaxpr)
-    if not isinstance(x, core.JaxprEqn):
-        return x
-    if x.primitive is lax.conv_general_dilated_p:
-        kernel: Any = x.invars[1].aval
-        if not jnp.issubdtype(kernel.dtype, jnp.inexact):
-            return x
-        convolve = functools.partial(_convolve, **x.params)
-        program = jax.jit(functools.update_wrapper(convolve, _convolve))
-        with jax.disable_jit(False):  # so that the call is one equation
-            call = jax.make_jaxpr(program)(*(v.aval for v in x.invars)).eqns[0]
-        return x.replace(primitive=call.primitive, params=call.params)
-    # This one is done, or its author chose for each platform.
-    if x.params.get("name") == "_convolve" or x.params.get("branches_platforms"):
-        return x
-    leaves, treedef = jax.tree.flatten(x.params)
-    new = [*map(_rewrite, leaves)]
-    same = all(map(operator.is_, new, leaves))
-    return x if same else x.replace(params=jax.tree.unflatten(treedef, new))
-
-
-def _trace(f: Callable, *args) -> tuple:
-    """Trace f once; return its program with fast convolutions, and its result's form.
-
-    f may take gradients; nothing can differentiate the program.
-    """
-    # A new function each time, since JAX caches traces by function.
-    program, made = jax.make_jaxpr(lambda *args: f(*args), return_shape=True)(*args)
-    run, form = core.jaxpr_as_fun(_rewrite(program)), jax.tree.structure(made)
-    return lambda *args: jax.tree.unflatten(form, run(*jax.tree.leaves(args))), made
-
-
-def _fast_in_loops(f: Callable) -> Callable:
-    """Return f with fast convolutions, also in a loop."""
-    return lambda *args: _trace(f, *args)[0](*args)
-
-
-# ---------------------------------------------------------------------------------
 # Updates: one step, for one model on one device, and two ways to place its copies
 # ---------------------------------------------------------------------------------
 
@@ -1483,6 +1029,23 @@ def _over_shards(rows: PyTree, shards: int) -> PyTree:
     return jax.tree.map(lambda x: lax.with_sharding_constraint(x, spec), rows)
 
 
+def _trace(f: Callable, *args) -> tuple:
+    """Trace f once; return its program and its result's form.
+
+    On a CPU, the program has fast convolutions.  f may take gradients; nothing can
+    differentiate the program.
+    """
+    # A new function each time, since JAX caches traces by function.
+    program, made = jax.make_jaxpr(lambda *args: f(*args), return_shape=True)(*args)
+    run, form = core.jaxpr_as_fun(_rewrite(program)), jax.tree.structure(made)
+    return lambda *args: jax.tree.unflatten(form, run(*jax.tree.leaves(args))), made
+
+
+def _fast(f: Callable) -> Callable:
+    """Return f with fast convolutions on CPUs."""
+    return lambda *args: _trace(f, *args)[0](*args)
+
+
 def _make_step(average, part, shards, loss_fn, optimizer, more, *options) -> Callable:
     """Make the training step: (state, *batch) -> (state, metrics).
 
@@ -1493,7 +1056,7 @@ def _make_step(average, part, shards, loss_fn, optimizer, more, *options) -> Cal
     """
     has_aux, stateful, microbatch, skip_nonfinite = options
     loss_fn = _full_loss(loss_fn, more, has_aux, stateful)
-    loss_and_grads = _fast_in_loops(jax.value_and_grad(loss_fn, has_aux=True))
+    loss_and_grads = _fast(jax.value_and_grad(loss_fn, has_aux=True))
     if microbatch not in (None, "auto"):
         _count("microbatch", microbatch)
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
@@ -2384,7 +1947,7 @@ class _Member(NamedTuple):
     def predict_chunk(self, model, more, carry, inputs):
         given = f"for inputs {_form(inputs)}, filled up to a chunk"
         given += "; one example x is given as x[None]"
-        apply = _fast_in_loops(self.apply_fn)
+        apply = _fast(self.apply_fn)
         outputs = _call("apply_fn", given, apply, *model, inputs, *more)
         if self.output is jax.nn.softmax:
             logits = isinstance(outputs, Array) and outputs.ndim > 1

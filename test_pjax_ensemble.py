@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-import convolutions
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,15 +40,16 @@ from jax import export
 from numpy.testing import assert_allclose, assert_array_equal
 
 import ensemble_metrics as em
+import fast_convolutions as fc
 import pjax_ensemble as pe
 import train_mnist as tm
-from conftest import HERE, SGD, D, as_bytes, assert_close, begin, cases, free_port
+from conftest import HERE, SGD, D, as_bytes, assert_close, begin, cases, dilated
 
 # isort: split
-from conftest import leaves_equal, linux, member, posix, randn, refuses, run_python
+from conftest import free_port, leaves_equal, linux, member, posix, randn, refuses
 
 # isort: split
-from conftest import said_by, start_python
+from conftest import run_python, said_by, start_python
 
 
 def out_of_range(name, below, call, *values):
@@ -79,7 +79,7 @@ before = dict(jax.config.values)
 sys.modules |= {"fcntl": None, "resource": None}  # as on Windows
 vars(os).pop("sched_getaffinity", None)
 os.cpu_count = lambda: 3
-import pjax_ensemble, ensemble_metrics, train_mnist
+import pjax_ensemble, fast_convolutions, ensemble_metrics, train_mnist
 assert dict(jax.config.values) == before
 pjax_ensemble.use_cpu_devices()  # warns, without effect, once a device is in use
 assert jax.device_count() == 3, jax.device_count()
@@ -89,21 +89,43 @@ import devices, faults, interrupts, memory, speed
     assert run_python(code) == ""
 
 
-@pytest.mark.once
 def test_usage_in_the_docstring_runs_with_the_module_alone(tmp_path):
     shutil.copy(HERE / "pjax_ensemble.py", tmp_path)
     code = r"""
+import sys
+sys.modules |= {"fast_convolutions": None, "ensemble_metrics": None}
 import pjax_ensemble as pe
 print(pe.__file__)
 usage = pe.__doc__.partition("    import")[2].partition("`make_sync")[0]
 exec("import" + usage.replace("\n    ", "\n"))
 print(losses.shape, len({*losses[:, 0].tolist()}))
+pe.save("it", trainer.gather(state))
+again = trainer.scatter(pe.load("it", trainer.like()))
+print(np.array_equal(trainer.predict_members(again, images), probs))
 """
     file = tmp_path / "pjax_ensemble.py"
-    assert run_python(code, cwd=tmp_path) == f"{file}\n(5, 4) 5\n"
+    assert run_python(code, cwd=tmp_path) == f"{file}\n(5, 4) 5\nTrue\n"
 
 
-@pytest.mark.parametrize("module", [pe, em])
+@pytest.mark.once
+def test_the_module_takes_fast_convolutions_from_beside_it(tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    code = """
+import sys
+sys.modules["fast_convolutions"] = None
+from package import pjax_ensemble
+print(pjax_ensemble._rewrite.__module__)
+"""
+    found = []
+    for name in "pjax_ensemble.py", "fast_convolutions.py":
+        shutil.copy(HERE / name, package)
+        found.append(run_python(code, PYTHONPATH=str(tmp_path)))
+    assert found == ["package.pjax_ensemble\n", "package.fast_convolutions\n"]
+    assert pe._rewrite is fc.rewrite
+
+
+@pytest.mark.parametrize("module", [pe, fc, em])
 def test_public_names_are_in_file_order_and_dir_lists_no_others(module):
     source = inspect.getsource(module)
     starts = "def {}(", "class {}(", "class {}:", "{} = "
@@ -113,7 +135,12 @@ def test_public_names_are_in_file_order_and_dir_lists_no_others(module):
     assert {*dir(module)} - {"__version__"} == {*module.__all__, "__doc__"}
 
 
-@cases("module, arrays", (pe, "images inputs logits"), (em, "probs labels scores"))
+@cases(
+    "module, arrays",
+    (pe, "images inputs logits"),
+    (fc, ""),
+    (em, "probs labels scores"),
+)
 def test_docstrings_give_shapes_and_errors(module, arrays):
     for thing in (getattr(module, name) for name in module.__all__):
         source = inspect.getsource(thing)
@@ -144,12 +171,6 @@ def windows_of(images, size, stride):
 
 def pair(value):
     return value if isinstance(value, tuple) else (value, value)
-
-
-def dilated(x, kernel, axes="NHWC HWIO NHWC", strides=None, padding="SAME", **how):
-    strides = strides or (1,) * (x.ndim - 2)
-    how["dimension_numbers"] = tuple(axes.split())
-    return jax.lax.conv_general_dilated(x, kernel, strides, padding, **how)
 
 
 def conv_library(params, images, stride, padding="SAME"):
@@ -1464,270 +1485,6 @@ def test_an_optimizer_rounds_alike_for_a_member_alone_and_beside_another(make, d
     assert leaves_equal(*ends)
 
 
-# Convolutions of other libraries: shapes of images and kernel, and the parameters.
-CONVOLUTIONS = {
-    "NHWC": ((2, 6, 5, 3), (3, 3, 3, 4), {}),
-    "any": ((3, 5, 2, 6), (4, 3, 3, 2), dict(axes="CWNH OHIW WCHN")),
-    "summed": (
-        *((3, 5, 2, 6), (4, 5, 3, 4)),
-        dict(axes="CWNH OHIW WCHN", padding="VALID"),
-    ),
-    "one axis": ((2, 7, 3), (3, 3, 4), dict(axes="NWC WIO NWC", strides=(2,))),
-    "three axes": ((2, 4, 3, 5, 2), (2, 3, 2, 2, 3), dict(axes="NDHWC DHWIO NDHWC")),
-    "three axes, strides and groups": (
-        *((2, 4, 7, 5, 3), (4, 2, 3, 2, 2)),
-        dict(axes="NCDHW OIDHW NCDHW", strides=(2, 1, 3), feature_group_count=2),
-    ),
-    "three axes, transposed": (
-        *((2, 3, 2, 4, 3), (2, 3, 4, 3, 2)),
-        dict(
-            axes="NDHWC DHWIO NDHWC",
-            padding=[(1, 0), (2, 1), (0, 3)],
-            lhs_dilation=(2, 1, 3),
-        ),
-    ),
-    "four axes": (
-        *((2, 3, 2, 3, 4, 2), (2, 2, 1, 2, 2, 3)),
-        dict(axes="NABHWC ABHWIO NABHWC", rhs_dilation=(1, 1, 1, 2)),
-    ),
-    "depthwise": (
-        *((2, 7, 6, 3), (3, 2, 1, 3)),
-        dict(strides=(2, 1), rhs_dilation=(1, 2), feature_group_count=3),
-    ),
-    "wide": (
-        (1, 9, 5, 2),
-        (65, 1, 1, 2),
-        dict(padding=[(30, 40), (0, 0)], feature_group_count=2),
-    ),
-    "batch groups": ((4, 6, 5, 2), (3, 3, 2, 6), dict(batch_group_count=2)),
-    "dilated": (
-        *((2, 6, 5, 3), (3, 3, 3, 4)),
-        dict(padding=[(2, 2), (1, 3)], lhs_dilation=(2, 1), rhs_dilation=(1, 2)),
-    ),
-}
-
-
-def forms_in(program, platform, *args):
-    """Return the layouts of a program's convolutions, lowered for a platform."""
-    made = export.export(jax.jit(program), platforms=[platform])(*args)
-    return find_forms(made.mlir_module())
-
-
-def find_forms(text):
-    return re.findall(r"dim_numbers = (\[.*?\]x\[.*?\]->\[.*?\])", text)
-
-
-def are_canonical(forms):
-    last = re.compile(r"\[b, [\d, ]*f\]x\[[\d, ]*i, o\]->\[b, [\d, ]*f\]")
-    assert forms
-    # JAX 0.5 lowers the branches of all platforms.
-    return jax.__version_info__ < (0, 10) or all(map(last.fullmatch, forms))
-
-
-@pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_every_convolution_is_canonical_on_cpus_and_unchanged_elsewhere(name):
-    x_shape, kernel_shape, how = CONVOLUTIONS[name]
-    convolve = functools.partial(dilated, **how)
-    args = randn(0, *x_shape), randn(1, *kernel_shape)
-    plain = jax.value_and_grad(lambda *args: jnp.sin(convolve(*args)).sum(), (0, 1))
-    fast = pe._fast_in_loops(plain)
-
-    def both(f):  # calls it alone and under vmap
-        return lambda *args: (f(*args), jax.vmap(f)(*twice(args)))
-
-    found = jax.jit(both(fast)).lower(*args)
-    forms = find_forms(found.as_text())
-    if not name.startswith("depthwise"):
-        assert are_canonical(forms)
-    elif jax.__version_info__ >= (0, 10):  # 0.5 keeps the branches of all platforms
-        assert not forms
-    assert_close(found.compile()(*args), jax.jit(both(plain))(*args))
-    expected, found = (forms_in(f, "cuda", *args) for f in (plain, fast))
-    assert {*expected} <= {*found}
-    if jax.__version_info__ >= (0, 10):
-        assert found == expected
-    functions = lambda key: args[1], lambda kernel, x: convolve(x, kernel).var(), SGD
-    trainer = pe.make_trainer(*functions, members=2, devices=1, at_once=2)
-    trainer.lower("update", args[0])  # JAX itself could not map groups over members
-
-
-# Seeds 21 to 38 err if XLA (JAX 0.5, 0.10) gets a negative padding; 129 to 415 are
-# depthwise, in float16 and bfloat16.
-@cases("seed", *range(8), 21, 23, 34, 38, 129, 360, 415)
-def test_random_convolutions_and_gradients_are_sums_in_float64(seed):
-    """This is a short form of benchmarks/convolutions.py."""
-    name, error = convolutions.error(seed)
-    assert error <= convolutions.LIMITS[name]
-
-
-@cases("seed", 3, 25)  # by planes and by phases; by XLA's routine
-def test_nan_reaches_all_sums_that_it_is_in(seed):
-    args, how = convolutions.draw(seed)
-
-    def convolve(x, kernel, g):
-        f = functools.partial(jax.lax.conv_general_dilated, **how)
-        y, gradients = jax.vjp(f, x, kernel)
-        return y, *gradients(g)
-
-    fast, reached = jax.jit(pe._fast_in_loops(convolve)), 0
-    for i, x in enumerate(args):
-        x = x.at[tuple(n // 2 for n in x.shape)].set(jnp.nan)
-        bad = *args[:i], x, *args[i + 1 :]
-        expected = convolutions.sums(*(np.asarray(x, np.float64) for x in bad), how)
-        hit = [np.isnan(x) for x in expected]
-        assert all(np.isnan(x)[y].all() for x, y in zip(fast(*bad), hit))
-        reached += sum(x.sum() for x in hit)
-    assert reached
-
-
-@cases("name", "summed", "depthwise")
-def test_convolutions_of_integers_are_exact(name):
-    x_shape, kernel_shape, how = CONVOLUTIONS[name]
-    x = 2**24 + np.arange(np.prod(x_shape), dtype=np.int32).reshape(x_shape)
-    convolve = functools.partial(dilated, **how)
-    args = x, np.ones(kernel_shape, np.int32)
-    assert_array_equal(jax.jit(pe._fast_in_loops(convolve))(*args), convolve(*args))
-
-
-@cases("x, kernel", ((0, 6, 5, 3), (3, 3, 3, 4)), ((2, 6, 5, 0), (3, 3, 0, 4)))
-def test_a_convolution_without_numbers_has_gradients_without_numbers(x, kernel):
-    gradient = pe._fast_in_loops(jax.grad(lambda *args: dilated(*args).sum(), (0, 1)))
-    found = jax.jit(gradient)(jnp.zeros(x), jnp.ones(kernel))
-    assert [y.shape for y in found] == [x, kernel] and not found[1].any()
-
-
-def test_a_kernels_gradient_is_a_product_of_chunks_of_the_batch():
-    args = randn(0, 64, 32, 32, 16), randn(1, 3, 3, 16, 16)
-    plain = jax.grad(lambda x, kernel: dilated(x, kernel).var(), 1)
-    fast, slow = (jax.jit(f).lower(*args) for f in (pe._fast_in_loops(plain), plain))
-    kernels = re.findall(
-        r"stablehlo.convolution.*, tensor<(\S+)xf32>\) ", fast.as_text()
-    )
-    assert jax.__version_info__ < (0, 10) or "32x32x64x16" not in kernels
-    fast, slow = fast.compile(), slow.compile()
-    assert_close(fast(*args), slow(*args))
-    patches = args[0].nbytes * 9
-    assert fast.memory_analysis().temp_size_in_bytes < patches / 2
-
-
-def twice(args):
-    return [jnp.stack([x, 2 * x]) for x in args]
-
-
-def nchw(x, kernel):
-    return jnp.tanh(dilated(x, kernel, axes="NCHW OIHW NCHW"))
-
-
-@jax.custom_jvp
-def with_jvp(x, kernel):
-    return nchw(x, kernel)
-
-
-with_jvp.defjvp(lambda given, tangents: jax.jvp(nchw, given, tangents))
-
-
-@jax.custom_vjp
-def with_vjp(x, kernel):
-    return nchw(x, kernel)
-
-
-with_vjp.defvjp(lambda *args: (nchw(*args), args), lambda x, g: jax.vjp(nchw, *x)[1](g))
-
-
-def scanned_constant(x, kernel, layer=nchw):
-    return jax.lax.scan(lambda x, _: (layer(x, kernel), ()), x, length=2)[0]
-
-
-def chosen(x, kernel):
-    return jax.lax.cond(x.sum() > 0, nchw, lambda x, k: x * k.sum(), x, kernel)
-
-
-# Each entry puts a convolution inside one of JAX's transformations.
-NESTINGS = {
-    "scan of a constant": scanned_constant,
-    "cond": chosen,
-    "jit of scan of checkpoint": jax.jit(
-        functools.partial(scanned_constant, layer=jax.checkpoint(nchw))
-    ),
-    "custom_jvp": with_jvp,
-    "custom_vjp": with_vjp,
-    "grad": lambda x, k: jax.grad(lambda x: nchw(x, k).sum())(x),
-    "vmap": lambda x, k: jax.vmap(nchw)(*twice((x, k))).sum(0),
-    "Hessian product": lambda x, k: jax.jvp(
-        jax.grad(lambda x: nchw(x, k).sum()), (x,), (jnp.cos(x),)
-    )[1],
-    "gradients per example": lambda x, k: jax.vmap(
-        jax.grad(lambda k, x: nchw(x[None], k).sum()), (None, 0)
-    )(k, x),
-}
-
-
-@pytest.mark.parametrize("name", NESTINGS)
-def test_convolutions_are_canonical_inside_transformations(name):
-    function, args = NESTINGS[name], (randn(0, 2, 3, 5, 4), randn(1, 3, 3, 3, 2))
-
-    def plain(*args):
-        grads = jax.grad(lambda *args: function(*args).sum(), (0, 1))
-        return function(*args), grads(*args)
-
-    fast = jax.jit(pe._fast_in_loops(plain)).lower(*args)
-    assert are_canonical(find_forms(fast.as_text()))
-    assert_close(fast.compile()(*args), jax.jit(plain)(*args))
-
-
-def test_convolutions_are_the_same_with_jit_disabled():
-    args = randn(0, 2, 3, 5, 4), randn(1, 3, 3, 3, 2)
-    plain = jax.value_and_grad(lambda *args: nchw(*args).sum(), (0, 1))
-    fast = pe._fast_in_loops(plain)
-    with jax.disable_jit():
-        found = fast(*args), jax.vmap(fast)(*twice(args))
-    assert_close(found, (plain(*args), jax.vmap(plain)(*twice(args))))
-
-
-def test_programs_with_nothing_to_rewrite_stay_as_they_are():
-    images, labels = (x[:4] for x in image_data())
-    numbers = (np.ones(shape, np.int32) for shape in CONVOLUTIONS["any"][:2])
-    programs = [
-        jax.make_jaxpr(functools.partial(dilated, axes="CWNH OHIW WCHN"))(*numbers)
-    ]
-    grads = jax.value_and_grad(net_loss)
-    programs += [jax.make_jaxpr(grads)(net_init(jax.random.key(0)), images, labels)]
-    fast = pe._fast_in_loops(dilated)  # whose convolutions are rewritten already
-    programs += [jax.make_jaxpr(fast)(ONES, CONV.weight)]
-    for program in programs:
-        assert pe._rewrite(program) is program
-
-
-@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="0.5 keeps all branches")
-@cases(
-    "name, count", ("three axes, transposed", 3), ("three axes", 2), ("transposed", 2)
-)
-def test_convolutions_of_a_step_have_two_axes_and_no_zeros_between_entries(name, count):
-    """The kernel's gradient of all but a long transposed one is a product."""
-    x, kernel = (64, 5, 6, 3), (4, 3, 3, 2)
-    how = dict(padding=[(2, 1), (1, 1)], lhs_dilation=(2, 3))
-    x, kernel, how = CONVOLUTIONS.get(name, (x, kernel, how))
-    both = jax.value_and_grad(lambda *args: dilated(*args, **how).var(), (0, 1))
-    text = jax.jit(pe._fast_in_loops(both)).lower(randn(0, *x), randn(1, *kernel))
-    text = text.as_text()
-    assert not re.search(r"interior = \[[^]]*[1-9]", text)
-    found = re.findall(r"stablehlo.convolution\(.*", text)
-    assert len(found) <= count
-    for text in found:
-        assert "lhs_dilate" not in text or "lhs_dilate = [1, 1]" in text
-        assert len(re.findall(r"tensor<[\dx]*f32>", text)[0].split("x")) == 5
-
-
-def test_volumes_are_convolved_a_few_planes_at_a_time():
-    x = jax.ShapeDtypeStruct((1, 64, 32, 32, 32), np.float32)
-    kernel = jax.ShapeDtypeStruct((3, 3, 3, 32, 16), np.float32)
-    convolve = functools.partial(dilated, axes="NDHWC DHWIO NDHWC")
-    gradient = jax.grad(lambda *args: convolve(*args).var(), 1)
-    for function, most in (convolve, 2), (gradient, 4):  # all planes: 4 and 13
-        compiled = jax.jit(pe._fast_in_loops(function)).lower(x, kernel).compile()
-        assert compiled.memory_analysis().temp_size_in_bytes < most * 4 * x.size
-
-
 def test_every_program_traces_the_users_function_once_and_anew():
     calls, data = [], [x[:4] for x in image_data()]
 
@@ -1751,7 +1508,8 @@ def test_effects_of_a_rewritten_function_happen_once_per_member_and_step():
     def loss_fn(kernel, images, labels):
         x = images.transpose(0, 3, 1, 2).astype(jnp.float32) / 255
         jax.debug.callback(lambda label: seen.append(int(label)), labels[0])
-        return cross_entropy(nchw(x, kernel).mean(axis=(2, 3)), labels).mean()
+        x = dilated(x, kernel, axes="NCHW OIHW NCHW")
+        return cross_entropy(x.mean(axis=(2, 3)), labels).mean()
 
     seen, data = [], (image_data()[0], np.arange(NUM_IMAGES) % 4)
     init = functools.partial(jax.random.normal, shape=(4, 1, 3, 3))

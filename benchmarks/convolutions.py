@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-import pjax_ensemble as pe
+import fast_convolutions as fc
 
 # The largest `error` allowed: float32 rounds every addition, here and in plain JAX.
 LIMITS = {"float32": 32, "float16": 2, "bfloat16": 2}
@@ -92,7 +92,9 @@ def draw(seed):
         low, high = pick((0, 0), (2 * p, 0), (0, p), (-p, p), (-p, p), (p, -p), (p, p))
         missing = (width - 1) * gap - (size - 1) * spread - low - high
         pads.append((low, high + max(missing, 0)))
-    last, first = pe._channels_last(axes + 2), (tuple(range(axes + 2)),) * 3
+    spec = 0, axes + 1, *range(1, axes + 1)
+    last = lax.ConvDimensionNumbers(spec, (axes + 1, axes, *range(axes)), spec)
+    first = (tuple(range(axes + 2)),) * 3
     mixed = [tuple(rng.permutation(axes + 2).tolist()) for _ in range(3)]
     form = pick(last, last, *(lax.ConvDimensionNumbers(*x) for x in (first, mixed)))
     how |= dict(padding=tuple(pads), dimension_numbers=form)
@@ -122,13 +124,13 @@ def error(seed):
         y, gradients = jax.vjp(function, x, kernel)
         return y, *gradients(cotangent)
 
-    fast = pe._fast_in_loops(convolve)
+    fast = fc.fast(convolve)
     program = jax.jit(lambda *args: lax.map(lambda args: fast(*args), args))
     exact = [np.asarray(x, np.float64) for x in args]
     expected, squares = sums(*exact, how), sums(*map(np.square, exact), how)
     worst = 0.0
     args = [jnp.stack([x, x]) for x in args]
-    with mock.patch.object(pe, "_CHUNK_BYTES", 2_000_000 if seed % 2 else 2_000):
+    with mock.patch.object(fc, "_CHUNK_BYTES", 2_000_000 if seed % 2 else 2_000):
         results = program(*args), program(*args)
     for found in results:
         for twice, x, square in zip(found, expected, squares):

@@ -4,10 +4,11 @@
     python benchmarks/networks.py [--networks NAME ...] [--rounds 5] [--json FILE]
 
 Two members train on two cores: ours on two virtual devices, by hand in a `jit` of a
-step, member after member, and in PyTorch in one process of two threads or in two
-processes of one thread each, in PyTorch's default layout and in channels_last.  The
-column `sync` has the rates of one model on both devices; its peer is PyTorch's process
-of two threads.  Images and labels are random, since speed does not depend on them.
+step, member after member, as it is and through `fast_convolutions.fast`, and in PyTorch
+in one process of two threads or in two processes of one thread each, in PyTorch's
+default layout and in channels_last.  The column `sync` has the rates of one model on
+both devices; its peer is PyTorch's process of two threads.  Images and labels are
+random, since speed does not depend on them.
 
 Each system is a process that waits (peers/networks_jax.py, peers/networks_torch.py).
 The systems of a network take turns, in a new order each round, first at training, then
@@ -136,6 +137,7 @@ def systems(name: str) -> dict[str, list[str]]:
         "ours": [jax],
         "ours, sync": [f"{jax} --sync"],
         "by hand": [f"{jax} --by-hand"],
+        "by hand, fast": [f"{jax} --by-hand --fast"],
         "torch, 1 x 2": [torch],
         "torch, 2 x 1": [f"{torch} --alone"] * 2,
     }
@@ -177,7 +179,8 @@ def measure(name: str, rounds: int, options: str = "") -> dict:
 def print_network(name: str, results: dict, what: str) -> None:
     """Print a row: ours, sync, by hand, PyTorch's two layouts, and ratios to them."""
     median = {x: statistics.median(found[what]) for x, found in results.items()}
-    ours, sync, hand = (median.pop(x) for x in ("ours", "ours, sync", "by hand"))
+    names = "ours", "ours, sync", "by hand", "by hand, fast"
+    ours, sync, hand, fast = map(median.pop, names)
     layouts = {"default": {}, "last": {}}
     for system, value in median.items():
         layouts["last" if "last" in system else "default"][system[-5:]] = value
@@ -189,8 +192,13 @@ def print_network(name: str, results: dict, what: str) -> None:
         max(median.values()),
         max(v for k, v in median.items() if "1 x 2" in k),
     )
-    rates = [f"{x:,.0f}" for x in (ours, hand)]
-    more = f"{ours / hand:.2f}", f"{ours / best:.2f}", f"{sync:,.0f}"
+    rates = [f"{x:,.0f}" for x in (ours, hand, fast)]
+    more = (
+        f"{fast / hand:.2f}",
+        f"{ours / hand:.2f}",
+        f"{ours / best:.2f}",
+        f"{sync:,.0f}",
+    )
     speed.print_row(name, *rates, *cells, *more, f"{sync / alone:.2f}")
 
 
@@ -211,8 +219,9 @@ def main() -> None:
             if args.json:
                 args.json.write_text(json.dumps(results, indent=2) + "\n")
     for what in "train", "predict":
-        head = "ours", "by hand", "PyTorch, default", "channels_last", "beside by hand"
-        speed.print_head(what, *head, "beside PyTorch", "sync", "beside PyTorch")
+        head = "ours", "by hand", "by hand, fast", "PyTorch, default", "channels_last"
+        ratios = "fast / by hand", "ours / by hand", "ours / PyTorch"
+        speed.print_head(what, *head, *ratios, "sync", "sync / PyTorch")
         for name, found in results.items():
             print_network(name, found, what)
         print()

@@ -582,8 +582,8 @@ def test_networks_take_turns_and_rates_are_of_all_members(monkeypatch, capsys):
     for variable in ENVIRONMENT.items():  # programs compile as this process's
         monkeypatch.setenv(*variable)
     every = networks.systems("LSTM")
-    chosen = {name: every[name] for name in ("ours", "by hand")}
-    assert len(every) == 5 and len(networks.systems("U-Net")) == 7
+    chosen = {name: every[name] for name in ("ours", "by hand, fast")}
+    assert len(every) == 6 and len(networks.systems("U-Net")) == 8
     monkeypatch.setattr(networks, "systems", lambda name: chosen)
     found = networks.measure("LSTM", 1, "--seconds 0.01 --batch 8")
     for name, system in found.items():
@@ -592,9 +592,10 @@ def test_networks_take_turns_and_rates_are_of_all_members(monkeypatch, capsys):
             assert hello["train"] == pytest.approx(math.log(10), rel=0.1)
     rates = dict(train=[4.0, 1, 2])
     given = {"ours": rates, "ours, sync": dict(train=[3]), "by hand": dict(train=[5])}
+    given |= {"by hand, fast": dict(train=[10])}
     given |= {"torch, 1 x 2": dict(train=[2]), "torch, 2 x 1": dict(train=[4])}
     networks.print_network("a", given, "train")
-    row = "| a | 2 | 5 | 4 (2 x 1) |  | 0.40 | 0.50 | 3 | 1.50 |"
+    row = "| a | 2 | 5 | 10 | 4 (2 x 1) |  | 2.00 | 0.40 | 0.50 | 3 | 1.50 |"
     assert capsys.readouterr().out.strip() == row
     monkeypatch.setattr(sys, "argv", ["networks.py", "--networks", "WRN", "VGG"])
     assert said_by(SystemExit, networks.main).startswith("no network is 'VGG'; there")

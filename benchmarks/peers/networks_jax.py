@@ -1,7 +1,7 @@
 """Peer: a network of `networks.py` in JAX, as one trainer or, with --by-hand, in `jit`.
 
 Two members are on two devices, or with --sync one model.  By hand, on one device, each
-member takes its step in turn, on batches from the host.
+member takes its step in turn, on batches from the host; with --fast, through `fast`.
 """
 
 import functools
@@ -19,6 +19,7 @@ import optax
 import resnet
 import transformer_jax
 
+import fast_convolutions as fc
 import pjax_ensemble as pe
 import train_mnist
 
@@ -389,12 +390,15 @@ def serve_trainer(name, members, devices):
     networks.serve(name, members, train, predict)
 
 
-def serve_by_hand(name, members):
+def serve_by_hand(name, members, fast):
     init, loss_fn, apply_fn, (x, y) = make(name)
     optimizer = optax.sgd(0.01, momentum=0.9)
     batch = networks.SHAPES[name].batch
 
-    @jax.jit
+    def compiled(f):
+        return jax.jit(fc.fast(f) if fast else f)
+
+    @compiled
     def step(params, opt_state, state, x, y):
         gradient = jax.value_and_grad(loss_fn, has_aux=True)
         (loss, state), grads = gradient(params, state, None, x, y)
@@ -404,9 +408,10 @@ def serve_by_hand(name, members):
     models = [init(key) for key in jax.random.split(jax.random.key(0), members)]
     models = [(params, optimizer.init(params), state) for params, state in models]
     order = common.endless_order(len(x), batch, 1)
-    forward = jax.jit(
-        lambda params, state, x: jax.nn.softmax(apply_fn(params, state, x))
-    )
+
+    @compiled
+    def forward(params, state, x):
+        return jax.nn.softmax(apply_fn(params, state, x))
 
     def train(steps):
         losses = []
@@ -429,10 +434,10 @@ def serve_by_hand(name, members):
 
 
 def main():
-    args = networks.arguments(__doc__, "sync", "by-hand")
+    args = networks.arguments(__doc__, "sync", "by-hand", "fast")
     members = 1 if args.sync else networks.MEMBERS
     if args.by_hand:
-        return serve_by_hand(args.name, members)
+        return serve_by_hand(args.name, members, args.fast)
     pe.use_cpu_devices(2)
     return serve_trainer(args.name, members, 2)
 

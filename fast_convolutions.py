@@ -1,0 +1,592 @@
+# Copyright (c) 2026 The pjax_ensemble authors.  SPDX-License-Identifier: MIT
+"""Make the convolutions of any JAX function fast on CPUs.
+
+`fast(f)` computes as f does, and its convolutions take forms that XLA computes fast on
+a CPU.  Put it between `jax.jit` and a whole training step, gradients included, of any
+library.  It changes nothing on other platforms.
+
+    import jax, jax.numpy as jnp
+    from fast_convolutions import fast
+
+    def loss_fn(kernel, images):
+        names = "NHWC", "HWIO", "NHWC"
+        y = jax.lax.conv_general_dilated(
+            images, kernel, (1, 1), "SAME", dimension_numbers=names
+        )
+        return jnp.square(y).mean()
+
+    def step(kernel, images):
+        return kernel - 0.1 * jax.grad(loss_fn)(kernel, images)
+
+    step = jax.jit(fast(step))
+    kernel = step(jnp.ones((3, 3, 8, 16)), jnp.ones((32, 28, 28, 8)))
+
+These letters are used everywhere:
+
+    N        images                    I, O      channels in, out
+    H, W     height, width             kh, kw    of a kernel
+
+x is images [N, H, W, I], a kernel is [kh, kw, I / groups, O], and `axes` has an `_Axis`
+for each of H and W.  There may be one axis, or three and more, in place of these two.
+`how` holds the other parameters of `lax.conv_general_dilated_p`.
+
+Contents: Windows, Convolutions, Gradients of kernels, Functions.  Each section uses
+only the sections above it.  An import touches no device.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.custom_batching
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+__all__ = ["rewrite", "fast"]
+
+
+def __dir__() -> list[str]:  # for completion: without the imported modules' names
+    return [*__all__, "__doc__"]
+
+
+# ---------------------------------------------------------------------------------
+# Windows: where they lie, and copies of their entries
+# ---------------------------------------------------------------------------------
+
+# XLA:CPU has a fast routine for convolutions of NHWC images and HWIO kernels, of one or
+# two axes.  XLA converts other layouts to these, but not inside a loop, where gradients
+# then take some sixty times as long (jax issue 12868).  So each convolution of a
+# function is replaced: on a CPU it takes these layouts, with any number of axes, and
+# one of the ways below.  `_forward` chooses the way.  Gradients of kernels are products
+# of matrices.
+
+_CHUNK_BYTES = 2_000_000  # of arrays at work: so much fits a core's cache
+
+
+class _Axis(NamedTuple):
+    """How windows lie along an axis: window h has the entries h stride + i dilation."""
+
+    low: int = 0  # zeros before, after and between the images' entries, as in `lax.pad`
+    high: int = 0
+    between: int = 0
+    stride: int = 1
+    dilation: int = 1
+
+    def num_windows(self, length: int, k: int) -> int:
+        """Return the number of windows with k entries on images with `length`."""
+        last = (length - 1) * (self.between + 1) + self.low + self.high
+        return (last - (k - 1) * self.dilation) // self.stride + 1
+
+
+def _pad(x, axes):
+    """Put zeros around x [N, H, W, C] and between its entries; negative numbers cut."""
+    no = (0, 0, 0)
+    return lax.pad(x, jnp.zeros((), x.dtype), [no, *(axis[:3] for axis in axes), no])
+
+
+def _fit(x, axes, lengths):
+    """Pad x, with as many zeros after its entries as make its axes so long."""
+    edges = []
+    for (low, _, between, *_), n, length in zip(axes, x.shape[1:], lengths):
+        edges.append((low, length - low - (n - 1) * (between + 1) - 1, between))
+    return _pad(x, edges)
+
+
+def _by_phase(x, strides):
+    """Take phases apart: [N, H, W, C] -> [sh sw N, H / sh, W / sw, C].
+
+    Entry i of an axis becomes entry i // s of the phase i % s.
+    """
+    n = len(strides)
+    shape = [part for m, s in zip(x.shape[1:], strides) for part in (m // s, s)]
+    x = x.reshape(len(x), *shape, x.shape[-1])
+    x = x.transpose(*range(2, 2 * n + 1, 2), 0, *range(1, 2 * n, 2), -1)
+    return x.reshape(-1, *x.shape[n + 1 :])
+
+
+def _gather(x, strides, places, start, sizes):
+    """Copy views of these sizes from x, which `_by_phase` made, one for each place.
+
+    places lists places along each axis, counted from `start`.  XLA must not know
+    `start`: it fuses views that it knows, and then copies them number by number.
+    """
+    if x.shape == sizes:
+        return [x]
+    views, examples = [], len(x) // math.prod(strides)
+    for place in itertools.product(*places):
+        entries, phases = zip(*map(divmod, place, strides))
+        first = int(np.ravel_multi_index(phases, strides)) * examples
+        at = map(operator.add, start, (first, *entries, 0))
+        views.append(lax.dynamic_slice(x, [*at], sizes))
+    return views
+
+
+def _at_once(count: int, num_bytes: int) -> int:
+    """Return how many of `count`, of so many bytes each, fit a chunk and divide it."""
+    fit = min(max(_CHUNK_BYTES // num_bytes, 1), count)
+    return next(n for n in range(fit, 0, -1) if count % n == 0)
+
+
+def _wide(dtype: np.dtype) -> np.dtype:
+    """Return the type to add up in: float32 or wider."""
+    return dtype if dtype.kind in "fc" and dtype.itemsize > 2 else np.dtype(np.float32)
+
+
+def _views(x, places, size, strides, apart) -> list[jax.Array]:
+    """List the views [N, H', W', C] of x, one from each place of a window, row-major.
+
+    All arguments but x [N, H, W, C] have an entry for each axis.  Places are so many
+    entries apart.
+    """
+    views, (n, *_, c) = [], x.shape
+    for place in itertools.product(*map(range, places)):
+        first = [*map(operator.mul, place, apart)]
+        last = (i + (m - 1) * s + 1 for i, m, s in zip(first, size, strides))
+        views.append(lax.slice(x, (0, *first, 0), (n, *last, c), (1, *strides, 1)))
+    return views
+
+
+# ---------------------------------------------------------------------------------
+# Convolutions: one way for each form
+# ---------------------------------------------------------------------------------
+
+
+def _library(x, kernel, axes, how):
+    """Convolve by XLA's routine.
+
+    It reads uninitialized memory (JAX 0.5, 0.10) if an axis is padded by (-p, +p), as
+    in gradients of causal convolutions: negative padding is cut off before.  It is up
+    to three times as fast with more than 16 channels on one side and an even number of
+    inputs, so channels of zeros are added (JAX 0.10, 0.12).
+    """
+    if any(min(axis.low, axis.high) < 0 for axis in axes):
+        x = _pad(x, axes)
+        axes = [axis._replace(low=0, high=0, between=0) for axis in axes]
+    *window, ins, outs = kernel.shape
+    if math.prod(window) > 1 and how["feature_group_count"] == 1:
+        more = [-ins % 4 if ins % 2 and ins > 1 else 0, 0]
+        if max(ins, outs) <= 16:
+            more = [20 - ins, 0] if outs <= ins else [more[0], 20 - outs]
+        (more_ins, more_outs), no = (((0, n) for n in more), [(0, 0)] * len(window))
+        x = jnp.pad(x, [(0, 0), *no, more_ins])
+        kernel = jnp.pad(kernel, [*no, more_ins, more_outs])
+    low, high, between, strides, dilation = zip(*axes) if axes else ((),) * 5
+    space = "".join(map(str, range(len(axes))))
+    names = f"N{space}C", f"{space}IO", f"N{space}C"
+    how = how | dict(
+        window_strides=strides,
+        padding=(*zip(low, high),),
+        lhs_dilation=tuple(n + 1 for n in between),
+        rhs_dilation=dilation,
+        dimension_numbers=lax.conv_dimension_numbers(x.shape, kernel.shape, names),
+    )
+    return lax.conv_general_dilated_p.bind(x, kernel, **how)[..., :outs]
+
+
+def _depthwise(x, kernel, axes):
+    """Convolve each channel with its kernel [kh, kw, C], as a sum of products of views.
+
+    XLA has no fast routine for it.
+    """
+    wide, window = _wide(x.dtype), kernel.shape[:-1]
+    size = [*map(_Axis.num_windows, axes, x.shape[1:], window)]
+    weights = kernel.astype(wide).reshape(-1, *[1] * (x.ndim - 1), kernel.shape[-1])
+    *_, strides, dilation = zip(*axes)
+    views = _views(_pad(x, axes), window, size, strides, dilation)
+    return sum(view.astype(wide) * w for view, w in zip(views, weights))
+
+
+def _depthwise_gradient(x, g, size, axes):
+    """Return the gradient [kh, kw, C] of such a kernel; g are the outputs' gradients.
+
+    The loop is over examples, so that each stays in a core's cache.
+    """
+    *_, strides, dilation = zip(*axes)
+
+    def add(totals, example):
+        x, g = (y[None].astype(_wide(y.dtype)) for y in example)
+        views = _views(_pad(x, axes), size, g.shape[1:-1], strides, dilation)
+        return [total + view * g for total, view in zip(totals, views)], None
+
+    zeros = [jnp.zeros_like(g[:1], _wide(g.dtype))] * math.prod(size)
+    totals, _ = lax.scan(add, zeros, (x, g))
+    sums = [total.reshape(-1, g.shape[-1]).sum(0) for total in totals]
+    return jnp.stack(sums).reshape(*size, g.shape[-1])
+
+
+def _phases(x, kernel, axes, how):
+    """Convolve images with zeros between their entries, with strides and dilation 1.
+
+    Transposed convolutions are of this kind, and images' gradients of strided ones.
+    Where entries are `step` apart, and the last zero before them is the first entry of
+    a window, output q step + r is the sum of x[q + i] kernel[i step + step - 1 - r]
+    over i.  So the phases r are features of one convolution of x without zeros
+    (sub-pixel convolution, Shi et al. 2016).
+    """
+    (*window, ins, outs), n = kernel.shape, len(axes)
+    groups = how["feature_group_count"]
+    rows, steps, counts, pieces, new = [], [], [], [], []
+    for axis, length, k in zip(axes, x.shape[1:], window):
+        step, size = axis.between + 1, axis.num_windows(length, k)
+        spare = -(axis.low + 1) % step  # outputs before the first, so that it is so
+        row, count = -(-k // step), -(-(size + spare) // step)
+        low = (axis.low + spare + 1) // step - 1
+        new.append(_Axis(low, count + row - 1 - low - length))
+        pieces.append(slice(spare, spare + size))
+        rows, steps, counts = [*rows, row], [*steps, step], [*counts, count]
+    kernel = kernel.reshape(1, *window, -1)
+    kernel = _fit(kernel, [_Axis()] * n, map(operator.mul, rows, steps))
+    kernel = lax.rev(_by_phase(kernel, steps), [0])
+    kernel = kernel.reshape(-1, *rows, ins, groups, outs // groups)
+    kernel = jnp.moveaxis(kernel, 0, -2).reshape(*rows, ins, -1)
+    y = _forward(x, kernel, new, how)
+    y = y.reshape(len(x), *counts, groups, *steps, outs // groups)
+    pairs = [(1 + i, 2 + n + i) for i in range(n)]
+    y = y.transpose(0, *itertools.chain(*pairs), 1 + n, -1)
+    y = y.reshape(len(x), *map(operator.mul, counts, steps), outs)
+    return y[(slice(None), *pieces)]
+
+
+def _windows_of_planes(x, axis, depth, num_windows, groups=1) -> Callable:
+    """Return a function (i, count) that makes windows along depth of x [N, D, H, W, I].
+
+    They are windows i to i + count of those of all examples, num_windows each, but all
+    of one example: [count, H, W, depth I].  The planes of a window stand side by side
+    as channels; each group's channels stay together.
+    """
+    s, d, still = axis.stride, axis.dilation, [1] * (x.ndim - 3)
+    length = (num_windows + (depth - 1) * d // s) * s
+    x = _fit(x, [axis, *[_Axis()] * len(still)], [length, *x.shape[2:-1]])
+    x = _by_phase(x, [s, *still])
+
+    def windows(i, count):
+        start = [*divmod(i, num_windows), *[0] * (x.ndim - 2)]
+        places, sizes = [range(0, depth * d, d), *[[0]] * len(still)], (1, count)
+        views = _gather(x, [s, *still], places, start, (*sizes, *x.shape[2:]))
+        views = [view.reshape(count, *x.shape[2:-1], groups, -1) for view in views]
+        return jnp.concatenate(views, -1).reshape(count, *x.shape[2:-1], -1)
+
+    return windows
+
+
+def _planes(x, kernel, axes, how):
+    """Convolve images of three axes by convolutions of two; of n axes, of n - 1.
+
+    A plane of the output is a convolution of the planes in its window.  A loop takes as
+    many planes of an example as fit a core's cache.
+    """
+    depth, *window, _, outs = kernel.shape
+    num_planes = axes[0].num_windows(x.shape[1], depth)
+    kernel = jnp.moveaxis(kernel, 0, -3).reshape(*window, -1, outs)
+    groups = how["feature_group_count"]
+    windows = _windows_of_planes(x, axes[0], depth, num_planes, groups)
+
+    def planes(i, count):
+        return _forward(windows(i, count), kernel, axes[1:], how)
+
+    made = jax.eval_shape(lambda: planes(0, 1))
+    num_bytes = (x[0, 0].size * depth + made.size) * x.dtype.itemsize
+    count = _at_once(num_planes, num_bytes)
+    firsts = jnp.arange(0, len(x) * num_planes, count)
+    y = lax.map(lambda i: planes(i, count), firsts)
+    return y.reshape(len(x), num_planes, *y.shape[2:])
+
+
+def _forward(x, kernel, axes, how):
+    """Convolve images in the fastest way for their form.
+
+    - Depthwise, with windows of up to 64 entries: a sum of products.
+    - With zeros between the images' entries, and strides and dilation 1: by phases.
+    - Without such zeros, along three axes or more: by planes.
+    - All others: by XLA's routine.
+    """
+    *window, ins, outs = kernel.shape
+    spread = any(axis.between for axis in axes)
+    if ins == 1 < outs == how["feature_group_count"] and math.prod(window) <= 64:
+        return _depthwise(x, kernel[..., 0, :], axes)
+    if spread and all(axis[3:] == (1, 1) for axis in axes):
+        return _phases(x, kernel, axes, how)
+    way = _planes if len(axes) > 2 and not spread else _library
+    return way(x, kernel, axes, how)
+
+
+# ---------------------------------------------------------------------------------
+# Gradients of kernels: products of matrices
+# ---------------------------------------------------------------------------------
+
+
+def _kernel_gradient(x, g, size, axes):
+    """Return the gradient [kh, kw, I, O] of a kernel of this size.
+
+    g [N, H', W', O] are the gradients of the outputs.  With zeros between the images'
+    entries, x and g change places, in the gradient of a strided convolution.
+    """
+    spread = any(axis.between for axis in axes)
+    if spread and all(axis[3:] == (1, 1) for axis in axes):
+        turned = [
+            _Axis(k - 1 - axis.low, stride=axis.between + 1)
+            for k, axis in zip(size, axes)
+        ]
+        y = _kernel_gradient(g, x, size, turned)
+        return lax.rev(y, range(len(size))).swapaxes(-1, -2)
+    reach = [(k - 1) * axis.dilation // axis.stride for k, axis in zip(size, axes)]
+    sums = zip(g.shape[1:], reach, axes)
+    x = _fit(x, axes, [(n + more) * axis.stride for n, more, axis in sums])
+    axes = [axis._replace(low=0, between=0) for axis in axes]
+    return (_products if len(size) < 3 else _products_of_planes)(x, g, size, axes)
+
+
+def _products_of_planes(x, g, size, axes):
+    """Do as `_products` does, along three axes or more: add up those of planes."""
+    (depth, *rest), ins, outs, num_planes = size, x.shape[-1], g.shape[-1], g.shape[1]
+    windows = _windows_of_planes(x, axes[0], depth, num_planes)
+    g = g.reshape(-1, *g.shape[2:])
+    numbers = 4 * (g[0].size // outs) * (depth * ins + outs)
+    count = _at_once(num_planes, numbers * x.dtype.itemsize)
+    inner = _products if len(rest) < 3 else _products_of_planes
+
+    def add(total, i):
+        own = lax.dynamic_slice_in_dim(g, i, count)
+        return total + inner(windows(i, count), own, rest, axes[1:]), None
+
+    total = lax.full_like(x, 0, _wide(x.dtype), (*rest, depth * ins, outs))
+    total, _ = lax.scan(add, total, jnp.arange(0, len(g), count))
+    return jnp.moveaxis(total.reshape(*rest, depth, ins, outs), -3, 0)
+
+
+def _products(x, g, size, axes):
+    """Return the sum of x[n, h stride + i dilation, ...] g[n, h, ...] over n, h, w.
+
+    It is a sum of products of two matrices, one for each chunk.  The first has all
+    entries of x in the window at each place of g.  Or, along the first axes, it has one
+    entry of each phase, and the second has a copy of g for each of the windows that
+    such an entry belongs to.  The cheaper way is taken.
+    """
+    *_, strides, dilation = zip(*axes)
+    ins, outs, wide = x.shape[-1], g.shape[-1], _wide(x.dtype)
+
+    def widths(moved):  # of the matrices, if g is moved along so many axes
+        blocks = [-(-k // s) for k, s in zip(size[:moved], strides)]
+        ours = math.prod((*strides[:moved], *size[moved:])) * ins
+        return ours, math.prod(blocks) * outs
+
+    def cost(moved):  # of copies and products, in numbers copied
+        ours, theirs = widths(moved)
+        return ours + theirs + ours * theirs / 20
+
+    free = [1 in axis[3:] for axis in axes]
+    moved = min((n for n in range(len(axes) + 1) if all(free[:n])), key=cost)
+    places, copies, lengths = [], [], []
+    for i, (n, k, s, d) in enumerate(zip(g.shape[1:], size, strides, dilation)):
+        reach = (k - 1) * d // s if i < moved else 0
+        places.append(range(s) if i < moved else range(0, k * d, d))
+        copies.append(range(reach, -1, -d))
+        lengths.append(n + reach)
+    edges = [_Axis(copy[0], copy[0]) for copy in copies]
+    num_bytes = math.prod(g.shape[1:-1]) * sum(widths(moved)) * wide.itemsize
+    count = _at_once(len(x), num_bytes)
+    rows = int(ins < 8 and not moved)  # few channels are gathered as rows, not columns
+
+    def add(total, first):
+        a, b = (lax.dynamic_slice_in_dim(y, first, count) for y in (x, g))
+        if rows:
+            a = jnp.moveaxis(a, -1, 0).reshape(-1, *a.shape[1:-1], 1)
+        start = [lax.optimization_barrier(jnp.int32(0))] * x.ndim
+        sizes = len(a), *lengths, a.shape[-1]
+        a = _gather(_by_phase(a, strides), strides, places, start, sizes)
+        sizes = count, *lengths, outs
+        b = _gather(_pad(b, edges), [1] * len(axes), copies, start, sizes)
+        a = [view.reshape(ins, -1) if rows else view for view in a]
+        a, b = jnp.concatenate(a, 0 if rows else -1), jnp.concatenate(b, -1)
+        a, b = (y.reshape(-1, y.shape[-1]).astype(wide) for y in (a, b))
+        if total.shape[0] <= total.shape[1]:
+            return total + lax.dot_general(a, b, (((rows,), (0,)), ((), ()))), None
+        # XLA's product is faster if the first matrix is the narrower one.
+        y = lax.dot_general(b, a, (((0,), (rows,)), ((), ())))
+        return total + lax.optimization_barrier(y).T, None
+
+    total = lax.full_like(x, 0, wide, widths(moved))
+    total, _ = lax.scan(add, total, jnp.arange(0, len(x), count))
+    shape = [*map(len, places)], [*map(len, copies)]
+    total = total.reshape(*shape[0], ins, *shape[1], outs)
+    pairs = [(len(axes) + 1 + i, i) for i in range(len(axes))]
+    total = total.transpose(*itertools.chain(*pairs), len(axes), -1)
+    total = total.reshape(*map(operator.mul, *shape), ins, outs)
+    return total[tuple(map(slice, size))]
+
+
+# ---------------------------------------------------------------------------------
+# Functions: each of their convolutions is replaced
+# ---------------------------------------------------------------------------------
+
+
+def _convolve(lhs, rhs, *, dimension_numbers, **how):
+    """Convolve in any form: on a CPU in the ways above, elsewhere by XLA."""
+    (batch, features, *space), (out, ins, *window), (b, f, *s) = dimension_numbers
+    # Gradients name a sharding, and `vmap` could not map groups with one.
+    how |= dict.fromkeys({"out_sharding"} & how.keys())
+
+    def as_it_is(lhs, rhs):
+        form = dict(dimension_numbers=dimension_numbers)
+        return lax.conv_general_dilated_p.bind(lhs, rhs, **how | form)
+
+    if 0 in (*lhs.shape, *rhs.shape):
+        return as_it_is(lhs, rhs)
+    made = jax.eval_shape(as_it_is, lhs, rhs)
+    size, groups = [made.shape[i] for i in s], how["batch_group_count"]
+    names = "lhs_dilation", "window_strides", "rhs_dilation"
+    parts = zip(how["padding"], *map(how.get, names))
+    axes = [_Axis(*pads, spread - 1, *steps) for pads, spread, *steps in parts]
+    # A kernel's gradient is a sum over the first axis, with windows of its size.  There
+    # strides and dilation have changed places.
+    turned = [axis._replace(stride=axis[4], dilation=axis[3]) for axis in axes]
+    if groups > 1:
+        each = lhs.shape[batch] == rhs.shape[out] == groups
+        is_gradient = each and math.prod(size) <= 64
+    else:
+        wide = math.prod(size) < math.prod(rhs.shape[i] for i in window)
+        is_gradient = features < batch and wide and how["feature_group_count"] == 1
+
+    # Members that are computed together convolve one after another, which is faster.
+    @jax.custom_batching.sequential_vmap
+    def on_cpu(lhs, rhs):
+        x = lhs.transpose(batch, *space, features)
+        kernel = rhs.transpose(*window, ins, out)
+        # JAX 0.5 would add up in float16 on processors with such instructions.
+        sums = jnp.promote_types(made.dtype, _wide(lhs.dtype))
+        more = how | dict(preferred_element_type=sums)
+        if is_gradient:
+            x, g = x.swapaxes(0, -1), jnp.moveaxis(kernel, -2, 0)
+            if groups > 1:
+                y = _depthwise_gradient(x, g, size, turned)[None]
+            else:
+                y = jnp.moveaxis(_kernel_gradient(x, g, size, turned), -2, 0)
+        else:
+            if groups > 1:  # of the batch; as groups of features they are faster
+                x = jnp.moveaxis(x.reshape(groups, -1, *x.shape[1:]), 0, -2)
+                x = x.reshape(*x.shape[:-2], -1)
+                more |= dict(batch_group_count=1, feature_group_count=groups)
+            y = _forward(x, kernel, axes, more)
+        return y.astype(made.dtype).transpose(np.argsort((b, *s, f)))
+
+    @jax.custom_jvp
+    def convolve(lhs, rhs):
+        return lax.platform_dependent(lhs, rhs, cpu=on_cpu, default=as_it_is)
+
+    convolve.defjvp(_refuse)
+    return convolve(lhs, rhs)
+
+
+def _refuse(primals, tangents):
+    raise ValueError(
+        "fast(f) has no gradients, since its convolutions are replaced already; wrap "
+        "the outermost function: fast(jax.grad(f)) in place of jax.grad(fast(f))"
+    )
+
+
+def _replace(eqn: Any) -> Any:
+    """Replace an equation that is a convolution of floats."""
+    if not jnp.issubdtype(eqn.invars[1].aval.dtype, jnp.inexact):
+        return eqn
+    convolve = functools.partial(_convolve, **eqn.params)
+    program = jax.jit(functools.update_wrapper(convolve, _convolve))
+    with jax.disable_jit(False):  # so that the call is one equation
+        call = jax.make_jaxpr(program)(*(v.aval for v in eqn.invars)).eqns[0]
+    return eqn.replace(primitive=call.primitive, params=call.params)
+
+
+def rewrite(jaxpr: Any) -> Any:
+    """Return a program with fast convolutions, at any depth; for libraries that trace.
+
+    `jaxpr` is what `jax.make_jaxpr` returns, or a part of that: a jaxpr, an equation, a
+    parameter of one.  A part without such a convolution is returned unchanged.  Whoever
+    differentiates the result gets a ValueError.
+    """
+    x, params = jaxpr, getattr(jaxpr, "params", {})
+    if isinstance(x, core.JaxprEqn):
+        if x.primitive is lax.conv_general_dilated_p:
+            return _replace(x)
+        # This one is done, or its author chose for each platform.
+        if params.get("name") == "_convolve" or params.get("branches_platforms"):
+            return x
+    kinds = (core.Jaxpr, "eqns"), (core.ClosedJaxpr, "jaxpr"), (core.JaxprEqn, "params")
+    name = next((name for kind, name in kinds if isinstance(x, kind)), None)
+    if name is None:
+        return x
+    parts, treedef = jax.tree.flatten(getattr(x, name))
+    new = [*map(rewrite, parts)]
+    same = all(map(operator.is_, new, parts))
+    return x if same else x.replace(**{name: jax.tree.unflatten(treedef, new)})
+
+
+@jax.tree_util.register_static
+class _Static(tuple):
+    """A leaf, alone in a tuple, that `jit` does not trace: a flag or a function."""
+
+
+def _hold(tree: Any) -> Any:
+    """Wrap all leaves but arrays and numbers, so that `jit` takes and returns them."""
+    traced = jax.Array, np.ndarray, np.generic, int, float, complex
+
+    def hold(x):
+        return x if isinstance(x, traced) and type(x) is not bool else _Static([x])
+
+    return jax.tree.map(hold, tree)
+
+
+def _release(tree: Any) -> Any:
+    """Undo `_hold`."""
+    is_held = lambda x: type(x) is _Static  # noqa: E731
+    return jax.tree.map(lambda x: x[0] if is_held(x) else x, tree, is_leaf=is_held)
+
+
+def fast(f: Callable) -> Callable:
+    """Return f with fast convolutions on CPUs, to be compiled: `jax.jit(fast(f))`.
+
+    f is the outermost function that you compile, such as a training step that takes
+    gradients.  It takes and returns any trees, by position or by name.  Leaves that are
+    neither arrays nor numbers (flags, strings, functions) are static; a number that f
+    needs to know is fixed before: `fast(functools.partial(f, num_steps=2))`.
+
+    The result equals f's to rounding.  It works in `scan`, `vmap`, `shard_map` and
+    `jax.export`, and with donated arguments.  It raises ValueError if it is
+    differentiated where a convolution was replaced, and if f changes an argument in
+    place, as steps of Flax NNX do: give f the parts of `nnx.split`, and return them.
+    """
+
+    def traced(args, kwargs):
+        args, kwargs = _release((args, kwargs))
+        plain = dict, list, tuple  # of these, f has copies under any `jit`
+        objects = jax.tree.leaves(
+            (args, kwargs), is_leaf=lambda x: type(x) not in plain
+        )
+        before = jax.tree.leaves(objects)
+        result = f(*args, **kwargs)
+        if [*map(id, before)] != [*map(id, jax.tree.leaves(objects))]:
+            raise ValueError(
+                "f changes an argument in place, which fast(f) would lose; return the "
+                "new one (in Flax NNX, take and return the parts of nnx.split)"
+            )
+        return _hold(result)
+
+    @functools.partial(jax.jit, inline=True)
+    def run(*both):
+        # A new function each time, since JAX caches traces by function.
+        trace = jax.make_jaxpr(lambda *both: traced(*both), return_shape=True)
+        program, made = trace(*both)
+        leaves = core.jaxpr_as_fun(rewrite(program))(*jax.tree.leaves(both))
+        return jax.tree.unflatten(jax.tree.structure(made), leaves)
+
+    @functools.wraps(f)
+    def call(*args, **kwargs):
+        return _release(run(*_hold((args, kwargs))))
+
+    return call

@@ -1,0 +1,406 @@
+"""Tests of fast_convolutions.py."""
+
+import functools
+import re
+
+import convolutions
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from numpy.testing import assert_array_equal
+
+import fast_convolutions as fc
+import pjax_ensemble as pe
+from conftest import SGD, assert_close, cases, dilated, randn, said_by
+
+# Convolutions of other libraries: shapes of images and kernel, and the parameters.
+CONVOLUTIONS = {
+    "NHWC": ((2, 6, 5, 3), (3, 3, 3, 4), {}),
+    "any": ((3, 5, 2, 6), (4, 3, 3, 2), dict(axes="CWNH OHIW WCHN")),
+    "summed": (
+        *((3, 5, 2, 6), (4, 5, 3, 4)),
+        dict(axes="CWNH OHIW WCHN", padding="VALID"),
+    ),
+    "one axis": ((2, 7, 3), (3, 3, 4), dict(axes="NWC WIO NWC", strides=(2,))),
+    "three axes": ((2, 4, 3, 5, 2), (2, 3, 2, 2, 3), dict(axes="NDHWC DHWIO NDHWC")),
+    "three axes, strides and groups": (
+        *((2, 4, 7, 5, 3), (4, 2, 3, 2, 2)),
+        dict(axes="NCDHW OIDHW NCDHW", strides=(2, 1, 3), feature_group_count=2),
+    ),
+    "three axes, transposed": (
+        *((2, 3, 2, 4, 3), (2, 3, 4, 3, 2)),
+        dict(
+            axes="NDHWC DHWIO NDHWC",
+            padding=[(1, 0), (2, 1), (0, 3)],
+            lhs_dilation=(2, 1, 3),
+        ),
+    ),
+    "four axes": (
+        *((2, 3, 2, 3, 4, 2), (2, 2, 1, 2, 2, 3)),
+        dict(axes="NABHWC ABHWIO NABHWC", rhs_dilation=(1, 1, 1, 2)),
+    ),
+    "depthwise": (
+        *((2, 7, 6, 3), (3, 2, 1, 3)),
+        dict(strides=(2, 1), rhs_dilation=(1, 2), feature_group_count=3),
+    ),
+    "wide": (
+        (1, 9, 5, 2),
+        (65, 1, 1, 2),
+        dict(padding=[(30, 40), (0, 0)], feature_group_count=2),
+    ),
+    "batch groups": ((4, 6, 5, 2), (3, 3, 2, 6), dict(batch_group_count=2)),
+    "dilated": (
+        *((2, 6, 5, 3), (3, 3, 3, 4)),
+        dict(padding=[(2, 2), (1, 3)], lhs_dilation=(2, 1), rhs_dilation=(1, 2)),
+    ),
+}
+
+
+def forms_in(program, platform, *args):
+    """Return the layouts of a program's convolutions, lowered for a platform."""
+    made = export.export(jax.jit(program), platforms=[platform])(*args)
+    return find_forms(made.mlir_module())
+
+
+def find_forms(text):
+    return re.findall(r"dim_numbers = (\[.*?\]x\[.*?\]->\[.*?\])", text)
+
+
+def are_canonical(forms):
+    last = re.compile(r"\[b, [\d, ]*f\]x\[[\d, ]*i, o\]->\[b, [\d, ]*f\]")
+    assert forms
+    # JAX 0.5 lowers the branches of all platforms.
+    return jax.__version_info__ < (0, 10) or all(map(last.fullmatch, forms))
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_every_convolution_is_canonical_on_cpus_and_unchanged_elsewhere(name):
+    x_shape, kernel_shape, how = CONVOLUTIONS[name]
+    convolve = functools.partial(dilated, **how)
+    args = randn(0, *x_shape), randn(1, *kernel_shape)
+    plain = jax.value_and_grad(lambda *args: jnp.sin(convolve(*args)).sum(), (0, 1))
+    fast = fc.fast(plain)
+
+    def both(f):  # calls it alone and under vmap
+        return lambda *args: (f(*args), jax.vmap(f)(*twice(args)))
+
+    found = jax.jit(both(fast)).lower(*args)
+    forms = find_forms(found.as_text())
+    if not name.startswith("depthwise"):
+        assert are_canonical(forms)
+    elif jax.__version_info__ >= (0, 10):  # 0.5 keeps the branches of all platforms
+        assert not forms
+    assert_close(found.compile()(*args), jax.jit(both(plain))(*args))
+    expected, found = (forms_in(f, "cuda", *args) for f in (plain, fast))
+    assert {*expected} <= {*found}
+    if jax.__version_info__ >= (0, 10):
+        assert found == expected
+    functions = lambda key: args[1], lambda kernel, x: convolve(x, kernel).var(), SGD
+    trainer = pe.make_trainer(*functions, members=2, devices=1, at_once=2)
+    trainer.lower("update", args[0])  # JAX itself could not map groups over members
+
+
+# Seeds 21 to 38 err if XLA (JAX 0.5, 0.10) gets a negative padding; 129 to 415 are
+# depthwise, in float16 and bfloat16.
+@cases("seed", *range(8), 21, 23, 34, 38, 129, 360, 415)
+def test_random_convolutions_and_gradients_are_sums_in_float64(seed):
+    """This is a short form of benchmarks/convolutions.py."""
+    name, error = convolutions.error(seed)
+    assert error <= convolutions.LIMITS[name]
+
+
+@cases("seed", 3, 25)  # by planes and by phases; by XLA's routine
+def test_nan_reaches_all_sums_that_it_is_in(seed):
+    args, how = convolutions.draw(seed)
+
+    def convolve(x, kernel, g):
+        f = functools.partial(jax.lax.conv_general_dilated, **how)
+        y, gradients = jax.vjp(f, x, kernel)
+        return y, *gradients(g)
+
+    fast, reached = jax.jit(fc.fast(convolve)), 0
+    for i, x in enumerate(args):
+        x = x.at[tuple(n // 2 for n in x.shape)].set(jnp.nan)
+        bad = *args[:i], x, *args[i + 1 :]
+        expected = convolutions.sums(*(np.asarray(x, np.float64) for x in bad), how)
+        hit = [np.isnan(x) for x in expected]
+        assert all(np.isnan(x)[y].all() for x, y in zip(fast(*bad), hit))
+        reached += sum(x.sum() for x in hit)
+    assert reached
+
+
+@cases("name", "summed", "depthwise")
+def test_convolutions_of_integers_are_exact(name):
+    x_shape, kernel_shape, how = CONVOLUTIONS[name]
+    x = 2**24 + np.arange(np.prod(x_shape), dtype=np.int32).reshape(x_shape)
+    convolve = functools.partial(dilated, **how)
+    args = x, np.ones(kernel_shape, np.int32)
+    assert_array_equal(jax.jit(fc.fast(convolve))(*args), convolve(*args))
+
+
+@cases("x, kernel", ((0, 6, 5, 3), (3, 3, 3, 4)), ((2, 6, 5, 0), (3, 3, 0, 4)))
+def test_a_convolution_without_numbers_has_gradients_without_numbers(x, kernel):
+    gradient = fc.fast(jax.grad(lambda *args: dilated(*args).sum(), (0, 1)))
+    found = jax.jit(gradient)(jnp.zeros(x), jnp.ones(kernel))
+    assert [y.shape for y in found] == [x, kernel] and not found[1].any()
+
+
+def test_a_kernels_gradient_is_a_product_of_chunks_of_the_batch():
+    args = randn(0, 64, 32, 32, 16), randn(1, 3, 3, 16, 16)
+    plain = jax.grad(lambda x, kernel: dilated(x, kernel).var(), 1)
+    fast, slow = (jax.jit(f).lower(*args) for f in (fc.fast(plain), plain))
+    kernels = re.findall(
+        r"stablehlo.convolution.*, tensor<(\S+)xf32>\) ", fast.as_text()
+    )
+    assert jax.__version_info__ < (0, 10) or "32x32x64x16" not in kernels
+    fast, slow = fast.compile(), slow.compile()
+    assert_close(fast(*args), slow(*args))
+    patches = args[0].nbytes * 9
+    assert fast.memory_analysis().temp_size_in_bytes < patches / 2
+
+
+def twice(args):
+    return [jnp.stack([x, 2 * x]) for x in args]
+
+
+def nchw(x, kernel):
+    return jnp.tanh(dilated(x, kernel, axes="NCHW OIHW NCHW"))
+
+
+@jax.custom_jvp
+def with_jvp(x, kernel):
+    return nchw(x, kernel)
+
+
+with_jvp.defjvp(lambda given, tangents: jax.jvp(nchw, given, tangents))
+
+
+@jax.custom_vjp
+def with_vjp(x, kernel):
+    return nchw(x, kernel)
+
+
+with_vjp.defvjp(lambda *args: (nchw(*args), args), lambda x, g: jax.vjp(nchw, *x)[1](g))
+
+
+def scanned_constant(x, kernel, layer=nchw):
+    return jax.lax.scan(lambda x, _: (layer(x, kernel), ()), x, length=2)[0]
+
+
+def chosen(x, kernel):
+    return jax.lax.cond(x.sum() > 0, nchw, lambda x, k: x * k.sum(), x, kernel)
+
+
+# Each entry puts a convolution inside one of JAX's transformations.
+NESTINGS = {
+    "scan of a constant": scanned_constant,
+    "cond": chosen,
+    "jit of scan of checkpoint": jax.jit(
+        functools.partial(scanned_constant, layer=jax.checkpoint(nchw))
+    ),
+    "custom_jvp": with_jvp,
+    "custom_vjp": with_vjp,
+    "grad": lambda x, k: jax.grad(lambda x: nchw(x, k).sum())(x),
+    "vmap": lambda x, k: jax.vmap(nchw)(*twice((x, k))).sum(0),
+    "Hessian product": lambda x, k: jax.jvp(
+        jax.grad(lambda x: nchw(x, k).sum()), (x,), (jnp.cos(x),)
+    )[1],
+    "gradients per example": lambda x, k: jax.vmap(
+        jax.grad(lambda k, x: nchw(x[None], k).sum()), (None, 0)
+    )(k, x),
+}
+
+
+@pytest.mark.parametrize("name", NESTINGS)
+def test_convolutions_are_canonical_inside_transformations(name):
+    function, args = NESTINGS[name], (randn(0, 2, 3, 5, 4), randn(1, 3, 3, 3, 2))
+
+    def plain(*args):
+        grads = jax.grad(lambda *args: function(*args).sum(), (0, 1))
+        return function(*args), grads(*args)
+
+    fast = jax.jit(fc.fast(plain)).lower(*args)
+    assert are_canonical(find_forms(fast.as_text()))
+    assert_close(fast.compile()(*args), jax.jit(plain)(*args))
+
+
+def test_convolutions_are_the_same_with_jit_disabled():
+    args = randn(0, 2, 3, 5, 4), randn(1, 3, 3, 3, 2)
+    plain = jax.value_and_grad(lambda *args: nchw(*args).sum(), (0, 1))
+    fast = fc.fast(plain)
+    with jax.disable_jit():
+        found = fast(*args), jax.vmap(fast)(*twice(args))
+    assert_close(found, (plain(*args), jax.vmap(plain)(*twice(args))))
+
+
+def test_programs_with_nothing_to_rewrite_stay_as_they_are():
+    numbers = (np.ones(shape, np.int32) for shape in CONVOLUTIONS["any"][:2])
+    integers = functools.partial(dilated, axes="CWNH OHIW WCHN")
+    programs = [jax.make_jaxpr(integers)(*numbers)]
+    dense = jax.value_and_grad(lambda w, x: jnp.tanh(x @ w).sum())
+    programs += [jax.make_jaxpr(jax.jit(dense))(randn(0, 3, 4), randn(1, 2, 3))]
+    fast = fc.fast(dilated)  # whose convolutions are replaced already
+    programs += [jax.make_jaxpr(fast)(randn(0, 1, 5, 5, 2), randn(1, 3, 3, 2, 3))]
+    for program in programs:
+        assert fc.rewrite(program) is program
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="0.5 keeps all branches")
+@cases(
+    "name, count", ("three axes, transposed", 3), ("three axes", 2), ("transposed", 2)
+)
+def test_convolutions_of_a_step_have_two_axes_and_no_zeros_between_entries(name, count):
+    """The kernel's gradient of all but a long transposed one is a product."""
+    x, kernel = (64, 5, 6, 3), (4, 3, 3, 2)
+    how = dict(padding=[(2, 1), (1, 1)], lhs_dilation=(2, 3))
+    x, kernel, how = CONVOLUTIONS.get(name, (x, kernel, how))
+    both = jax.value_and_grad(lambda *args: dilated(*args, **how).var(), (0, 1))
+    text = jax.jit(fc.fast(both)).lower(randn(0, *x), randn(1, *kernel))
+    text = text.as_text()
+    assert not re.search(r"interior = \[[^]]*[1-9]", text)
+    found = re.findall(r"stablehlo.convolution\(.*", text)
+    assert len(found) <= count
+    for text in found:
+        assert "lhs_dilate" not in text or "lhs_dilate = [1, 1]" in text
+        assert len(re.findall(r"tensor<[\dx]*f32>", text)[0].split("x")) == 5
+
+
+def test_volumes_are_convolved_a_few_planes_at_a_time():
+    x = jax.ShapeDtypeStruct((1, 64, 32, 32, 32), np.float32)
+    kernel = jax.ShapeDtypeStruct((3, 3, 3, 32, 16), np.float32)
+    convolve = functools.partial(dilated, axes="NDHWC DHWIO NDHWC")
+    gradient = jax.grad(lambda *args: convolve(*args).var(), 1)
+    for function, most in (convolve, 2), (gradient, 4):  # all planes: 4 and 13
+        compiled = jax.jit(fc.fast(function)).lower(x, kernel).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < most * 4 * x.size
+
+
+# ---------------------------------------------------------------------------------
+# Functions
+# ---------------------------------------------------------------------------------
+
+X, KERNEL = randn(0, 4, 6, 5, 3), randn(1, 3, 3, 3, 4)
+
+
+def loss_fn(kernel, images, power=2):
+    return jnp.abs(dilated(images, kernel) ** power).mean()
+
+
+GRADS = jax.value_and_grad(loss_fn)
+PLAIN = GRADS(KERNEL, X)
+
+
+def is_fast(lowered):
+    """Whether kernels' gradients are products of matrices."""
+    return "stablehlo.dot_general" in lowered.as_text()
+
+
+def test_a_step_compiles_once_and_takes_arguments_by_name_and_static_ones():
+    traced = []
+
+    def step(kernel, batch, *, power, flag, activation, name=None):
+        traced.append(name)
+        assert flag is True and activation is jnp.tanh
+        loss, grads = GRADS(kernel, batch["x"], power)
+        return {"loss": loss, "new": kernel - 0.1 * grads, "of": activation, "a": name}
+
+    fast = fc.fast(functools.partial(step, power=2))
+    assert fast.__wrapped__.func is step
+    how = dict(batch={"x": X}, flag=True, activation=jnp.tanh)
+    for x in X, X + 1:  # by itself, it is compiled too
+        found = fast(KERNEL, **how | dict(name="a", batch={"x": x}))
+        loss, grads = GRADS(KERNEL, x)
+        expected = {"loss": loss, "new": KERNEL - 0.1 * grads}
+        assert (found.pop("of"), found.pop("a")) == (jnp.tanh, "a")
+        assert_close(found, expected)
+    assert traced == ["a"]
+
+    def array(kernel, batch):
+        return fast(kernel, batch, flag=True, activation=jnp.tanh)["new"]
+
+    given = jnp.asarray(KERNEL)
+    lowered = jax.jit(array, donate_argnums=0).lower(given, {"x": X})
+    assert is_fast(lowered) and not is_fast(jax.jit(GRADS).lower(KERNEL, X))
+    assert_close(lowered.compile()(given, {"x": X}), KERNEL - 0.1 * PLAIN[1])
+    assert given.is_deleted()
+
+
+def on_two_devices(f):
+    mesh = jax.sharding.Mesh(jax.devices()[:2], "d")
+    whole, parts = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("d")
+    shard_map = getattr(jax, "shard_map", pe._shard_map)  # JAX's checks types
+    mean = lambda *args: jax.lax.pmean(f(*args), "d")  # noqa: E731
+    return shard_map(mean, mesh=mesh, in_specs=(whole, parts), out_specs=whole)
+
+
+WAYS = {
+    "vmap": lambda f: lambda k, x: jax.vmap(f, (None, 0))(k, x[:, None]),
+    "scan": lambda f: (
+        lambda k, x: jax.lax.scan(lambda k, x: (k - f(k, x)[1], ()), k, x[:, None])
+    ),
+    "checkpoint": jax.checkpoint,
+    "shard_map": on_two_devices,
+    "export": lambda f: (
+        lambda *args: export.export(jax.jit(f), platforms=["cpu"])(*args).call(*args)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_fast_step_works_in_other_transformations(name):
+    fast, plain = (jax.jit(WAYS[name](f)) for f in (fc.fast(GRADS), GRADS))
+    lowered = fast.lower(KERNEL, X)
+    assert is_fast(lowered)
+    assert_close(lowered.compile()(KERNEL, X), plain(KERNEL, X))
+
+
+@cases(
+    "differentiate",
+    lambda f: jax.jit(jax.grad(lambda k: f(X, k).sum())),
+    lambda f: jax.grad(lambda k: jax.vmap(f, (0, None))(X[:, None], k).sum()),
+    lambda f: jax.grad(lambda k: fc.fast(lambda x: dilated(x, k))(X).sum()),
+    lambda f: lambda k: jax.jvp(lambda k: f(X, k), (k,), (k,)),
+    lambda f: jax.grad(lambda k: jax.checkpoint(f)(X, k).sum()),
+)
+def test_whoever_differentiates_fast_convolutions_is_told_to_wrap_more(differentiate):
+    said = said_by(ValueError, differentiate(fc.fast(dilated)), KERNEL)
+    assert "wrap the outermost function: fast(jax.grad(f))" in said
+
+
+def test_what_no_convolution_depends_on_has_gradients():
+    def scaled(scale):
+        return (scale * fc.fast(dilated)(X, KERNEL) + fc.fast(jnp.square)(scale)).sum()
+
+    y = dilated(X, KERNEL)
+    assert_close(jax.grad(scaled)(3.0), y.sum() + 6 * y.size)
+
+
+def test_a_function_that_changes_an_object_in_place_is_refused():
+    @jax.tree_util.register_pytree_node_class
+    class Model:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def tree_flatten(self):
+            return (self.kernel,), None
+
+        @classmethod
+        def tree_unflatten(cls, _, children):
+            return cls(*children)
+
+    def step(model, batch):
+        batch["x"] = 2 * batch["x"]  # f has its own dict, in plain `jit` too
+        grads = jax.grad(loss_fn)(model.kernel, batch["x"])
+        if in_place:
+            model.kernel = model.kernel - grads
+        return model.kernel - grads
+
+    in_place = True
+    said = said_by(ValueError, jax.jit(fc.fast(step)), Model(KERNEL), {"x": X})
+    assert "f changes an argument in place" in said and "nnx.split" in said
+    in_place, batch = False, {"x": X}
+    found = jax.jit(fc.fast(step))(Model(KERNEL), batch)
+    assert_close(found, KERNEL - GRADS(KERNEL, 2 * X)[1])
+    assert batch["x"] is X
