@@ -559,7 +559,7 @@ def fast(f: Callable) -> Callable:
     The result equals f's to rounding.  It works in `scan`, `vmap`, `shard_map` and
     `jax.export`, and with donated arguments.  It raises ValueError if it is
     differentiated where a convolution was replaced, and if f changes an argument in
-    place, as steps of Flax NNX do: give f the parts of `nnx.split`, and return them.
+    place and does not return the change: see docs/convolutions.md for Flax NNX.
     """
 
     def traced(args, kwargs):
@@ -570,10 +570,11 @@ def fast(f: Callable) -> Callable:
         )
         before = jax.tree.leaves(objects)
         result = f(*args, **kwargs)
-        if [*map(id, before)] != [*map(id, jax.tree.leaves(objects))]:
+        known = [*map(id, before), *map(id, jax.tree.leaves(result))]
+        if {*map(id, jax.tree.leaves(objects))} - {*known}:
             raise ValueError(
                 "f changes an argument in place, which fast(f) would lose; return the "
-                "new one (in Flax NNX, take and return the parts of nnx.split)"
+                "change (in Flax NNX, by nnx.split, nnx.merge and nnx.state)"
             )
         return _hold(result)
 
