@@ -258,8 +258,8 @@ def _phases(x, kernel, axes, how):
 def _windows_of_planes(x, axis, depth, num_windows, groups=1) -> Callable:
     """Return a function (i, count) that makes windows along depth of x [N, D, H, W, I].
 
-    They are windows i to i + count of those of all examples, num_windows each, but all
-    of one example: [count, H, W, depth I].  The planes of a window stand side by side
+    Windows are counted over all examples, num_windows each.  The function makes those
+    from i to i + count, all of one example: [count, H, W, depth I].  The planes of a window stand side by side
     as channels; each group's channels stay together.
     """
     s, d, still = axis.stride, axis.dilation, [1] * (x.ndim - 3)
@@ -345,7 +345,7 @@ def _kernel_gradient(x, g, size, axes):
 
 
 def _products_of_planes(x, g, size, axes):
-    """Do as `_products` does, along three axes or more: add up those of planes."""
+    """Do as `_products` does, along three axes or more: add up sums of planes."""
     (depth, *rest), ins, outs, num_planes = size, x.shape[-1], g.shape[-1], g.shape[1]
     windows = _windows_of_planes(x, axes[0], depth, num_planes)
     g = g.reshape(-1, *g.shape[2:])

@@ -21,6 +21,7 @@ import pytest
 from numpy.testing import assert_allclose
 
 import ensemble_metrics as em
+import fast_convolutions as fc
 import pjax_ensemble as pe
 import train_mnist as tm
 from conftest import ENVIRONMENT, HERE, D, posix, run_python, said_by, start_python
@@ -447,7 +448,8 @@ def write_functions():
 
     page, *_ = FUNCTIONS.read_text("utf-8").partition("\n## ")
     starts = r"^# -+\n# ([A-Z][\w ]+)|^(?:class |def )?(\w+)(?:\(|:| = )"
-    for module, where in (pe, ""), (em, " (`ensemble_metrics`)"):
+    others = (fc, " (`fast_convolutions`)"), (em, " (`ensemble_metrics`)")
+    for module, where in (pe, ""), *others:
         source = inspect.getsource(module)
         for section, name in re.findall(starts, source, re.MULTILINE):
             if section:
