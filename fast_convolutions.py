@@ -40,6 +40,8 @@ import functools
 import itertools
 import math
 import operator
+import os
+import platform
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -50,7 +52,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-__all__ = ["rewrite", "fast"]
+__all__ = ["compiler_options", "rewrite", "fast"]
 
 
 def __dir__() -> list[str]:  # for completion: without the imported modules' names
@@ -62,11 +64,11 @@ def __dir__() -> list[str]:  # for completion: without the imported modules' nam
 # ---------------------------------------------------------------------------------
 
 # XLA:CPU has a fast routine for convolutions of NHWC images and HWIO kernels, of one or
-# two axes.  XLA converts other layouts to these, but not inside a loop, where gradients
-# then take some sixty times as long (jax issue 12868).  So each convolution of a
-# function is replaced: on a CPU it takes these layouts, with any number of axes, and
-# one of the ways below.  `_forward` chooses the way.  Gradients of kernels are products
-# of matrices.
+# two axes; oneDNN, which it calls if it is told to, has one for three axes too.  XLA
+# converts other layouts to these, but not inside a loop, where gradients then take some
+# sixty times as long (jax issue 12868).  So each convolution of a function is replaced:
+# on a CPU it takes these layouts, with any number of axes, and one of the ways below.
+# `_forward` chooses the way, and `_kernel_gradient` for gradients of kernels.
 
 _CHUNK_BYTES = 2_000_000  # of arrays at work: so much fits a core's cache
 
@@ -112,26 +114,9 @@ def _by_phase(x, strides):
     return x.reshape(-1, *x.shape[n + 1 :])
 
 
-def _gather(x, strides, places, start, sizes):
-    """Copy views of these sizes from x, which `_by_phase` made, one for each place.
-
-    places lists places along each axis, counted from `start`.  XLA must not know
-    `start`: it fuses views that it knows, and then copies them number by number.
-    """
-    if x.shape == sizes:
-        return [x]
-    views, examples = [], len(x) // math.prod(strides)
-    for place in itertools.product(*places):
-        entries, phases = zip(*map(divmod, place, strides))
-        first = int(np.ravel_multi_index(phases, strides)) * examples
-        at = map(operator.add, start, (first, *entries, 0))
-        views.append(lax.dynamic_slice(x, [*at], sizes))
-    return views
-
-
-def _at_once(count: int, num_bytes: int) -> int:
+def _at_once(count: int, num_bytes: int, least: int = 1) -> int:
     """Return how many of `count`, of so many bytes each, fit a chunk and divide it."""
-    fit = min(max(_CHUNK_BYTES // num_bytes, 1), count)
+    fit = min(max(_CHUNK_BYTES // num_bytes, least), count)
     return next(n for n in range(fit, 0, -1) if count % n == 0)
 
 
@@ -160,18 +145,20 @@ def _views(x, places, size, strides, apart) -> list[jax.Array]:
 
 
 def _library(x, kernel, axes, how):
-    """Convolve by XLA's routine.
+    """Convolve by XLA's routine, or by oneDNN.
 
-    It reads uninitialized memory (JAX 0.5, 0.10) if an axis is padded by (-p, +p), as
-    in gradients of causal convolutions: negative padding is cut off before.  It is up
-    to three times as fast with more than 16 channels on one side and an even number of
-    inputs, so channels of zeros are added (JAX 0.10, 0.12).
+    XLA reads uninitialized memory (JAX 0.5, 0.10) if an axis is padded by (-p, +p), as
+    in gradients of causal convolutions: negative padding is cut off before.  Its own
+    routine is up to three times as fast with more than 16 channels on one side and an
+    even number of inputs, so channels of zeros are added (JAX 0.10, 0.12).
     """
     if any(min(axis.low, axis.high) < 0 for axis in axes):
         x = _pad(x, axes)
         axes = [axis._replace(low=0, high=0, between=0) for axis in axes]
     *window, ins, outs = kernel.shape
-    if math.prod(window) > 1 and how["feature_group_count"] == 1:
+    how = {**how}
+    by_xla = not how.pop("onednn")
+    if by_xla and math.prod(window) > 1 and how["feature_group_count"] == 1:
         more = [-ins % 4 if ins % 2 and ins > 1 else 0, 0]
         if max(ins, outs) <= 16:
             more = [20 - ins, 0] if outs <= ins else [more[0], 20 - outs]
@@ -259,19 +246,20 @@ def _windows_of_planes(x, axis, depth, num_windows, groups=1) -> Callable:
     """Return a function (i, count) that makes windows along depth of x [N, D, H, W, I].
 
     Windows are counted over all examples, num_windows each.  The function makes those
-    from i to i + count, all of one example: [count, H, W, depth I].  The planes of a window stand side by side
-    as channels; each group's channels stay together.
+    from i to i + count, all of one example: [count, H, W, depth I].  The planes of a
+    window stand side by side as channels; each group's channels stay together.
     """
-    s, d, still = axis.stride, axis.dilation, [1] * (x.ndim - 3)
+    s, d, still, examples = axis.stride, axis.dilation, [1] * (x.ndim - 3), len(x)
     length = (num_windows + (depth - 1) * d // s) * s
     x = _fit(x, [axis, *[_Axis()] * len(still)], [length, *x.shape[2:-1]])
-    x = _by_phase(x, [s, *still])
+    x = _by_phase(x, [s, *still])  # [s N, D / s, H, W, I]
 
     def windows(i, count):
-        start = [*divmod(i, num_windows), *[0] * (x.ndim - 2)]
-        places, sizes = [range(0, depth * d, d), *[[0]] * len(still)], (1, count)
-        views = _gather(x, [s, *still], places, start, (*sizes, *x.shape[2:]))
-        views = [view.reshape(count, *x.shape[2:-1], groups, -1) for view in views]
+        (example, first), views = divmod(i, num_windows), []
+        for entry, phase in (divmod(place, s) for place in range(0, depth * d, d)):
+            at = phase * examples + example, first + entry, *[0] * (x.ndim - 2)
+            view = lax.dynamic_slice(x, at, (1, count, *x.shape[2:]))
+            views.append(view.reshape(count, *x.shape[2:-1], groups, -1))
         return jnp.concatenate(views, -1).reshape(count, *x.shape[2:-1], -1)
 
     return windows
@@ -305,8 +293,8 @@ def _forward(x, kernel, axes, how):
 
     - Depthwise, with windows of up to 64 entries: a sum of products.
     - With zeros between the images' entries, and strides and dilation 1: by phases.
-    - Without such zeros, along three axes or more: by planes.
-    - All others: by XLA's routine.
+    - Without such zeros, along three axes or more (four with oneDNN): by planes.
+    - All others: by XLA's routine, or oneDNN's.
     """
     *window, ins, outs = kernel.shape
     spread = any(axis.between for axis in axes)
@@ -314,113 +302,94 @@ def _forward(x, kernel, axes, how):
         return _depthwise(x, kernel[..., 0, :], axes)
     if spread and all(axis[3:] == (1, 1) for axis in axes):
         return _phases(x, kernel, axes, how)
-    way = _planes if len(axes) > 2 and not spread else _library
+    direct = 3 if how["onednn"] else 2
+    way = _planes if len(axes) > direct and not spread else _library
     return way(x, kernel, axes, how)
 
 
 # ---------------------------------------------------------------------------------
-# Gradients of kernels: products of matrices
+# Gradients of kernels: convolutions whose channels are the examples
 # ---------------------------------------------------------------------------------
 
 
-def _kernel_gradient(x, g, size, axes):
+def _kernel_gradient(x, g, size, axes, how):
     """Return the gradient [kh, kw, I, O] of a kernel of this size.
 
-    g [N, H', W', O] are the gradients of the outputs.  With zeros between the images'
-    entries, x and g change places, in the gradient of a strided convolution.
+    g [N, H', W', O] are the gradients of the outputs.  The result is the sum of
+    x[n, h stride + i dilation, ...] g[n, h, ...] over n, h and w, for each i and j.
     """
+    ins, outs, few = x.shape[-1], g.shape[-1], 8 if how["onednn"] else 16
+    narrow = outs <= few and outs < ins
     spread = any(axis.between for axis in axes)
-    if spread and all(axis[3:] == (1, 1) for axis in axes):
+    if (narrow or spread) and all(axis[3:] == (1, 1) for axis in axes):
+        # x and g change places: outputs are more channels, or images without zeros
+        # between their entries, in the gradient of a strided convolution.
         turned = [
             _Axis(k - 1 - axis.low, stride=axis.between + 1)
             for k, axis in zip(size, axes)
         ]
-        y = _kernel_gradient(g, x, size, turned)
+        y = _kernel_gradient(g, x, size, turned, how)
         return lax.rev(y, range(len(size))).swapaxes(-1, -2)
-    reach = [(k - 1) * axis.dilation // axis.stride for k, axis in zip(size, axes)]
-    sums = zip(g.shape[1:], reach, axes)
-    x = _fit(x, axes, [(n + more) * axis.stride for n, more, axis in sums])
-    axes = [axis._replace(low=0, between=0) for axis in axes]
-    return (_products if len(size) < 3 else _products_of_planes)(x, g, size, axes)
+    (*_, strides, dilation), unit = zip(*axes), [1] * len(size)
+    counts = [-(-n // d) for n, d in zip(g.shape[1:], dilation)]
+    spans = [(n - 1) * s + k for n, s, k in zip(counts, strides, size)]
+    if unit != [*dilation] or any(axis.between for axis in axes):
+        # Every d-th output, and every d-th entry of its windows, are an example of
+        # their own, without dilation.
+        places = zip(spans, strides, dilation)
+        x = _fit(x, axes, [(d - 1) * s + (n - 1) * d + 1 for n, s, d in places])
+        g = _fit(g, [_Axis()] * len(size), map(operator.mul, counts, dilation))
+        x = jnp.concatenate(_views(x, dilation, spans, dilation, strides))
+        g = jnp.concatenate(_views(g, dilation, counts, dilation, unit))
+        axes = [_Axis(stride=s) for s in strides]
+    ends = zip(axes, spans, x.shape[1:])
+    axes = [axis._replace(high=span - n - axis.low) for axis, span, n in ends]
+    way = _sum_of_examples if len(size) < 3 else _sum_of_planes
+    return way(x, g, size, axes, how)
 
 
-def _products_of_planes(x, g, size, axes):
-    """Do as `_products` does, along three axes or more: add up sums of planes."""
-    (depth, *rest), ins, outs, num_planes = size, x.shape[-1], g.shape[-1], g.shape[1]
-    windows = _windows_of_planes(x, axes[0], depth, num_planes)
-    g = g.reshape(-1, *g.shape[2:])
-    numbers = 4 * (g[0].size // outs) * (depth * ins + outs)
-    count = _at_once(num_planes, numbers * x.dtype.itemsize)
-    inner = _products if len(rest) < 3 else _products_of_planes
+def _sum_of_examples(x, g, size, axes, how):
+    """Do so without dilation, by a convolution for each chunk of the examples.
 
-    def add(total, i):
-        own = lax.dynamic_slice_in_dim(g, i, count)
-        return total + inner(windows(i, count), own, rest, axes[1:]), None
-
-    total = lax.full_like(x, 0, _wide(x.dtype), (*rest, depth * ins, outs))
-    total, _ = lax.scan(add, total, jnp.arange(0, len(g), count))
-    return jnp.moveaxis(total.reshape(*rest, depth, ins, outs), -3, 0)
-
-
-def _products(x, g, size, axes):
-    """Return the sum of x[n, h stride + i dilation, ...] g[n, h, ...] over n, h, w.
-
-    It is a sum of products of two matrices, one for each chunk.  The first has all
-    entries of x in the window at each place of g.  Or, along the first axes, it has one
-    entry of each phase, and the second has a copy of g for each of the windows that
-    such an entry belongs to.  The cheaper way is taken.
+    Its channels are the examples, its kernel is g, and its one image is x, whose last
+    axis and channels are a single axis: [1, H, W I, count].  The entries of a window
+    are I apart there, so the outputs are [1, kh, kw I, O].
     """
-    *_, strides, dilation = zip(*axes)
-    ins, outs, wide = x.shape[-1], g.shape[-1], _wide(x.dtype)
-
-    def widths(moved):  # of the matrices, if g is moved along so many axes
-        blocks = [-(-k // s) for k, s in zip(size[:moved], strides)]
-        ours = math.prod((*strides[:moved], *size[moved:])) * ins
-        return ours, math.prod(blocks) * outs
-
-    def cost(moved):  # of copies and products, in numbers copied
-        ours, theirs = widths(moved)
-        return ours + theirs + ours * theirs / 20
-
-    free = [1 in axis[3:] for axis in axes]
-    moved = min((n for n in range(len(axes) + 1) if all(free[:n])), key=cost)
-    places, copies, lengths = [], [], []
-    for i, (n, k, s, d) in enumerate(zip(g.shape[1:], size, strides, dilation)):
-        reach = (k - 1) * d // s if i < moved else 0
-        places.append(range(s) if i < moved else range(0, k * d, d))
-        copies.append(range(reach, -1, -d))
-        lengths.append(n + reach)
-    edges = [_Axis(copy[0], copy[0]) for copy in copies]
-    num_bytes = math.prod(g.shape[1:-1]) * sum(widths(moved)) * wide.itemsize
-    count = _at_once(len(x), num_bytes)
-    rows = int(ins < 8 and not moved)  # few channels are gathered as rows, not columns
+    (*space, ins), outs, wide = x.shape[1:], g.shape[-1], _wide(x.dtype)
+    edges = [_Axis(axis.low, axis.high, dilation=axis.stride) for axis in axes]
+    low, high, _, _, dilation = edges.pop()
+    edges.append(_Axis(low * ins, high * ins, dilation=dilation * ins))
+    # XLA's own routine is slow with few channels, above all if both sides have few.
+    least = 1 if how["onednn"] else 32 if outs <= 16 else 8
+    count = _at_once(len(x), 2 * (x[0].size + g[0].size) * x.dtype.itemsize, least)
 
     def add(total, first):
         a, b = (lax.dynamic_slice_in_dim(y, first, count) for y in (x, g))
-        if rows:
-            a = jnp.moveaxis(a, -1, 0).reshape(-1, *a.shape[1:-1], 1)
-        start = [lax.optimization_barrier(jnp.int32(0))] * x.ndim
-        sizes = len(a), *lengths, a.shape[-1]
-        a = _gather(_by_phase(a, strides), strides, places, start, sizes)
-        sizes = count, *lengths, outs
-        b = _gather(_pad(b, edges), [1] * len(axes), copies, start, sizes)
-        a = [view.reshape(ins, -1) if rows else view for view in a]
-        a, b = jnp.concatenate(a, 0 if rows else -1), jnp.concatenate(b, -1)
-        a, b = (y.reshape(-1, y.shape[-1]).astype(wide) for y in (a, b))
-        if total.shape[0] <= total.shape[1]:
-            return total + lax.dot_general(a, b, (((rows,), (0,)), ((), ()))), None
-        # XLA's product is faster if the first matrix is the narrower one.
-        y = lax.dot_general(b, a, (((0,), (rows,)), ((), ())))
-        return total + lax.optimization_barrier(y).T, None
+        a, b = (y if how["onednn"] else y.astype(wide) for y in (a, b))
+        a = jnp.moveaxis(a, 0, -1).reshape(1, *space[:-1], -1, count)
+        return total + _library(a, jnp.moveaxis(b, 0, -2), edges, how)[0], None
 
-    total = lax.full_like(x, 0, wide, widths(moved))
+    total = lax.full_like(x, 0, wide, (*size[:-1], size[-1] * ins, outs))
     total, _ = lax.scan(add, total, jnp.arange(0, len(x), count))
-    shape = [*map(len, places)], [*map(len, copies)]
-    total = total.reshape(*shape[0], ins, *shape[1], outs)
-    pairs = [(len(axes) + 1 + i, i) for i in range(len(axes))]
-    total = total.transpose(*itertools.chain(*pairs), len(axes), -1)
-    total = total.reshape(*map(operator.mul, *shape), ins, outs)
-    return total[tuple(map(slice, size))]
+    return total.reshape(*size, ins, outs)
+
+
+def _sum_of_planes(x, g, size, axes, how):
+    """Do so along three axes or more, of two for each entry of the depth of a window.
+
+    The examples of two axes are the planes of all examples.
+    """
+    (axis, *rest), planes = axes, (len(g) * g.shape[1], *g.shape[2:])
+    span = (g.shape[1] - 1) * axis.stride + 1
+    x = _fit(x, [axis, *[_Axis()] * len(rest)], [span + size[0] - 1, *x.shape[2:-1]])
+
+    def at(entry):
+        seen = lax.dynamic_slice_in_dim(x, entry, span, 1)
+        seen = lax.slice_in_dim(seen, 0, span, axis.stride, 1)
+        seen = seen.reshape(planes[0], *x.shape[2:])
+        return _kernel_gradient(seen, g.reshape(planes), size[1:], rest, how)
+
+    return lax.map(at, jnp.arange(size[0]))
 
 
 # ---------------------------------------------------------------------------------
@@ -428,7 +397,7 @@ def _products(x, g, size, axes):
 # ---------------------------------------------------------------------------------
 
 
-def _convolve(lhs, rhs, *, dimension_numbers, **how):
+def _convolve(lhs, rhs, *, onednn, dimension_numbers, **how):
     """Convolve in any form: on a CPU in the ways above, elsewhere by XLA."""
     (batch, features, *space), (out, ins, *window), (b, f, *s) = dimension_numbers
     # Gradients name a sharding, and `vmap` could not map groups with one.
@@ -461,14 +430,14 @@ def _convolve(lhs, rhs, *, dimension_numbers, **how):
         x = lhs.transpose(batch, *space, features)
         kernel = rhs.transpose(*window, ins, out)
         # JAX 0.5 would add up in float16 on processors with such instructions.
-        sums = jnp.promote_types(made.dtype, _wide(lhs.dtype))
-        more = how | dict(preferred_element_type=sums)
+        sums = made.dtype if onednn else jnp.promote_types(made.dtype, _wide(lhs.dtype))
+        more = how | dict(preferred_element_type=sums, onednn=onednn)
         if is_gradient:
             x, g = x.swapaxes(0, -1), jnp.moveaxis(kernel, -2, 0)
             if groups > 1:
                 y = _depthwise_gradient(x, g, size, turned)[None]
             else:
-                y = jnp.moveaxis(_kernel_gradient(x, g, size, turned), -2, 0)
+                y = jnp.moveaxis(_kernel_gradient(x, g, size, turned, more), -2, 0)
         else:
             if groups > 1:  # of the batch; as groups of features they are faster
                 x = jnp.moveaxis(x.reshape(groups, -1, *x.shape[1:]), 0, -2)
@@ -492,18 +461,40 @@ def _refuse(primals, tangents):
     )
 
 
-def _replace(eqn: Any) -> Any:
+_ONEDNN: dict[str, bool | str] = {
+    "xla_cpu_experimental_onednn_custom_call": True,
+    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE",
+}
+
+
+def compiler_options(backend: str | None = None) -> dict[str, bool | str]:
+    """Return options with which XLA convolves by oneDNN, or none where that is untried.
+
+        options = compiler_options()
+        step = jax.jit(fast(step, options), compiler_options=options)
+
+    `backend` is JAX's default one, or "cpu", "gpu", "tpu".  There are options on CPUs
+    of x86-64 with JAX 0.11 and 0.12, unless XLA_FLAGS names one of them.
+    """
+    tried = jax.__version_info__[:2] in ((0, 11), (0, 12))
+    here = platform.machine().lower() in ("x86_64", "amd64")
+    named = any(name in os.environ.get("XLA_FLAGS", "") for name in _ONEDNN)
+    on_cpu = (backend or jax.default_backend()) == "cpu"
+    return dict(_ONEDNN) if tried and here and on_cpu and not named else {}
+
+
+def _replace(eqn: Any, onednn: bool) -> Any:
     """Replace an equation that is a convolution of floats."""
     if not jnp.issubdtype(eqn.invars[1].aval.dtype, jnp.inexact):
         return eqn
-    convolve = functools.partial(_convolve, **eqn.params)
+    convolve = functools.partial(_convolve, onednn=onednn, **eqn.params)
     program = jax.jit(functools.update_wrapper(convolve, _convolve))
     with jax.disable_jit(False):  # so that the call is one equation
         call = jax.make_jaxpr(program)(*(v.aval for v in eqn.invars)).eqns[0]
     return eqn.replace(primitive=call.primitive, params=call.params)
 
 
-def rewrite(jaxpr: Any) -> Any:
+def rewrite(jaxpr: Any, options: dict | None = None) -> Any:
     """Return a program with fast convolutions, at any depth; for libraries that trace.
 
     `jaxpr` is what `jax.make_jaxpr` returns, or a part of that: a jaxpr, an equation, a
@@ -513,7 +504,7 @@ def rewrite(jaxpr: Any) -> Any:
     x, params = jaxpr, getattr(jaxpr, "params", {})
     if isinstance(x, core.JaxprEqn):
         if x.primitive is lax.conv_general_dilated_p:
-            return _replace(x)
+            return _replace(x, bool(options))
         # This one is done, or its author chose for each platform.
         if params.get("name") == "_convolve" or params.get("branches_platforms"):
             return x
@@ -522,7 +513,7 @@ def rewrite(jaxpr: Any) -> Any:
     if name is None:
         return x
     parts, treedef = jax.tree.flatten(getattr(x, name))
-    new = [*map(rewrite, parts)]
+    new = [rewrite(part, options) for part in parts]
     same = all(map(operator.is_, new, parts))
     return x if same else x.replace(**{name: jax.tree.unflatten(treedef, new)})
 
@@ -548,7 +539,7 @@ def _release(tree: Any) -> Any:
     return jax.tree.map(lambda x: x[0] if is_held(x) else x, tree, is_leaf=is_held)
 
 
-def fast(f: Callable) -> Callable:
+def fast(f: Callable, options: dict | None = None) -> Callable:
     """Return f with fast convolutions on CPUs, to be compiled: `jax.jit(fast(f))`.
 
     f is the outermost function that you compile, such as a training step that takes
@@ -583,7 +574,7 @@ def fast(f: Callable) -> Callable:
         # A new function each time, since JAX caches traces by function.
         trace = jax.make_jaxpr(lambda *both: traced(*both), return_shape=True)
         program, made = trace(*both)
-        leaves = core.jaxpr_as_fun(rewrite(program))(*jax.tree.leaves(both))
+        leaves = core.jaxpr_as_fun(rewrite(program, options))(*jax.tree.leaves(both))
         return jax.tree.unflatten(jax.tree.structure(made), leaves)
 
     @functools.wraps(f)

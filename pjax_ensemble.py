@@ -70,14 +70,11 @@ from jax.experimental import multihost_utils
 from jax.extend import core
 from numpy.typing import ArrayLike
 
+_beside = ".fast_convolutions" if __package__ else "fast_convolutions"
 try:
-    _beside = ".fast_convolutions" if __package__ else "fast_convolutions"
-    _rewrite = importlib.import_module(_beside, __package__).rewrite
+    _fast_convolutions: Any = importlib.import_module(_beside, __package__)
 except ModuleNotFoundError:  # this file alone convolves by XLA, slower on CPUs
-
-    def _rewrite(program: Any) -> Any:
-        return program
-
+    _fast_convolutions = None
 
 __version__ = "0.1.0"
 
@@ -1029,6 +1026,10 @@ def _over_shards(rows: PyTree, shards: int) -> PyTree:
     return jax.tree.map(lambda x: lax.with_sharding_constraint(x, spec), rows)
 
 
+# A trainer sets this to the compiler options of the program that it traces.
+_compiler_options: Any = contextvars.ContextVar("compiler_options", default=None)
+
+
 def _trace(f: Callable, *args) -> tuple:
     """Trace f once; return its program and its result's form.
 
@@ -1037,7 +1038,9 @@ def _trace(f: Callable, *args) -> tuple:
     """
     # A new function each time, since JAX caches traces by function.
     program, made = jax.make_jaxpr(lambda *args: f(*args), return_shape=True)(*args)
-    run, form = core.jaxpr_as_fun(_rewrite(program)), jax.tree.structure(made)
+    if _fast_convolutions:
+        program = _fast_convolutions.rewrite(program, _compiler_options.get())
+    run, form = core.jaxpr_as_fun(program), jax.tree.structure(made)
     return lambda *args: jax.tree.unflatten(form, run(*jax.tree.leaves(args))), made
 
 
@@ -1809,7 +1812,15 @@ def _over_members(f: Callable, places: _Places, train: bool, at_once: int) -> Ca
         return (states, metrics) if train else states
 
     program = mapped if places.shards == 1 else divided
-    return jax.jit(program, donate_argnums=(0,) if train else (), **how)
+    if _fast_convolutions:
+        how["compiler_options"] = _fast_convolutions.compiler_options(places.platform)
+
+    def traced(*args):
+        context = contextvars.copy_context()  # limits the change to this trace
+        context.run(_compiler_options.set, how.get("compiler_options"))
+        return context.run(program, *args)
+
+    return jax.jit(traced, donate_argnums=(0,) if train else (), **how)
 
 
 _STEPS = 256  # orders are padded to a multiple of this, so that most share a program

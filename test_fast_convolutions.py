@@ -147,7 +147,7 @@ def test_a_convolution_without_numbers_has_gradients_without_numbers(x, kernel):
     assert [y.shape for y in found] == [x, kernel] and not found[1].any()
 
 
-def test_a_kernels_gradient_is_a_product_of_chunks_of_the_batch():
+def test_a_kernels_gradient_is_a_sum_over_chunks_of_the_batch():
     args = randn(0, 64, 32, 32, 16), randn(1, 3, 3, 16, 16)
     plain = jax.grad(lambda x, kernel: dilated(x, kernel).var(), 1)
     fast, slow = (jax.jit(f).lower(*args) for f in (fc.fast(plain), plain))
@@ -249,10 +249,9 @@ def test_programs_with_nothing_to_rewrite_stay_as_they_are():
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="0.5 keeps all branches")
 @cases(
-    "name, count", ("three axes, transposed", 3), ("three axes", 2), ("transposed", 2)
+    "name, count", ("three axes, transposed", 3), ("three axes", 3), ("transposed", 3)
 )
 def test_convolutions_of_a_step_have_two_axes_and_no_zeros_between_entries(name, count):
-    """The kernel's gradient of all but a long transposed one is a product."""
     x, kernel = (64, 5, 6, 3), (4, 3, 3, 2)
     how = dict(padding=[(2, 1), (1, 1)], lhs_dilation=(2, 3))
     x, kernel, how = CONVOLUTIONS.get(name, (x, kernel, how))
@@ -293,8 +292,9 @@ PLAIN = GRADS(KERNEL, X)
 
 
 def is_fast(lowered):
-    """Whether kernels' gradients are products of matrices."""
-    return "stablehlo.dot_general" in lowered.as_text()
+    """Whether no kernel's gradient is in XLA's form; JAX 0.5 keeps all branches."""
+    form = "[f, 0, 1, b]x[i, 0, 1, o]->[0, 1, b, f]"
+    return jax.__version_info__ < (0, 10) or form not in find_forms(lowered.as_text())
 
 
 def test_a_step_compiles_once_and_takes_arguments_by_name_and_static_ones():
@@ -322,7 +322,8 @@ def test_a_step_compiles_once_and_takes_arguments_by_name_and_static_ones():
 
     given = jnp.asarray(KERNEL)
     lowered = jax.jit(array, donate_argnums=0).lower(given, {"x": X})
-    assert is_fast(lowered) and not is_fast(jax.jit(GRADS).lower(KERNEL, X))
+    assert is_fast(lowered)
+    assert jax.__version_info__ < (0, 10) or not is_fast(jax.jit(GRADS).lower(KERNEL, X))
     assert_close(lowered.compile()(given, {"x": X}), KERNEL - 0.1 * PLAIN[1])
     assert given.is_deleted()
 

@@ -124,12 +124,14 @@ def error(seed):
         y, gradients = jax.vjp(function, x, kernel)
         return y, *gradients(cotangent)
 
-    fast = fc.fast(convolve)
-    program = jax.jit(lambda *args: lax.map(lambda args: fast(*args), args))
+    options = fc.compiler_options()
+    fast = fc.fast(convolve, options)
+    loop = jax.jit(lambda *args: lax.map(lambda args: fast(*args), args))
     exact = [np.asarray(x, np.float64) for x in args]
     expected, squares = sums(*exact, how), sums(*map(np.square, exact), how)
     worst = 0.0
     args = [jnp.stack([x, x]) for x in args]
+    program = loop.lower(*args).compile(compiler_options=options)
     with mock.patch.object(fc, "_CHUNK_BYTES", 2_000_000 if seed % 2 else 2_000):
         results = program(*args), program(*args)
     for found in results:

@@ -6,7 +6,7 @@
 One member of each network of `networks.py` trains on one device, bound to one core, and
 JAX's profiler reports every operation.  The kinds are
 
-- convolutions: XLA's routine, with the scales and sums that XLA computes in it;
+- convolutions: XLA's or oneDNN's, with the scales and sums that are computed in it;
 - products: matrix products;
 - around them: copies, shifts and sums in place of a convolution;
 - the rest: normalization, activations, the optimizer.
@@ -41,9 +41,9 @@ KINDS = "convolutions", "products", "around them", "the rest"
 def kind(path: str) -> str:
     """Name the kind of an operation by its path in JAX's program."""
     name = path.rsplit("/", 1)[-1]
-    if name == "conv_general_dilated":
+    if name in ("conv_general_dilated", "convolution"):
         return "convolutions"
-    if name == "dot_general":
+    if name in ("dot_general", "matmul"):
         return "products"
     return "around them" if "branch_0_fun" in path else "the rest"
 
@@ -72,7 +72,9 @@ def profile(name: str, steps: int) -> tuple[float, float, dict[str, float]]:
     state, batch = trainer.init(jax.random.key(0)), networks.SHAPES[name].batch
     order = np.arange(steps * batch).reshape(steps, batch) % len(data[0])
     text = trainer.lower("epoch", data, order).compile().as_text()
-    paths = dict(re.findall(r'^\s*(?:ROOT )?%?(\S+) = .*op_name="([^"]*)"', text, re.M))
+    line = r"^\s*(?:ROOT )?%?(\S+) = .*"
+    paths = dict(re.findall(line + 'op_name="([^"]*)"', text, re.M))
+    paths |= re.findall(line + r'custom_call_target="__onednn\$(\w+)"', text, re.M)
 
     def epoch():
         nonlocal state
