@@ -474,13 +474,16 @@ def compiler_options(backend: str | None = None) -> dict[str, bool | str]:
         step = jax.jit(fast(step, options), compiler_options=options)
 
     `backend` is JAX's default one, or "cpu", "gpu", "tpu".  There are options on CPUs
-    of x86-64 with JAX 0.11 and 0.12, unless XLA_FLAGS names one of them.
+    of x86-64 with JAX 0.11 and 0.12, unless XLA_FLAGS names one of them, or programs
+    are kept in JAX's persistent cache, which cannot keep programs with oneDNN.
     """
     tried = jax.__version_info__[:2] in ((0, 11), (0, 12))
     here = platform.machine().lower() in ("x86_64", "amd64")
     named = any(name in os.environ.get("XLA_FLAGS", "") for name in _ONEDNN)
-    on_cpu = (backend or jax.default_backend()) == "cpu"
-    return dict(_ONEDNN) if tried and here and on_cpu and not named else {}
+    taken = tried and here and not named and not jax.config.jax_compilation_cache_dir
+    return (
+        dict(_ONEDNN) if taken and (backend or jax.default_backend()) == "cpu" else {}
+    )
 
 
 def _replace(eqn: Any, onednn: bool) -> Any:

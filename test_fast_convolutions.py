@@ -1,7 +1,9 @@
 """Tests of fast_convolutions.py."""
 
 import functools
+import platform
 import re
+from unittest import mock
 
 import convolutions
 import jax
@@ -323,7 +325,9 @@ def test_a_step_compiles_once_and_takes_arguments_by_name_and_static_ones():
     given = jnp.asarray(KERNEL)
     lowered = jax.jit(array, donate_argnums=0).lower(given, {"x": X})
     assert is_fast(lowered)
-    assert jax.__version_info__ < (0, 10) or not is_fast(jax.jit(GRADS).lower(KERNEL, X))
+    assert jax.__version_info__ < (0, 10) or not is_fast(
+        jax.jit(GRADS).lower(KERNEL, X)
+    )
     assert_close(lowered.compile()(given, {"x": X}), KERNEL - 0.1 * PLAIN[1])
     assert given.is_deleted()
 
@@ -409,3 +413,50 @@ def test_a_function_that_changes_an_object_in_place_is_refused():
     found = jax.jit(fc.fast(step))(Model(KERNEL), batch)
     assert_close(found, KERNEL - grads)
     assert batch["x"] is X
+
+
+TRIED = jax.__version_info__[:2] in ((0, 11), (0, 12))
+
+
+@pytest.fixture
+def no_cache():
+    name = "jax_compilation_cache_dir"
+    kept = getattr(jax.config, name)
+    jax.config.update(name, None)
+    yield functools.partial(jax.config.update, name)
+    jax.config.update(name, kept)
+
+
+def test_options_are_for_cpus_where_they_were_tried(no_cache, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=true")
+    monkeypatch.setattr(platform, "machine", lambda: "AMD64")
+    assert bool(fc.compiler_options()) == bool(fc.compiler_options("cpu")) == TRIED
+    assert fc.compiler_options("gpu") == fc.compiler_options("tpu") == {}
+    for flag in fc._ONEDNN:  # which then wins
+        monkeypatch.setenv("XLA_FLAGS", f"--{flag}=false")
+        assert fc.compiler_options() == {}
+    monkeypatch.delenv("XLA_FLAGS")
+    for version in (0, 10, 2), (0, 13, 0):
+        with mock.patch.object(jax, "__version_info__", version):
+            assert fc.compiler_options() == {}
+    with mock.patch.object(platform, "machine", lambda: "arm64"):
+        assert fc.compiler_options() == {}
+    no_cache("a folder")
+    assert fc.compiler_options() == {}
+
+
+@pytest.mark.skipif(not TRIED, reason="this JAX has no oneDNN, or none that was tried")
+@cases("axes", 1, 2, 3)
+def test_options_bring_onednn_for_convolutions_and_their_gradients(axes, no_cache):
+    x, kernel = randn(0, 8, *[6] * axes, 16), randn(1, *[3] * axes, 16, 32)
+    names = ["N{}C", "{}IO", "N{}C"]
+    names = " ".join(each.format("DHW"[-axes:]) for each in names)
+
+    def loss(kernel, x):
+        return jnp.sin(dilated(x, kernel, axes=names)).sum()
+
+    plain, options = jax.grad(loss, (0, 1)), fc._ONEDNN
+    lowered = jax.jit(fc.fast(plain, options)).lower(kernel, x)
+    found = lowered.compile(compiler_options=options)
+    assert found.as_text().count('"__onednn$convolution"') >= 3
+    assert_close(found(kernel, x), jax.jit(plain)(kernel, x))
