@@ -480,7 +480,8 @@ def compiler_options(backend: str | None = None) -> dict[str, bool | str]:
     tried = jax.__version_info__[:2] in ((0, 11), (0, 12))
     here = platform.machine().lower() in ("x86_64", "amd64")
     named = any(name in os.environ.get("XLA_FLAGS", "") for name in _ONEDNN)
-    taken = tried and here and not named and not jax.config.jax_compilation_cache_dir
+    cached = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009, for mypy
+    taken = tried and here and not named and not cached
     return (
         dict(_ONEDNN) if taken and (backend or jax.default_backend()) == "cpu" else {}
     )

@@ -1007,15 +1007,16 @@ def _average(tree: PyTree, axis: str, groups: list | None = None) -> PyTree:
     return jax.tree.map(lambda mean, x: mean.astype(x.dtype), means, tree)
 
 
-def _scan(f: Callable, carry: PyTree, xs: PyTree, shards: int) -> tuple:
-    """Do as `lax.scan` does; over shards, without a loop of one turn.
+def _scan(f: Callable, carry: PyTree, xs: PyTree) -> tuple:
+    """Do as `lax.scan` does, without a loop of one turn.
 
-    Within such a loop over divided arrays, XLA for TPUs computes other loops twice.
+    Such a loop copies its carry.  Over shards, XLA for TPUs computes other loops within
+    it twice.
     """
-    if shards == 1 or len(jax.tree.leaves(xs)[0]) > 1:
+    if len(jax.tree.leaves(xs)[0]) > 1:
         return lax.scan(f, carry, xs)
     carry, y = f(carry, jax.tree.map(lambda x: x[0], xs))
-    return carry, jax.tree.map(lambda y: y[None], y)
+    return carry, jax.tree.map(lambda y: jnp.asarray(y)[None], y)
 
 
 def _over_shards(rows: PyTree, shards: int) -> PyTree:
@@ -1103,7 +1104,7 @@ def _make_step(average, part, shards, loss_fn, optimizer, more, *options) -> Cal
         parts = jnp.arange(num_parts, dtype=jnp.int32), jax.tree.map(cut, batch)
         context = contextvars.copy_context()  # limits the change to this trace
         context.run(_replica_mean.set, average)
-        total, results = context.run(_scan, add, _zeros(params), parts, shards)
+        total, results = context.run(_scan, add, _zeros(params), parts)
         loss, (new_model_state, aux) = results
         loss, aux = jax.tree.map(mean, (loss, aux))
         new_model_state = jax.tree.map(lambda x: x[0], new_model_state)  # one part
@@ -1118,23 +1119,25 @@ def _make_step(average, part, shards, loss_fn, optimizer, more, *options) -> Cal
         )
         more = {"value": loss} if takes_value else {}
 
-        def optimize(_, both):
-            params, opt_state = both
+        def optimize(state_and_grads):
+            params, opt_state, grads = state_and_grads
             updates, new = optimizer.update(grads, opt_state, params, **more)
             _check_form("the optimizer's new state", new, opt_state)
             return apply_updates(params, updates), new
 
-        # On CPU, XLA cannot see that this loop runs once, so it compiles the body by
-        # itself; otherwise bits would depend on fusion, and so on K.  On an accelerator
-        # XLA sees it and removes the loop, for whose end the host would have to wait.
+        # On CPU, XLA cannot see that this branch is always taken, so it compiles the
+        # optimizer by itself; otherwise bits would depend on fusion, and so on K.  (In
+        # a loop of one turn, XLA would move parts out of it, and use one thread.)  On
+        # an accelerator XLA sees it, and removes the branch.
         hide = lax.optimization_barrier
-        once = lax.platform_dependent(1, cpu=hide, default=lambda x: x)
+        always = lax.platform_dependent(True, cpu=hide, default=lambda x: x)
         given = (
             "it is given gradients, a state that its own init made, parameters and, by "
             "name, value=loss; docs/coming-from.md#l-bfgs shows how to give it more"
         )
-        loop = lax.fori_loop, 0, once, optimize, state[:2]
-        new = *_call("the optimizer's update", given, *loop), new_model_state
+        given_all = *state[:2], grads
+        branch = lax.cond, always, optimize, lambda given: given[:2], given_all
+        new = *_call("the optimizer's update", given, *branch), new_model_state
         if skip_nonfinite:  # replicas have the same averages, so they skip together
             finite = [jnp.isfinite(x).all() for x in jax.tree.leaves((loss, grads))]
             ok, old = jnp.stack(finite).all(), (params, opt_state, model_state)
@@ -1768,7 +1771,7 @@ def _in_turn(f, states, of_slot, places, train, at_once) -> tuple:
 
     kept = jax.tree.map(lambda x: x.reshape(slots, -1) if flat else x, states)
     starts = jnp.arange(0, whole, together)
-    kept, results = _scan(advance, kept, starts, places.shards)
+    kept, results = _scan(advance, kept, starts)
     if together > 1:
         results = jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), results)
     if whole < slots:
