@@ -1471,7 +1471,7 @@ LINE = randn(0, 96), randn(1, 96)
 @pytest.mark.skipif(jax.__version_info__[:2] == (0, 10), reason="needs no such loop")
 @pytest.mark.usefixtures("optimized")  # otherwise nothing is fused
 @cases(
-    "make, data",  # without the step's hidden loop, they round otherwise on AVX2:
+    "make, data",  # without the step's branch, they round otherwise on AVX2:
     (lambda k: net_trainer(k, 1, optimizer=optax.nadam(0.01)), image_data()),  # 0.5.0
     (line_trainer, LINE),  # JAX 0.12
 )

@@ -2,6 +2,7 @@
 
     python -m pip install '.[bench]'
     python benchmarks/networks.py [--networks NAME ...] [--rounds 5] [--json FILE]
+                                  [--torch PYTHON]
 
 Two members train on two cores: ours on two virtual devices, by hand in a `jit` of a
 step, member after member, as it is and through `fast_convolutions.fast`, and in PyTorch
@@ -12,7 +13,8 @@ random, since speed does not depend on them.
 
 Each system is a process that waits (peers/networks_jax.py, peers/networks_torch.py).
 The systems of a network take turns, in a new order each round, first at training, then
-at predicting; a figure is the median of rows per second of all members together.
+at predicting; a figure is the median of rows per second of all members together.  With
+--torch, PyTorch runs in another Python, since the newest JAX may need a newer one.
 """
 
 import argparse
@@ -157,12 +159,13 @@ def rate(name: str, peers: list, what: str) -> float:
     return sum(x["rows"] for x in said) / max(x["seconds"] for x in said)
 
 
-def measure(name: str, rounds: int, options: str = "") -> dict:
+def measure(name: str, rounds: int, options: str = "", torch=sys.executable) -> dict:
     """Return the rates of each system at training and predicting, and its hello."""
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     peers, results = {}, {}
     for system, commands in systems(name).items():
-        started = [speed.launch(f"{x} {options}", **pipes) for x in commands]
+        python = torch if "torch" in system else sys.executable
+        started = [speed.launch(f"{x} {options}", python, **pipes) for x in commands]
         hello = [speed.answer(peer, system) for peer in started]
         peers[system], results[system] = started, {"hello": hello}
     for what in "train", "predict":
@@ -207,6 +210,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="+", default=[""], metavar="NAME")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--torch", default=sys.executable, metavar="PYTHON")
     args = parser.parse_args()
     for beginning in args.networks:
         if not any(name.startswith(beginning) for name in SHAPES):
@@ -215,7 +219,7 @@ def main() -> None:
     for name in SHAPES:
         if name.startswith(tuple(args.networks)):
             print(f"measuring {name}", file=sys.stderr, flush=True)
-            results[name] = measure(name, args.rounds)
+            results[name] = measure(name, args.rounds, torch=args.torch)
             if args.json:
                 args.json.write_text(json.dumps(results, indent=2) + "\n")
     for what in "train", "predict":

@@ -112,12 +112,12 @@ GROUPS = {
 }
 
 
-def launch(command: str, **pipes) -> subprocess.Popen:
+def launch(command: str, python: str = sys.executable, **pipes) -> subprocess.Popen:
     """Start a peer's script, and send its errors to a file that `fail` reads."""
     script, *options = shlex.split(command)
     path = (PEERS / script).resolve()
     errors = tempfile.TemporaryFile()  # noqa: SIM115, it lives as long as the process
-    command = [sys.executable, path, *options]
+    command = [python, path, *options]
     process = subprocess.Popen(command, stderr=errors, text=True, **pipes)
     process.stderr = errors
     return process

@@ -396,7 +396,9 @@ def serve_by_hand(name, members, fast):
     batch = networks.SHAPES[name].batch
 
     def compiled(f):
-        return jax.jit(fc.fast(f) if fast else f)
+        options = fc.compiler_options() if fast else None
+        f = fc.fast(f, options) if fast else f
+        return jax.jit(f, compiler_options=options)
 
     @compiled
     def step(params, opt_state, state, x, y):
