@@ -64,11 +64,11 @@ def __dir__() -> list[str]:  # for completion: without the imported modules' nam
 # ---------------------------------------------------------------------------------
 
 # XLA:CPU has a fast routine for convolutions of NHWC images and HWIO kernels, of one or
-# two axes; oneDNN, which it calls if it is told to, has one for three axes too.  XLA
-# converts other layouts to these, but not inside a loop, where gradients then take some
-# sixty times as long (jax issue 12868).  So each convolution of a function is replaced:
-# on a CPU it takes these layouts, with any number of axes, and one of the ways below.
-# `_forward` chooses the way, and `_kernel_gradient` for gradients of kernels.
+# two axes; oneDNN, which XLA calls if `compiler_options` say so, has one for three axes
+# too.  XLA converts other layouts to these, but not inside a loop, where gradients then
+# take some sixty times as long (jax issue 12868).  So each convolution of a function is
+# replaced: on a CPU it takes these layouts, with any number of axes, and one of the
+# ways below, which `_forward` and, for gradients of kernels, `_kernel_gradient` choose.
 
 _CHUNK_BYTES = 2_000_000  # of arrays at work: so much fits a core's cache
 
@@ -115,8 +115,12 @@ def _by_phase(x, strides):
 
 
 def _at_once(count: int, num_bytes: int, least: int = 1) -> int:
-    """Return how many of `count`, of so many bytes each, fit a chunk and divide it."""
-    fit = min(max(_CHUNK_BYTES // num_bytes, least), count)
+    """Return how many of `count`, of so many bytes each, fit a chunk and divide it.
+
+    They are `least` or more, if these take no more than 16 chunks.
+    """
+    fit = _CHUNK_BYTES // num_bytes
+    fit = min(max(fit, min(least, 16 * fit), 1), count)
     return next(n for n in range(fit, 0, -1) if count % n == 0)
 
 
@@ -315,15 +319,15 @@ def _forward(x, kernel, axes, how):
 def _kernel_gradient(x, g, size, axes, how):
     """Return the gradient [kh, kw, I, O] of a kernel of this size.
 
-    g [N, H', W', O] are the gradients of the outputs.  The result is the sum of
-    x[n, h stride + i dilation, ...] g[n, h, ...] over n, h and w, for each i and j.
+    g [N, H', W', O] are the gradients of the outputs.  Entry i of a kernel of one axis
+    has the sum of x[n, h stride + i dilation, :, None] g[n, h] over n and h.
     """
     ins, outs, few = x.shape[-1], g.shape[-1], 8 if how["onednn"] else 16
     narrow = outs <= few and outs < ins
     spread = any(axis.between for axis in axes)
     if (narrow or spread) and all(axis[3:] == (1, 1) for axis in axes):
-        # x and g change places: outputs are more channels, or images without zeros
-        # between their entries, in the gradient of a strided convolution.
+        # x and g change places, in the gradient of another convolution, with more
+        # outputs, or with strides in place of zeros between the images' entries.
         turned = [
             _Axis(k - 1 - axis.low, stride=axis.between + 1)
             for k, axis in zip(size, axes)
@@ -349,11 +353,11 @@ def _kernel_gradient(x, g, size, axes, how):
 
 
 def _sum_of_examples(x, g, size, axes, how):
-    """Do so without dilation, by a convolution for each chunk of the examples.
+    """Do as `_kernel_gradient`, without dilation, by a convolution of each chunk.
 
-    Its channels are the examples, its kernel is g, and its one image is x, whose last
-    axis and channels are a single axis: [1, H, W I, count].  The entries of a window
-    are I apart there, so the outputs are [1, kh, kw I, O].
+    Its channels are the chunk's examples, its kernel is g, and its one image is x,
+    whose last axis and channels are a single axis: [1, H, W I, count].  The entries of
+    a window are I apart there, so the outputs are [1, kh, kw I, O].
     """
     (*space, ins), outs, wide = x.shape[1:], g.shape[-1], _wide(x.dtype)
     edges = [_Axis(axis.low, axis.high, dilation=axis.stride) for axis in axes]
@@ -375,9 +379,10 @@ def _sum_of_examples(x, g, size, axes, how):
 
 
 def _sum_of_planes(x, g, size, axes, how):
-    """Do so along three axes or more, of two for each entry of the depth of a window.
+    """Do as `_kernel_gradient`, without dilation, along three axes or more.
 
-    The examples of two axes are the planes of all examples.
+    For each entry of a window's depth, it is a gradient along the other axes, whose
+    examples are the planes of all examples.
     """
     (axis, *rest), planes = axes, (len(g) * g.shape[1], *g.shape[2:])
     span = (g.shape[1] - 1) * axis.stride + 1
@@ -424,7 +429,7 @@ def _convolve(lhs, rhs, *, onednn, dimension_numbers, **how):
         wide = math.prod(size) < math.prod(rhs.shape[i] for i in window)
         is_gradient = features < batch and wide and how["feature_group_count"] == 1
 
-    # Members that are computed together convolve one after another, which is faster.
+    # Under `vmap`, convolutions run one after another, which is faster.
     @jax.custom_batching.sequential_vmap
     def on_cpu(lhs, rhs):
         x = lhs.transpose(batch, *space, features)
@@ -477,14 +482,13 @@ def compiler_options(backend: str | None = None) -> dict[str, bool | str]:
     of x86-64 with JAX 0.11 and 0.12, unless XLA_FLAGS names one of them, or programs
     are kept in JAX's persistent cache, which cannot keep programs with oneDNN.
     """
+    kept, enabled = "jax_compilation_cache_dir", "jax_enable_compilation_cache"
+    cached = all(getattr(jax.config, name) for name in (kept, enabled))
+    named = any(name in os.environ.get("XLA_FLAGS", "") for name in _ONEDNN)
     tried = jax.__version_info__[:2] in ((0, 11), (0, 12))
     here = platform.machine().lower() in ("x86_64", "amd64")
-    named = any(name in os.environ.get("XLA_FLAGS", "") for name in _ONEDNN)
-    cached = getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009, for mypy
-    taken = tried and here and not named and not cached
-    return (
-        dict(_ONEDNN) if taken and (backend or jax.default_backend()) == "cpu" else {}
-    )
+    on_cpu = (backend or jax.default_backend()) == "cpu"
+    return dict(_ONEDNN) if on_cpu and here and tried and not (named or cached) else {}
 
 
 def _replace(eqn: Any, onednn: bool) -> Any:
@@ -503,7 +507,7 @@ def rewrite(jaxpr: Any, options: dict | None = None) -> Any:
 
     `jaxpr` is what `jax.make_jaxpr` returns, or a part of that: a jaxpr, an equation, a
     parameter of one.  A part without such a convolution is returned unchanged.  Whoever
-    differentiates the result gets a ValueError.
+    differentiates the result gets a ValueError.  `options` are as in `fast`.
     """
     x, params = jaxpr, getattr(jaxpr, "params", {})
     if isinstance(x, core.JaxprEqn):
@@ -549,7 +553,8 @@ def fast(f: Callable, options: dict | None = None) -> Callable:
     f is the outermost function that you compile, such as a training step that takes
     gradients.  It takes and returns any trees, by position or by name.  Leaves that are
     neither arrays nor numbers (flags, strings, functions) are static; a number that f
-    needs to know is fixed before: `fast(functools.partial(f, num_steps=2))`.
+    needs to know is fixed before: `fast(functools.partial(f, num_steps=2))`.  `options`
+    are those with which the result is compiled, by `compiler_options`: ways differ.
 
     The result equals f's to rounding.  It works in `scan`, `vmap`, `shard_map` and
     `jax.export`, and with donated arguments.  It raises ValueError if it is
