@@ -72,9 +72,7 @@ def profile(name: str, steps: int) -> tuple[float, float, dict[str, float]]:
     state, batch = trainer.init(jax.random.key(0)), networks.SHAPES[name].batch
     order = np.arange(steps * batch).reshape(steps, batch) % len(data[0])
     text = trainer.lower("epoch", data, order).compile().as_text()
-    line = r"^\s*(?:ROOT )?%?(\S+) = .*"
-    paths = dict(re.findall(line + 'op_name="([^"]*)"', text, re.M))
-    paths |= re.findall(line + r'custom_call_target="__onednn\$(\w+)"', text, re.M)
+    paths = dict(re.findall(r'^\s*(?:ROOT )?%?(\S+) = .*op_name="([^"]*)"', text, re.M))
 
     def epoch():
         nonlocal state
@@ -91,7 +89,8 @@ def profile(name: str, steps: int) -> tuple[float, float, dict[str, float]]:
     for event in events:
         operation = event.get("args", {}).get("hlo_op", "while")
         if not re.match("while|call|conditional", operation):  # their parts are counted
-            found[kind(paths.get(operation, ""))] += event["dur"]
+            path = paths.get(operation, operation.replace("__onednn$", "/"))
+            found[kind(path)] += event["dur"]
     scale = 1e3 * least / steps / batch / sum(found.values())  # the profiler slows it
     gradient = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
     model = jax.eval_shape(init, jax.random.key(0))
