@@ -154,14 +154,20 @@ def _library(x, kernel, axes, how):
     XLA reads uninitialized memory (JAX 0.5, 0.10) if an axis is padded by (-p, +p), as
     in gradients of causal convolutions: negative padding is cut off before.  Its own
     routine is up to three times as fast with more than 16 channels on one side and an
-    even number of inputs, so channels of zeros are added (JAX 0.10, 0.12).
+    even number of inputs, so channels of zeros are added (JAX 0.10, 0.12).  oneDNN (JAX
+    0.12) reads uninitialized memory where the stride of one window over one channel is
+    above 1: there the stride becomes 1.
     """
+    *window, ins, outs = kernel.shape
+    how, axes = {**how}, [*axes]
+    by_xla = not how.pop("onednn")
+    for i, (axis, length, k) in enumerate(zip(axes, x.shape[1:], window)):
+        spare = axis._replace(stride=1).num_windows(length, k) - 1
+        if spare < axis.stride and not by_xla:
+            axes[i] = axis._replace(high=axis.high - spare, stride=1)
     if any(min(axis.low, axis.high) < 0 for axis in axes):
         x = _pad(x, axes)
         axes = [axis._replace(low=0, high=0, between=0) for axis in axes]
-    *window, ins, outs = kernel.shape
-    how = {**how}
-    by_xla = not how.pop("onednn")
     if by_xla and math.prod(window) > 1 and how["feature_group_count"] == 1:
         more = [-ins % 4 if ins % 2 and ins > 1 else 0, 0]
         if max(ins, outs) <= 16:
