@@ -130,12 +130,12 @@ def test_compiled_programs_are_counted_turn_by_turn():
     expected = dict(endless=1, meetings=turns + 3, bytes=sum(sizes.values())) | sizes
     # Per turn a meeting and a fusion; kernels in the branches; the custom call.
     assert found == expected | dict(kernels=2 * turns + 5 + 1)
-    # On a CPU the length of the optimizer's loop is hidden, once per member.
+    # The optimizer is in a branch, so no loop has a hidden length, on a CPU either.
     devices = jax.devices()[:2]
     _, *sizes, states, endless, meetings, megabytes, kernels, _, _ = (
         accelerators.cells_of("small", devices, "update", 4, 1)
     )
-    assert (endless, meetings, float(megabytes)) == (2, 0, 0) and kernels > 10
+    assert (endless, meetings, float(megabytes)) == (0, 0, 0) and kernels > 10
     assert float(states) > 2 and len(sizes) == 3
     # Replicas average the gradients, 552 numbers, and the loss.
     *_, meetings, megabytes, _, _, _ = accelerators.cells_of(
