@@ -377,11 +377,13 @@ def _sum_of_examples(x, g, size, axes, how):
         a, b = (lax.dynamic_slice_in_dim(y, first, count) for y in (x, g))
         a, b = (y if how["onednn"] else y.astype(wide) for y in (a, b))
         a = jnp.moveaxis(a, 0, -1).reshape(1, *space[:-1], -1, count)
-        return total + _library(a, jnp.moveaxis(b, 0, -2), edges, how)[0], None
+        y = _library(a, jnp.moveaxis(b, 0, -2), edges, how)[0]
+        # oneDNN does what follows, and its result has y's type, unless it is a product.
+        return total + y.astype(wide) / 2, None
 
     total = lax.full_like(x, 0, wide, (*size[:-1], size[-1] * ins, outs))
     total, _ = lax.scan(add, total, jnp.arange(0, len(x), count))
-    return total.reshape(*size, ins, outs)
+    return 2 * total.reshape(*size, ins, outs)
 
 
 def _sum_of_planes(x, g, size, axes, how):
@@ -455,6 +457,9 @@ def _convolve(lhs, rhs, *, onednn, dimension_numbers, **how):
                 x = x.reshape(*x.shape[:-2], -1)
                 more |= dict(batch_group_count=1, feature_group_count=groups)
             y = _forward(x, kernel, axes, more)
+            if onednn and made.dtype.itemsize < 4:
+                # oneDNN would do what follows in the half type, even float32 sums.
+                y = lax.optimization_barrier(y)
         return y.astype(made.dtype).transpose(np.argsort((b, *s, f)))
 
     @jax.custom_jvp

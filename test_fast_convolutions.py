@@ -460,3 +460,25 @@ def test_options_bring_onednn_for_convolutions_and_their_gradients(axes, no_cach
     found = lowered.compile(compiler_options=options)
     assert found.as_text().count('"__onednn$convolution"') >= 3
     assert_close(found(kernel, x), jax.jit(plain)(kernel, x))
+
+
+@pytest.mark.skipif(not TRIED, reason="this JAX has no oneDNN, or none that was tried")
+def test_with_onednn_sums_of_half_types_stay_float32(no_cache):
+    """oneDNN does an addition that follows, and would round the sum to bfloat16."""
+    x = jnp.ones((300, 8, 8, 16), jnp.bfloat16)
+    kernel, options = jnp.ones((3, 3, 16, 16), jnp.bfloat16), fc._ONEDNN
+
+    def made(x, kernel):
+        y = dilated(x, kernel)
+        return y.astype(jnp.float32) + 0.125, y
+
+    def whole(kernel, x):  # sums of up to 300 chunks
+        y, gradient = jax.vjp(functools.partial(made, x), kernel)
+        return y[0], *gradient(jax.tree.map(jnp.ones_like, y))
+
+    with mock.patch.object(fc, "_CHUNK_BYTES", 2_000):
+        lowered = jax.jit(fc.fast(whole, options)).lower(kernel, x)
+    y, gradient = lowered.compile(compiler_options=options)(kernel, x)
+    assert y[0, 4, 4, 0] == 9 * 16 + 0.125
+    expected = jnp.asarray(2 * 300 * np.outer((7, 8, 7), (7, 8, 7)), gradient.dtype)
+    assert (gradient == expected[..., None, None]).all()

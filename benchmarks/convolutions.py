@@ -17,7 +17,7 @@ from jax import lax
 import fast_convolutions as fc
 
 # The largest `error` allowed: float32 rounds every addition, here and in plain JAX.
-LIMITS = {"float32": 32, "float16": 2, "bfloat16": 2}
+LIMITS = {"float32": 32, "float16": 1, "bfloat16": 1}
 
 
 def split(x, axes, whole, parts):
