@@ -1216,6 +1216,11 @@ def _private(what: str, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, tree)
 
 
+def _key_data(keys: Any) -> Array:
+    expected = "expected random keys, such as jax.random.split(key, K)"
+    return _call("the state's key", expected, jax.random.key_data, keys)
+
+
 def _check_keys(key_data: Any, members: Sequence[int] | np.ndarray) -> None:
     """Raise ValueError unless keys [n] are equal exactly where members [n] are."""
     rows = [row.tobytes() for row in jax.device_get(key_data)]
@@ -1282,6 +1287,12 @@ def _is_consumed(state: PyTree) -> bool:
     return any(isinstance(x, Array) and x.is_deleted() for x in leaves)
 
 
+def _alike(tree: PyTree, other: PyTree, same: Callable) -> bool:
+    """Return whether two trees have one structure, and the same leaf in each place."""
+    (leaves, form), (others, like) = map(jax.tree.flatten, (tree, other))
+    return form == like and all(map(same, leaves, others))
+
+
 def _check_state(state: Any) -> None:
     """Raise ValueError unless it is a state, outside of `jax.jit`."""
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state))
@@ -1321,8 +1332,7 @@ def _admit(owner: Any, state: Any, place: Callable, consume: bool = True) -> Tra
             "that this call returned, state, metrics = update(state, ...), which a "
             "trainer keeps as trainer.latest, or, if the call failed, with a saved one"
         )
-    leaves, latest = jax.tree.leaves(state), jax.tree.leaves(owner.latest)
-    if len(leaves) == len(latest) and all(map(operator.is_, leaves, latest)):
+    if _alike(state, owner.latest, operator.is_):
         return state
     state = place(state)
     if consume:
@@ -1381,7 +1391,7 @@ def _make_update(replicas: bool, *args) -> Callable:
     def place(state):
         _check_axes("state", state, expected=form)
         if state.key is not None:
-            keys = _gather_devices(jax.random.key_data(state.key))
+            keys = _gather_devices(_key_data(state.key))
             _check_keys(keys, np.zeros(len(keys)) if replicas else range(len(keys)))
         num_devices = np.shape(jax.tree.leaves(state)[0])[0]
         sharding = _device_sharding(num_devices, axis)
@@ -1712,12 +1722,6 @@ class _Places:
         return jax.tree.map(take, tree)
 
 
-def _model_shapes(state: TrainState) -> dict[str, list[int]]:
-    """Return the shapes of a member's parameters and model state, by path."""
-    model = state._replace(opt_state=(), key=None)
-    return {name: [*np.shape(x)[1:]] for name, x in _named(model)}
-
-
 def _check_draws(key: Any, at_once: int) -> None:
     """Raise ValueError for keys whose draws change if members are together."""
     if at_once > 1 and key is not None and "rbg" in str(jax.random.key_impl(key)):
@@ -1824,6 +1828,16 @@ def _over_members(f: Callable, places: _Places, train: bool, at_once: int) -> Ca
         return context.run(program, *args)
 
     return jax.jit(traced, donate_argnums=(0,) if train else (), **how)
+
+
+def _near(x: np.ndarray, y: np.ndarray) -> bool:
+    """Return whether arrays are equal, or floats that differ by rounding alone."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return np.array_equal(x, y)
+    rounding = float(jnp.finfo(x.dtype).eps) ** 0.5
+    x, y = (z.astype(_wide(z.dtype)) for z in (x, y))
+    size = np.abs(x[np.isfinite(x)]).max(initial=0)
+    return np.allclose(x, y, rtol=0, atol=rounding * size, equal_nan=True)
 
 
 _STEPS = 256  # orders are padded to a multiple of this, so that most share a program
@@ -2150,6 +2164,11 @@ class Trainer:
         """Compiled programs, by the name of the function that each maps."""
         return {}
 
+    @functools.cached_property
+    def _apart(self) -> set:
+        """The forms of chunks whose examples are known not to change each other."""
+        return set()
+
     # `_init`, `_update`, `_epoch` and `_predict` check a method's arguments, and return
     # its work, (f, state, of_slot, of_all): f is one of `_Member`'s functions, and the
     # arguments are as in `_over_members`.  `_do` runs the work, and `lower` lowers it.
@@ -2176,25 +2195,43 @@ class Trainer:
         return _consume(self, call, *args) if train else call(*args)
 
     @functools.cached_property
-    def _own_shapes(self) -> dict:
+    def _like(self) -> TrainState:
         with jax.transfer_guard("allow"):
-            return _model_shapes(self.like())
+            return self.like()
 
-    def _check_model(self, state):
-        """Raise ValueError unless the members have the shapes that init_fn returns."""
-        remedy, found = ", as init_fn returns it", _model_shapes(state)
-        _check_leaves("a state of another trainer", found, self._own_shapes, remedy)
+    def _check_members(self, state, trains=False):
+        """Raise ValueError unless the members have the form of those that init makes.
 
-    def _place_state(self, state):
+        Types and the optimizer's state matter where the members are to be trained.
+        """
+        part = {"key": None} | ({} if trains else {"opt_state": ()})
+        both = [each._replace(**part) for each in (state, self._like)]
+
+        def same(x, own):
+            typed = not trains or getattr(x, "dtype", None) == own.dtype
+            return typed and np.shape(x)[1:] == own.shape[1:]
+
+        if _alike(*both, same):
+            return  # without names, which take longer
+
+        def named(x):
+            shape = [*np.shape(x)[1:]]
+            return f"{_kind(_numbers('state', x))} {shape}" if trains else shape
+
+        found, own = ({name: named(x) for name, x in _named(each)} for each in both)
+        remedy = ", as the trainer's init returns it"
+        _check_leaves("a state of another trainer", found, own, remedy)
+
+    def _place_state(self, state, trains=False):
         """Check that a state belongs to these slots, and put it there."""
         members, _ = self._places.slots
         expected = f"this trainer's {len(members)}: use init, or gather and scatter"
         _check_axes("state", state, len(members), expected=expected)
         if state.key is not None:
             _check_draws(state.key, self.at_once)
-            both = _gather_devices(jax.random.key_data(state.key)), members
+            both = _gather_devices(_key_data(state.key)), members
             _call("a state of another trainer", expected, _check_keys, *both)
-        self._check_model(state)
+        self._check_members(state, trains)
         places = self._places
 
         def there(x):
@@ -2294,8 +2331,8 @@ class Trainer:
         expected = f"the trainer's {self.members} members"
         _check_axes("members' state", gathered, self.members, expected=expected)
         if gathered.key is not None:
-            _check_keys(jax.random.key_data(gathered.key), range(self.members))
-        self._check_model(gathered)
+            _check_keys(_key_data(gathered.key), range(self.members))
+        self._check_members(gathered)
         object.__setattr__(self, "latest", None)
         return self._places.lay("members' state", gathered)
 
@@ -2354,7 +2391,8 @@ class Trainer:
         Raises ValueError for a batch that is empty or does not divide into
         micro-batches.
         """
-        state = _admit(self, state, self._place_state)
+        place = functools.partial(self._place_state, trains=True)
+        state = _admit(self, state, place)
         work = self._update(state, *batch, per_member=per_member)
         if not per_member:
             self._warn_if_equal(state)
@@ -2403,7 +2441,8 @@ class Trainer:
         Raises ValueError for an order that is empty or has rows outside the data, and
         for data of several lengths.
         """
-        state = _admit(self, state, self._place_state)
+        place = functools.partial(self._place_state, trains=True)
+        state = _admit(self, state, place)
         f, state, of_slot, of_all = self._epoch(state, data, order)
         of_all["data"] = self.place(of_all["data"])  # as a trace depends on it
         order = np.asarray(order)
@@ -2461,7 +2500,8 @@ class Trainer:
         few MiB, but at least one chunk per replica: lower `chunk` if outputs are large.
 
         Raises ValueError for inputs without an example, for outputs without an entry
-        per example, and for outputs that the softmax cannot take as logits.
+        per example, for outputs that the softmax cannot take as logits, and, at a
+        program's first call, for outputs of an example that depend on other examples.
         """
 
         def mean(x):
@@ -2482,20 +2522,49 @@ class Trainer:
     def _blocks(self, state, inputs):
         """Yield the members' outputs for the inputs, a block at a time, [K, n, ...]."""
         state = _admit(self, state, self._place_state, consume=False)
-        replicas = self.layout.replicas
-
-        def join(n, x):  # [D * M, chunks, chunk, ...] -> [K, n, ...]
-            x = _gather_devices(x)
-            x = x.reshape(len(x) // replicas, replicas, *x.shape[1:]).swapaxes(1, 2)
-            x = x.reshape(len(x), math.prod(x.shape[1:4]), *x.shape[4:])
-            return x[: self.members, :n]
-
         computing = collections.deque()
         for n, work in self._predict(state, inputs):
-            computing.append((functools.partial(join, n), self._do(*work)))
+            computing.append((functools.partial(self._join, n), self._do(*work)))
             if len(computing) > 1:  # the devices are a block ahead
                 yield jax.tree.map(*computing.popleft())
+            elif n > 1:
+                self._check_apart(n, work, computing[0][1])
         yield jax.tree.map(*computing.pop())
+
+    def _join(self, n, x):  # [D * M, chunks, chunk, ...] -> [K, n, ...]
+        x, replicas = _gather_devices(x), self.layout.replicas
+        x = x.reshape(len(x) // replicas, replicas, *x.shape[1:]).swapaxes(1, 2)
+        x = x.reshape(len(x), math.prod(x.shape[1:4]), *x.shape[4:])
+        return x[: self.members, :n]
+
+    def _check_apart(self, n, work, made):
+        """Raise ValueError if the first example's outputs depend on other examples.
+
+        Each program, once, computes the first chunk with others in their places.
+        """
+        f, model, *given = work
+        axis = 1 + bool(given[0])  # leaves are [chunks, chunk, ...], or [slots, ...]
+        chunks = {**given[0], **given[1]}["chunks"]
+        if (form := str(_form(chunks))) in self._apart:
+            return
+        rows = np.zeros(jax.tree.leaves(chunks)[0].shape[axis], int)
+        rows[1:] = (min(n, len(rows)) - 1) // 2
+
+        def take(x):
+            return _on_data(lambda x: np.asarray(x).take(rows, axis), x)
+
+        chunks = jax.tree.map(take, chunks)
+        of_slot, of_all = ({"chunks": chunks} if "chunks" in x else {} for x in given)
+        again = self._do(f, model, of_slot, of_all | {"count": np.int32(1)})
+        for x, y in zip(*map(jax.tree.leaves, (made, again))):
+            x, y = (self._join(1, each) for each in (x, y))
+            if not _near(x, y):
+                raise ValueError(
+                    "apply_fn's output for the first example changes with the others; "
+                    "inputs are [N, ...], x[None] for one example x, and predicting "
+                    "uses no batch statistics: train=False"
+                )
+        self._apart.add(form)
 
     def _predict(self, state, inputs):
         """Yield the number of examples and the work of each block of the inputs.

@@ -1278,8 +1278,11 @@ KEPT += ("checkpoint", "init", 2, 4), ("scan", "by hand", 1, 2)
 
 
 @cases("keep, earlier, members, devices", *KEPT)
-def test_only_training_averages_whatever_came_before(keep, earlier, members, devices):
+def test_only_training_averages_whatever_came_before(
+    keep, earlier, members, devices, monkeypatch
+):
     xs, ys = (x[:12] for x in norm_batch(0))
+    monkeypatch.setattr(pe, "_near", lambda *_: True)  # takes statistics of a chunk
 
     def ends(keep):
         def forward(params, stats, xs):
@@ -1931,7 +1934,26 @@ def test_a_block_of_predictions_is_bounded_by_its_inputs_and_outputs(monkeypatch
         monkeypatch.setattr(pe, "_BLOCK_BYTES", most)
         calls.clear()
         trainer.predict_members(state, image_data()[0][:16])
-        assert len(calls) == expected
+        assert len(calls) == expected + (most != 192 + 191)  # a new program's check
+
+
+@pytest.mark.parametrize("members, devices", [(1, 1), (1, 2), (3, 2)])
+def test_outputs_that_depend_on_other_examples_are_refused(members, devices):
+    images = randn(0, 17, 64)  # more than a chunk for some of the replicas
+
+    def predict(count, apply_fn):
+        how = dict(members=members, devices=devices, chunk=8, apply_fn=apply_fn)
+        trainer, state = begin(net_trainer(**how))
+        trainer.predict(state, images[:1])
+        trainer.predict(state, images[:count])
+
+    for change in (lambda x: x - x.mean(axis=0, keepdims=True), lambda x: x[::-1]):
+        wrong = lambda p, x, f=change: net(p, f(x))  # noqa: E731
+        for count in (4, 17):
+            assert "train=False" in said_by(ValueError, predict, count, wrong)
+    drawn = jax.random.normal(KEY, (8, 4))  # a draw of its own for each row
+    nan = jnp.array([[jnp.nan, jnp.inf, 0, 0]])
+    predict(17, lambda p, x: net(p, x) + drawn[: len(x)] + nan)
 
 
 def tree_init(key):
@@ -2289,7 +2311,7 @@ def test_members_of_other_shapes_or_names_enter_no_trainer():
 
     trainer, data = net_trainer(2, 2), image_data()
     other, state = begin(pe.make_trainer(wider, net_loss, SGD, members=2, devices=2))
-    message = r"another trainer: leaf '.params.hidden.weight' is \[64, 7\]; exp.* 6\]"
+    message = r"trainer: leaf '.params.hidden.weight' is.* \[64, 7\]; exp.* 6\]"
     for call, *args in uses(trainer):
         assert re.search(message, said_by(ValueError, call, state, *args))
     assert re.search(message, said_by(ValueError, trainer.scatter, other.gather(state)))
@@ -2302,9 +2324,33 @@ def test_members_of_other_shapes_or_names_enter_no_trainer():
         (net._asdict(), "params.hidden.weight", "absent", [64, 6]),
     ):
         said = said_by(ValueError, trainer.scatter, gathered._replace(params=params))
-        assert f"leaf '.{name}' is {found}; expected {expected}, as init" in said
+        assert f"leaf '.{name}' is {found}; expected {expected}, as the tr" in said
     said = said_by(ValueError, trainer.scatter, gathered._replace(model_state=(short,)))
     assert "leaf '.model_state[0].weight' is [6, 4]; expected absent" in said
+    said = said_by(ValueError, trainer.scatter, gathered._replace(key=np.zeros((2, 2))))
+    assert said.startswith("the state's key: ")
+
+
+def test_states_of_other_types_and_optimizers_predict_and_are_not_trained():
+    trainer, data = net_trainer(2, 2), image_data()
+    state = trainer.gather(trainer.init(KEY))
+    half = state.params._replace(hidden=jax.tree.map(np.float16, state.params.hidden))
+    for other, found in (
+        (
+            state._replace(params=half),
+            "hidden.weight' is float16 [64, 6]; expected flo",
+        ),
+        (state._replace(opt_state=()), ".opt_state.num_steps' is absent; expected int"),
+    ):
+        placed = trainer.scatter(other)
+        assert trainer.predict(placed, data[0]).sum().round() == len(data[0])
+        for call, *args in uses(trainer)[:2]:
+            assert found in said_by(ValueError, call, placed, *args)
+    state, _ = trainer.update(trainer.scatter(state), *data)
+    named = state._replace(params=(*state.params,))  # with leaves of the latest state
+    for call, *args in uses(trainer):
+        assert "is absent; expected" in said_by(ValueError, call, named, *args)
+    trainer.update(state, *data)
 
 
 @cases("members, devices", *LAYOUTS[1:])
