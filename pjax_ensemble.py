@@ -1072,7 +1072,7 @@ def _make_step(average, part, shards, loss_fn, optimizer, more, *options) -> Cal
     takes_value = any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in parameters)
 
     def step(state, *batch):
-        params, opt_state, model_state, key = state
+        params, _, model_state, key = state
         _check_params(params, jnp.inexact)
         num_parts = _num_parts(batch, model_state, microbatch)
         if stateful:
@@ -1125,25 +1125,34 @@ def _make_step(average, part, shards, loss_fn, optimizer, more, *options) -> Cal
             _check_form("the optimizer's new state", new, opt_state)
             return apply_updates(params, updates), new
 
+        ok: Any = True
+        if skip_nonfinite:  # replicas have the same averages, so they skip together
+            finite = [jnp.isfinite(x).all() for x in jax.tree.leaves((loss, grads))]
+            ok = jnp.stack(finite).all()
+            loss = jnp.where(ok, loss, jnp.nan)
+
         # On CPU, XLA cannot see that this branch is always taken, so it compiles the
         # optimizer by itself; otherwise bits would depend on fusion, and so on K.  (In
         # a loop of one turn, XLA would move parts out of it, and use one thread.)  On
-        # an accelerator XLA sees it, and removes the branch.
+        # an accelerator XLA sees it, and removes the branch, as it would be slow there.
         hide = lax.optimization_barrier
-        always = lax.platform_dependent(True, cpu=hide, default=lambda x: x)
+        taken = lax.platform_dependent(ok, cpu=hide, default=lambda x: True)
         given = (
             "it is given gradients, a state that its own init made, parameters and, by "
             "name, value=loss; docs/coming-from.md#l-bfgs shows how to give it more"
         )
         given_all = *state[:2], grads
-        branch = lax.cond, always, optimize, lambda given: given[:2], given_all
-        new = *_call("the optimizer's update", given, *branch), new_model_state
-        if skip_nonfinite:  # replicas have the same averages, so they skip together
-            finite = [jnp.isfinite(x).all() for x in jax.tree.leaves((loss, grads))]
-            ok, old = jnp.stack(finite).all(), (params, opt_state, model_state)
-            new = jax.tree.map(lambda x, y: jnp.where(ok, x, y), new, old)
-            loss = jnp.where(ok, loss, jnp.nan)
-        state = TrainState(*new, key)
+        branch = lax.cond, taken, optimize, lambda given: given[:2], given_all
+        new = _call("the optimizer's update", given, *branch)
+
+        def keep_or_take(new, old):
+            return jax.tree.map(lambda x, y: jnp.where(ok, x, y), new, old)
+
+        if skip_nonfinite:
+            both, branched = (new, state[:2]), lambda new, old: new
+            new = lax.platform_dependent(*both, cpu=branched, default=keep_or_take)
+            new_model_state = keep_or_take(new_model_state, model_state)
+        state = TrainState(*new, new_model_state, key)
         return state, (loss, aux) if has_aux else loss
 
     return step
@@ -1289,7 +1298,8 @@ def _is_consumed(state: PyTree) -> bool:
 
 def _alike(tree: PyTree, other: PyTree, same: Callable) -> bool:
     """Return whether two trees have one structure, and the same leaf in each place."""
-    (leaves, form), (others, like) = map(jax.tree.flatten, (tree, other))
+    both: Any = map(jax.tree.flatten, (tree, other))
+    (leaves, form), (others, like) = both
     return form == like and all(map(same, leaves, others))
 
 

@@ -1550,6 +1550,20 @@ def test_programs_lowered_for_other_platforms_keep_their_convolutions():
         assert found == expected
 
 
+def test_a_step_that_is_skipped_takes_a_branch_on_cpus_and_selects_elsewhere():
+    def lower(program, _, *args):
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+        for name, selects in ("cuda", True), ("cpu", jax.__version_info__ < (0, 10)):
+            text = export.export(program, platforms=[name])(*shapes).mlir_module()
+            kept = [x for x in text.split("\n") if ".select" in x and "64x6xf32" in x]
+            assert bool(kept) == selects
+        raise InterruptedError  # the program need not run
+
+    trainer, state = begin(net_trainer(1, 1, skip_nonfinite=True))
+    with mock.patch.object(pe, "_run", lower), pytest.raises(InterruptedError):
+        trainer.update(state, *image_data())
+
+
 def test_a_lowered_program_is_the_one_that_runs():
     def text_of(program, alone, *args):
         texts.append(program.lower(*args).as_text())
