@@ -1315,17 +1315,17 @@ def _check_state(state: Any) -> None:
 
 def _check_apart(state: PyTree) -> None:
     """Raise ValueError where two leaves of a state on devices share a buffer."""
-    names: dict[Any, str] = {}
-    for name, x in _named(state):
+    first: dict[int, int] = {}
+    for i, x in enumerate(jax.tree.leaves(state)):
         buffer = id(x)
         if x.size and not _is_key(x):
             buffer = x.addressable_data(0).unsafe_buffer_pointer()
-        if buffer in names:
+        if (j := first.setdefault(buffer, i)) < i:
+            names = [name for name, _ in _named(state)]
             raise ValueError(
-                f"leaves '{names[buffer]}' and '{name}' of the state share one buffer, "
+                f"leaves '{names[j]}' and '{names[i]}' of the state share one buffer, "
                 "which cannot be reused for both; copy one with jax.numpy.copy"
             )
-        names[buffer] = name
 
 
 def _admit(owner: Any, state: Any, place: Callable, consume: bool = True) -> TrainState:
@@ -1335,14 +1335,17 @@ def _admit(owner: Any, state: Any, place: Callable, consume: bool = True) -> Tra
     place(state), which raises for a state that does not fit the owner.  If the program
     will consume it, no two of its leaves may share a buffer.
     """
-    _check_state(state)
+    latest = owner.latest
+    known = latest and (state is latest or _alike(state, latest, operator.is_))
+    if not known:
+        _check_state(state)
     if _is_consumed(state):
         raise ValueError(
             "the state was consumed by an earlier update or epoch; go on with the one "
             "that this call returned, state, metrics = update(state, ...), which a "
             "trainer keeps as trainer.latest, or, if the call failed, with a saved one"
         )
-    if _alike(state, owner.latest, operator.is_):
+    if known:
         return state
     state = place(state)
     if consume:
