@@ -198,14 +198,24 @@ def test_loop_ends_in_the_same_bits_after_it_was_stopped_at_ten_places(
 
 
 @pytest.mark.once
-def test_loop_refuses_a_file_of_other_settings_and_keeps_it(tmp_path):
-    file, run = tmp_path / "kept", functools.partial(run_loop, epochs=2)
+def test_loop_refuses_other_settings_and_goes_on_for_more_epochs(tmp_path):
+    file, run = tmp_path / "kept", functools.partial(run_loop, kind="a", epochs=2)
     run(file)
     content = file.read_bytes()
-    said = said_by(ValueError, functools.partial(run, file, seed=1))
-    assert said == f"{file} has seed 0, not 1; name another"
-    assert "losses" in said_by(ValueError, functools.partial(run, file, epochs=3))
+    for name, was, now in ("seed", 0, 1), ("kind", "a", "b"), ("epochs", 2, 1):
+        said = said_by(ValueError, functools.partial(run, file, **{name: now}))
+        assert said == f"{file} has {name} {was}, not {now}; name another"
     assert file.read_bytes() == content
+    for path in file, tmp_path / "whole":
+        run(path, epochs=3)
+    assert file.read_bytes() == path.read_bytes() != content
+
+
+def test_loop_refuses_one_loss_for_all_members(tmp_path):
+    loop, trained = importlib.import_module("loop"), (None, np.ones((5, 1)))
+    calls = mock.Mock(members=5), lambda *_: trained, lambda _: 0.5
+    said = said_by(ValueError, loop.fit, *calls, tmp_path / "none", loop.SETTINGS)
+    assert said == "validate gave (); expected losses [K]"
 
 
 def test_loop_needs_no_progress_bar(monkeypatch):
