@@ -237,6 +237,8 @@ def test_example_of_volumes_bounds_the_share_missed_of_kinds_it_knows(run_exampl
     assert ensemble[2] < min(losses) < 0.15 and min(ensemble[:2]) > 0.8
     assert mutual[2] > 0.8 > entropy[2] and min(*entropy[:2], *mutual[:2]) > 0.75
     assert known[0] < 13 and 2 * known[0] < unseen[0]
+    missed = importlib.import_module("volumes").missed
+    assert not missed(np.ones((1, 2)), np.zeros((1, 2)), [0, 1]).any()
 
 
 IMPORTS = """
@@ -337,6 +339,8 @@ def test_code_of_every_page_runs_and_prints_what_it_says(
     if name == "dense":
         (flat, by_images), (more_flat, more) = names["missed"], names["over"]
         assert by_images < 0.1 < flat - 0.02 and more < 0.05 < more_flat - 0.1
+        names["labels"][0] = 0
+        assert not names["shares_missed"]([0], names["grid"]).any()
 
 
 FOREVER = """
