@@ -312,13 +312,6 @@ def readme():
 
 
 @pytest.mark.once
-def test_readme_learns_and_keeps_what_it_says(readme):
-    nll, report = "negative_log_likelihood", readme["report"]
-    assert all(report["ensemble"][nll] < each[nll] for each in report["member"])
-    assert readme["wrong"][500:][readme["kept"]].mean() < 0.05
-
-
-@pytest.mark.once
 @pytest.mark.parametrize("name", OF_CODE)
 def test_code_of_every_page_runs_and_prints_what_it_says(
     name, readme, tmp_path, monkeypatch, request
