@@ -81,15 +81,18 @@ def _real(name: str, x: Any, dtype: Any = np.float64) -> np.ndarray:
 _BLOCK_SIZE = 2**16  # probabilities per block: 512 KiB
 
 
-def _probabilities(probs: Any, of_members: bool = False) -> np.ndarray:
+def _probabilities(probs: Any, of_members: bool = False, labels=()) -> np.ndarray:
     """Return probabilities [..., C], or members' [K, ..., C], in their own type.
 
-    Raises ValueError for other axes; `_blocks` checks the numbers.
+    Raises ValueError for other axes, such as members' [..., C] for labels [...];
+    `_blocks` checks the numbers.
     """
-    probs = _real("probabilities", probs, None)
-    expected = "[K, N, C]; pass one model's p as p[None]" if of_members else "[..., C]"
-    filled = probs.shape[-1:] + probs.shape[:of_members]
-    if probs.ndim < (3 if of_members else 1) or 0 in filled:
+    probs, expected = _real("probabilities", probs, None), "[..., C]"
+    filled, lacks_axis = probs.shape[-1:] + probs.shape[:of_members], not probs.ndim
+    if of_members:
+        expected = "[K, N, C], as by predict_members; pass one model's p as p[None]"
+        lacks_axis = probs.ndim < 3 or np.shape(labels) == probs.shape[:-1]
+    if lacks_axis or 0 in filled:
         raise ValueError(f"probabilities have shape {probs.shape}; expected {expected}")
     return probs
 
@@ -282,7 +285,7 @@ def ensemble_report(member_probs: Any, labels: Any) -> dict:
     are masked or not real, and probabilities that are negative or not finite, or whose
     sum is off 1 by 1e-3 or more.
     """
-    probs = _probabilities(member_probs, of_members=True)
+    probs = _probabilities(member_probs, True, labels)
     _check_order("member_probs", probs, labels)
     labels, (members, *_, classes) = _class_indices(labels, probs[0]), probs.shape
     if not labels.size:

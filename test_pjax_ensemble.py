@@ -435,14 +435,10 @@ def test_cross_entropy_equals_numpy_and_is_stable():
     probs = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     expected = [-np.log(p[i]) for p, i in zip(probs, labels)]
     assert_close(cross_entropy(logits, labels), np.array(expected))
+    further = logits.reshape(1, 3, 2, 4), labels.reshape(1, 3, 2)
+    assert_close(cross_entropy(*further), np.reshape(expected, (1, 3, 2)))
     far = cross_entropy(np.float32([[1e4, 0], [1e4, 0]]), np.array([0, 1]))
     assert_allclose(far, [0, 1e4], rtol=1e-6, atol=1e-6)  # the first is -log(1)
-
-
-def test_cross_entropy_takes_further_axes():
-    logits, labels = randn(0, 2, 3, 5, 4), np.arange(30).reshape(2, 3, 5) % 4
-    losses = cross_entropy(logits.reshape(30, 4), labels.ravel())
-    assert_close(cross_entropy(logits, labels), losses.reshape(2, 3, 5))
 
 
 POWERS = itertools.product((-1, 1), (0, 7, 8, 31, 32), (-1, 0))
@@ -964,13 +960,11 @@ def test_each_part_of_a_batch_draws_from_a_key_of_its_member_and_its_number(way)
     assert_allclose(found, expected, rtol=1e-6)
 
 
-def test_sync_averages_over_replicas_that_draw_different_numbers():
+def test_sync_averages_over_replicas():
     def loss_fn(params, model_state, key, x):
         new = {"mean": x.mean(), "steps": model_state["steps"] + 1, "constant": 0.5}
         new["large"] = model_state["large"]
-        mine = jax.lax.axis_index("devices")
-        draws = jnp.zeros(D).at[mine].set(jax.random.uniform(key))
-        return params * x.mean(), (new, {"largest": x.max(), "draws": draws})
+        return params * x.mean(), (new, {"largest": x.max()})
 
     optimizer, x = pe.sgd(1.0, momentum=0.0), np.arange(16.0).reshape(D, 2)
     model_state = {"mean": 0.0, "steps": jnp.int32(2**30), "constant": 0.5}
@@ -987,9 +981,6 @@ def test_sync_averages_over_replicas_that_draw_different_numbers():
     kinds = [state.model_state[name].dtype.name for name in ("steps", "large")]
     assert kinds == ["int32", "float16"]
     assert_array_equal(state.model_state["large"], np.full(D, 3e4, np.float16))
-    _, (_, later) = update(state, x)
-    draws = np.concatenate([each["draws"][0] for each in (aux, later)])
-    assert len(set(draws.tolist())) == 2 * D  # all replicas and steps differ
 
 
 @every_way

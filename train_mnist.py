@@ -829,12 +829,13 @@ def misfit(arrays: Sequence[np.ndarray]) -> str | None:
     return None
 
 
-def load_mnist(folder: Path) -> Dataset:
+def load_mnist(folder: str | os.PathLike) -> Dataset:
     """Load the four files from `folder`: MNIST's, or others of any size and labels.
 
     Raises Failure for a missing file that cannot be downloaded, for a damaged file, and
     for files that do not fit each other.
     """
+    folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise Failure(f"--data-dir {folder}: not a folder")
     found, foreign = {}, []

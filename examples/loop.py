@@ -8,6 +8,7 @@ from the file; once the training has ended, it only scores.
 """
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
@@ -36,27 +37,37 @@ def fit(trainer, train_epoch, validate, file, settings):
 
     train_epoch(state, epoch) returns the state and losses [K, steps]; validate(state)
     returns losses [K].  The file holds all that the loop knows, so the same call goes
-    on after a kill or Ctrl-C, and ends as if there had been none.
+    on after a kill or Ctrl-C, and ends as if there had been none.  So does a call with
+    more `epochs`, if nothing else depends on their number.
     """
     first = trainer.gather(trainer.init(jax.random.key(settings["seed"])))
-    losses = np.full((2, settings["epochs"], trainer.members), np.inf)
-    kept = {"epoch": 0, "state": first, "best": first, "losses": losses}
-    kept["settings"] = settings
+    losses = np.full((2, epochs := settings["epochs"], trainer.members), np.inf)
+    kept = {"epoch": 0, "state": first, "best": first, "losses": losses[:, :0]}
+    text = json.dumps(settings | {"epochs": 0}, default=float)  # numbers, strings, ...
+    kept["settings"] = np.frombuffer(text.encode(), np.uint8)
     if os.path.exists(file):
-        kept = pe.load(file, kept)  # refuses leaves of other forms
-        for name, value in settings.items():
-            if (old := kept["settings"][name]) != value:
-                raise ValueError(f"{file} has {name} {old}, not {value}; name another")
+        found, new = pe.load(file), json.loads(text) | {"epochs": epochs}
+        old = json.loads(bytes(found.get("['settings']", b"{}")))
+        old["epochs"] = max(epochs, int(found.get("['epoch']", 0)))  # may rise
+        for name in new | old:
+            if (was := old.get(name)) != (now := new.get(name)):
+                raise ValueError(f"{file} has {name} {was}, not {now}; name another")
+        own = {name: found[f"['{name}']"] for name in ("losses", "settings")}
+        kept = pe.load(file, kept | own)  # refuses leaves of other forms
     begin, state = int(kept["epoch"]), trainer.scatter(kept["state"])
-    training, validation = kept["losses"]  # [epochs, K] each; infinite where to come
-    for epoch in tqdm(range(begin, len(training)), total=len(training), initial=begin):
+    losses[:, :begin] = kept["losses"]
+    training, validation = losses  # [epochs, K] each; infinite where to come
+    for epoch in tqdm(range(begin, epochs), total=epochs, initial=begin):
         if epoch - validation.argmin(axis=0).max() > settings["patience"]:
             break
         state, found = train_epoch(state, epoch)
-        training[epoch] = found.mean(axis=1)
-        validation[epoch] = np.fmin(validate(state), np.inf)  # nan counts as infinite
+        scores = np.fmin(validate(state), np.inf)  # nan counts as infinite
+        if scores.shape != (trainer.members,):
+            raise ValueError(f"validate gave {scores.shape}; expected losses [K]")
+        training[epoch], validation[epoch] = found.mean(axis=1), scores
         better = validation.argmin(axis=0) == epoch  # [K]
-        kept |= {"epoch": epoch + 1, "state": trainer.gather(state)}
+        kept |= {"epoch": epoch + 1, "losses": losses[:, : epoch + 1]}
+        kept["state"] = trainer.gather(state)
         kept["best"] = pe.choose_members(better, kept["state"], kept["best"])
         pe.save(file, kept)  # whole, or not at all
     return kept

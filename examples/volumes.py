@@ -77,7 +77,7 @@ def loss_fn(params, volumes, labels):
 
 def missed(lesion, labels, thresholds):  # shares of each volume's lesion voxels [N, T]
     each = [np.sort(p[y > 0]) for p, y in zip(lesion, labels)]
-    return np.array([np.searchsorted(p, thresholds) / len(p) for p in each])
+    return np.array([np.searchsorted(p, thresholds) / max(1, len(p)) for p in each])
 
 
 def control_risk(losses, thresholds):  # losses [n, T] rise from 0, at most to 1
