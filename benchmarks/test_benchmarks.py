@@ -202,6 +202,33 @@ def test_tabular_estimator_keeps_networks_of_all_rows_and_scores_rows_left_out()
     assert_array_equal(model._networks["number"], [2 * (3 * 5 + 1) + i for i in (0, 1)])
 
 
+def test_tabular_folds_keep_together_rows_that_are_equal_or_share_a_group():
+    order = np.random.default_rng(0).permutation(23)
+    folds = tabular.fold(np.arange(23), 5, 0)
+    for (train, test), part in zip(folds, np.array_split(order, 5), strict=True):
+        assert_array_equal(test, part)
+        assert_array_equal(train, np.setdiff1d(order, part))
+    x, groups = np.arange(10) % 8, [*"abcdefgh", None, "c"]  # 9 = 1, and of 2's group
+    links = tabular.link(x[:, None], np.array(groups, object))
+    assert links[0] == links[8] and links[1] == links[9] == links[2]
+    assert len({*links}) == 7
+    links = np.repeat(np.arange(10), [90, 80, *[5] * 8])
+    tests = [test for _, test in tabular.fold(links, 5, 0)]
+    assert_array_equal(np.sort(np.concatenate(tests)), np.arange(210))
+    assert sum(len({*links[test]}) for test in tests) == 10
+    assert max(map(len, tests)) < 210 / 5 + 90  # not both of the largest
+
+
+@mock.patch.object(pe.Trainer, "epoch", solve)
+@cases("repeat", lambda rows: np.repeat(rows, 4), lambda rows: np.r_[rows, rows[::2]])
+def test_tabular_intervals_hold_beside_repeated_rows(repeat):
+    x, noise, rows = randn(0, 4000, 4), randn(1, 4000), repeat(np.arange(50))
+    y = x[:, 0] + noise
+    model = tabular.EnsembleRegressor(**SHORT).fit(x[rows], y[rows])
+    low, high = model.predict_interval(x[50:]).T
+    assert ((low < y[50:]) & (y[50:] < high)).mean() > 0.8
+
+
 @mock.patch.object(tabular, "FOLDS", 3)
 @cases("name", "EnsembleRegressor", "EnsembleClassifier")
 def test_tabular_fit_that_fails_leaves_the_model_as_it_was(name):
@@ -284,6 +311,8 @@ def test_tabular_estimators_take_numbers_of_any_scale():
     with np.errstate(divide="ignore", invalid="ignore"):  # its deviation rounds to 0
         said = said_by(ValueError, model.fit, X, least * (np.arange(24) == 5))
     assert said.startswith("y[0] is 0.0; expected 1e18 deviations")
+    said = said_by(ValueError, model.fit(X, Y).log_density, X, Y[:9])
+    assert said == "y has shape (9,); expected (24,), one number per row of X"
 
 
 @cases(
@@ -293,7 +322,11 @@ def test_tabular_estimators_take_numbers_of_any_scale():
         for name in ("members", "epochs")
         for bad in (0, -1, 2.0, True, None)
     ),
-    *(({}, y, f"y has {y[0]!r}; use numbers, or Ens") for y in LABELS),
+    *(({}, y, f"y[0] is {y[0]!r}; use numbers, or Ens") for y in LABELS),
+    *(
+        ({}, np.where(np.arange(24) == 5, bad, Y), f"y[5] is {bad}; use numbers")
+        for bad in (None, np.nan)
+    ),
 )
 def test_tabular_estimators_name_what_they_cannot_take(options, y, message):
     model = tabular.EnsembleRegressor(**SHORT | options)
@@ -305,7 +338,9 @@ REFUSED = (  # in the order of docs/tables.md
     dict(X=np.where(X[3, 1] == X, np.nan, X), y=Y),
     dict(X=X, y=Y, sample_weight=Y),
     dict(X=X, y=X),
-    dict(X=X, y=["a"] * 24),
+    dict(X=X, y=[0.5, *"a" * 23]),
+    dict(X=X, y=Y, groups=Y[:9]),
+    dict(X=X, y=Y, groups=["a"] * 24),
 )
 
 

@@ -9,9 +9,10 @@
 A network has two hidden layers of 32 units; it predicts a mean and a variance, or the
 probabilities of classes.  All networks of a fit are the members of one trainer.  Each
 recipe has `members` networks that learn all rows, and as many for each of five folds,
-which learn the other four.  The fit takes the recipe whose networks give the left-out
-folds the lowest NLL, for numbers the lowest interval score, and keeps its networks of
-all rows: they are the ensemble.
+which learn the other four.  Rows that are equal, or share a group, are in one fold, so
+that no network learned a row left out.  The fit takes the recipe whose networks give
+the left-out folds the lowest NLL, for numbers the lowest interval score, and keeps its
+networks of all rows: they are the ensemble.
 
 The errors on the left-out folds, one per row, calibrate the deviation: the density of
 a target is Student's t about the ensemble's mean, whose degrees of freedom and factor
@@ -49,8 +50,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-from sklearn.utils import check_random_state
+from sklearn.utils import check_array, check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
@@ -328,16 +331,43 @@ def train(model: Model, data: Data, recipes, members: int, epochs: int, seed: in
     return networks, [leaf.reshape(*shape, *leaf.shape[1:]) for leaf in found]
 
 
-def fold(splits: list[Split], count: int, seed: int) -> list[list[Split]]:
-    """Divide each split's training rows into `count` folds, or one fold per row.
+def link(x, groups=None) -> np.ndarray:
+    """Return a number per row of x [N, F], which rows that belong together share.
+
+    These are rows that are equal or share a group, and rows linked by others to both.
+    """
+    links = np.unique(x, axis=0, return_inverse=True)[1].ravel()
+    if groups is not None:
+        groups = check_array(groups, dtype=None, ensure_2d=False, input_name="groups")
+        if groups.shape != (len(x),):
+            found = f"groups has shape {groups.shape}"
+            raise ValueError(f"{found}; expected ({len(x)},), one group per row of X")
+        number = {group: i for i, group in enumerate(groups.tolist(), len(x))}
+        ends = links, [number[group] for group in groups.tolist()]
+        graph = coo_array((np.ones(len(x)), ends), shape=(2 * len(x), 2 * len(x)))
+        links = connected_components(graph, directed=False)[1][links]
+    if (links == links[0]).all():
+        found = "all rows of X belong to one group"
+        raise ValueError(f"{found}, as equal rows do; expected 2 groups or more")
+    return links
+
+
+def fold(links: np.ndarray, count: int, seed: int) -> list[Split]:
+    """Divide rows into `count` folds, or fewer: linked rows, links [N], into one fold.
 
     Each fold is a split that tests these rows and trains on the others.
     """
-    draw, folds = np.random.default_rng(seed), []
-    for rows, _ in splits:
-        parts = np.array_split(draw.permutation(rows), min(count, len(rows)))
-        folds.append([Split(np.setdiff1d(rows, part), part) for part in parts])
-    return folds
+    _, first, links = np.unique(links, return_index=True, return_inverse=True)
+    order = np.random.default_rng(seed).permutation(len(links))
+    place = np.argsort(order)[first[links]]  # linked rows go to the first one's place
+    order = np.argsort(place, kind="stable")
+    _, starts, sizes = np.unique(place[order], return_index=True, return_counts=True)
+    parts = np.array_split(order, min(count, len(order)))
+    ends = np.cumsum([len(part) for part in parts])
+    middles = np.repeat(starts + (sizes - 1) // 2, sizes)  # fall into the rows' fold
+    numbers = np.searchsorted(ends, middles, side="right")
+    parts = [order[numbers == i] for i in np.unique(numbers)]
+    return [Split(np.setdiff1d(order, part), part) for part in parts]
 
 
 def left_out(folds: list[Split], leaf: np.ndarray) -> np.ndarray:
@@ -365,10 +395,10 @@ def whole(fit):
     """Make a fit that fails or is interrupted leave its estimator as it was."""
 
     @functools.wraps(fit)
-    def fit_or_restore(self, X, y):
+    def fit_or_restore(self, X, y, groups=None):
         before = vars(self).copy()
         try:
-            return fit(self, X, y)
+            return fit(self, X, y, groups)
         except BaseException:
             vars(self).clear()
             vars(self).update(before)
@@ -385,7 +415,7 @@ class Ensemble(BaseEstimator):
         self.epochs = epochs
         self.random_state = random_state
 
-    def _fit(self, model, x, y):
+    def _fit(self, model, x, y, groups):
         """Train; return each row's outputs [members, N, ...] by networks without it."""
         for name, value in dict(members=self.members, epochs=self.epochs).items():
             if not isinstance(value, Integral) or value is True or value < 1:
@@ -394,7 +424,7 @@ class Ensemble(BaseEstimator):
         x = standardize("X", x, self.x_mean_, self.x_scale_)
         seed = check_random_state(self.random_state).randint(2**31)
         whole = Split(np.arange(len(x)), np.arange(0))
-        (folds,) = fold([whole], FOLDS, seed)
+        folds = fold(link(x, groups), FOLDS, seed)
         data = Data(x, y, [*folds, whole])
         recipes = [RECIPES] * len(data.splits)
         networks, found = train(model, data, recipes, self.members, self.epochs, seed)
@@ -425,21 +455,31 @@ class EnsembleRegressor(RegressorMixin, Ensemble):
     """
 
     @whole
-    def fit(self, X, y):
-        """Fit to X [N, F] and y [N], of 2 rows or more."""
-        values = np.asarray(y).ravel().tolist()
-        if labels := [v for v in values if isinstance(v, bool | str)]:
-            raise ValueError(f"y has {labels[0]!r}; use numbers, or EnsembleClassifier")
+    def fit(self, X, y, groups=None):
+        """Fit to X [N, F] and y [N], of 2 rows or more.
+
+        Rows that share one of groups [N], such as a patient's, stay in one fold.
+        """
+        values = np.asarray(y, object)  # as they are, where labels are among numbers
+        for row, v in enumerate(values.ravel().tolist() if values.ndim else []):
+            if v is None or isinstance(v, bool | str) or v != v:
+                found = f"y[{row}] is {v!r}"
+                raise ValueError(f"{found}; use numbers, or EnsembleClassifier")
         X, y = validate_data(self, X, y, y_numeric=True, **INPUTS)
         self.y_mean_, self.y_scale_ = mean_and_scale(y)
         y = standardize("y", y, self.y_mean_, self.y_scale_)
-        mean, deviation = mixture(*self._fit(GAUSSIAN, X, y))
+        mean, deviation = mixture(*self._fit(GAUSSIAN, X, y, groups))
         _, self.dof_, self.factor_ = calibrate(y - mean, deviation)
         self.scores_ = np.abs(y - mean) / (self.factor_ * deviation)
         return self
 
     def predict_deviation(self, X):
-        """Return the mean and the standard deviation of each row of X [N, F]: [N]."""
+        """Return the mean and the standard deviation of each row of X [N, F]: [N].
+
+        With few degrees of freedom (`dof_`), such as 3, a deviation says little: rare
+        large errors dominate it, and a Gaussian with it is a poor density.  Use
+        `log_density` and `predict_interval`.
+        """
         mean, deviation = mixture(*self._outputs(X))
         scale = self.factor_ * self.y_scale_
         return mean * self.y_scale_ + self.y_mean_, deviation * scale
@@ -451,6 +491,11 @@ class EnsembleRegressor(RegressorMixin, Ensemble):
         degrees of freedom.
         """
         mean, deviation = self.predict_deviation(X)
+        if np.size(y) != len(mean):
+            found = f"y has shape {np.shape(y)}"
+            raise ValueError(
+                f"{found}; expected ({len(mean)},), one number per row of X"
+            )
         errors = np.reshape(y, mean.shape) - mean
         return -student_nll(errors, deviation, self.dof_)
 
@@ -473,12 +518,13 @@ class EnsembleClassifier(ClassifierMixin, Ensemble):
     """Predict a class, and the probability of each; see `EnsembleRegressor`."""
 
     @whole
-    def fit(self, X, y):
-        """Fit to X [N, F] and y [N], labels of any type, of 2 rows or more."""
+    def fit(self, X, y, groups=None):
+        """Fit to X [N, F], y [N], labels of any type, and groups [N], as above."""
         X, y = validate_data(self, X, y, **INPUTS)
         check_classification_targets(y)
         self.classes_, y = np.unique(y, return_inverse=True)
-        self._fit(SOFTMAX._replace(outputs=len(self.classes_)), X, np.int32(y))
+        model = SOFTMAX._replace(outputs=len(self.classes_))
+        self._fit(model, X, np.int32(y), groups)
         return self
 
     def predict_proba(self, X):
