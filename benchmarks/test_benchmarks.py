@@ -26,12 +26,13 @@ import networks
 import numpy as np
 import pytest
 import resnet
+import scipy.special
 import scipy.stats
 import speed
 import steps
 import tables
 import tabular
-from numpy.testing import assert_array_equal
+from numpy.testing import assert_allclose, assert_array_equal
 from scipy.sparse import csr_array
 from sklearn.utils.estimator_checks import check_estimator
 
@@ -154,8 +155,9 @@ def test_interrupted_loops_go_on_from_the_latest_state():
 def solve(trainer, state, data, order):
     """Replace an estimator's `Trainer.epoch`: solve for the last layers, in no time."""
     (x, y, weight), state = map(np.asarray, data), trainer.gather(state)
-    params, last, h = state.params, state.params[-1], state.model_state
     numbers = y.dtype == np.float32  # whose variance is a constant
+    params, h = state.params if numbers else state.params[0], state.model_state
+    last = params[-1]
     identity = pe.Dense(np.eye(tabular.HIDDEN), np.zeros(tabular.HIDDEN))
     for i, rows in enumerate(order.reshape(len(order), -1)):
         rows = rows[weight[rows] == 1]
@@ -353,14 +355,37 @@ def test_tabular_estimators_refuse_inputs_in_the_words_of_their_page():
         assert said_by(getattr(builtins, kind), fit).startswith(message)
 
 
-def test_tabular_cross_entropy_has_a_decay_of_all_weights():
-    params, x = tabular.init(jax.random.key(0), 3, 4), randn(3, 5, 3)
-    params = jax.tree.map(lambda p: p + randn(9, *p.shape), params)
-    h = tabular.member_hyper(x, np.arange(5), np.arange(5), 3.0, 0, 0)
+def test_tabular_logits_are_a_networks_and_a_linear_models_with_a_decay_each():
+    params, x = tabular.init_classes(jax.random.key(0), 3, 4), randn(3, 5, 3)
+    params = jax.tree.map(lambda p: np.asarray(p) + randn(9, *p.shape), params)
+    h = tabular.member_hyper(x, np.arange(5), np.arange(5), 3.0, 7.0, 0)
+    (layers, skip), y = params, np.array([0, 1, 2, 3, 3])
+    logits = (x - x.mean(axis=0)) / x.std(axis=0) @ skip.weight + skip.bias
+    logits += tabular.network(layers, x, h)
     (probs,) = tabular.softmax_apply(params, x, h)
-    y, squares = np.array([0, 1, 2, 3, 3]), [np.square(p.weight).sum() for p in params]
-    expected = -np.log(probs[np.arange(4), y[:4]]).mean() + 3 / 5 * np.sum(squares)
+    assert_close(probs, scipy.special.softmax(logits, axis=1))
+    squares = [np.square(layer.weight).sum() for layer in (*layers, skip)]
+    expected = -np.log(probs[np.arange(4), y[:4]]).mean()
+    expected += (3 * sum(squares[:3]) + 7 * squares[3]) / 5
     assert_close(tabular.softmax_loss(params, x, y, np.arange(5) < 4, h), expected)
+
+
+def test_tabular_classifier_finds_the_temperature_and_the_recipe_of_labels():
+    draw, model = np.random.default_rng(0), tabular.EnsembleClassifier(**SHORT)
+    logits = draw.normal(size=(3, 1, 4000, 3))
+    labels = (logits[1, 0] / 2 + draw.gumbel(size=(4000, 3))).argmax(axis=1)
+    probs = scipy.special.softmax(logits, axis=3)
+    probs[2, 0] = np.nan  # networks that diverge
+    with mock.patch.object(model, "_fit", return_value=[probs]):
+        model.fit(np.zeros((4000, 1)), labels)
+    assert_allclose(model.temperatures_[1:], [2, 1], atol=0.2)
+    assert model.weights_[1] > 0.8 and model.weights_.sum() == pytest.approx(1)
+    pooled = em.temper(probs[1, 0], model.temperatures_[1]) * model.weights_[1]
+    with mock.patch.object(model, "_outputs", return_value=[probs[:, 0]]):
+        found = model.predict_proba(None)
+    pooled += 1 / 3 * (1 - model.weights_[1])
+    assert_allclose(found, em.temper(pooled, model.temperature_), atol=0.05)
+    assert tabular.temperature(np.eye(3), [0, 1, 2]) == 1  # none is the best
 
 
 @mock.patch.multiple(tabular, BATCH=30, STEPS=2)
@@ -390,7 +415,7 @@ def test_tabular_networks_are_those_that_train_one_by_one_without_padding():
     for i, rows in enumerate(trains):
         assert_close(hyper[i]["x_mean"][0], x[rows].mean(axis=0))
         assert_close(hyper[i]["x_scale"][0], [*x[rows, :2].std(axis=0), 1])
-        assert_close(hyper[i]["variance_decay"], own[i // 2][1] / len(rows))
+        assert_close(hyper[i]["second_decay"], own[i // 2][1] / len(rows))
         state = alone.scatter(jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], start))
         for epoch in range(3):
             order = tabular.member_orders(trains, epoch, 0)[i]
@@ -487,7 +512,7 @@ def test_tabular_choice_is_the_plainest_of_the_best_that_are_finite():
     errors = np.resize([1, -1, 0.5], 99)[None, None]  # of a recipe's members
     scales = np.array([2, 1, 0.5, 0.4999, np.nan])[:, None, None]
     means = y + errors * scales + np.zeros((5, 2, 99))
-    nll = tabular.losses(tabular.GAUSSIAN, y, [means, np.ones(means.shape)])
+    nll = tabular.losses(y, [means, np.ones(means.shape)])
     assert_close(nll[:3] - nll[2], np.log([4, 2, 1]), 0.02)
     assert 0 < nll[2] - nll[3] < 0.01 and nll[4] > 10
     assert tabular.plainest(nll) == 2
