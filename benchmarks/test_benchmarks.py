@@ -537,6 +537,12 @@ def test_tabular_calibration_finds_the_density_that_errors_are_from():
         assert nll == tabular.student_nll(errors, by * deviation, found).mean()
 
 
+def test_tables_score_classes_of_all_folds_together(tmp_path):
+    data = tables.read_classes("wine", tmp_path)
+    found, seconds = tables.measure_classes(tables.CLASSIFIERS["logistic"], data)
+    assert found["accuracy"] > 0.9 and len(seconds) == 5
+
+
 def test_tables_score_each_split_on_its_test_rows(tmp_path):
     (tmp_path / "made-up").mkdir()
     x, rows = np.arange(8.0), np.arange(8)
