@@ -2,6 +2,7 @@
 
     python -m pip install '.[bench]'
     UCI_DIR=... python benchmarks/tables.py
+    UCI_DIR=... python benchmarks/tables.py --classify
 
 The data are three of scikit-learn's sets, in five folds twice, and the sets in UCI_DIR,
 on their first splits.  A set there is a folder with two files.  data.txt has one row
@@ -12,6 +13,10 @@ Scikit-learn's estimators have their defaults.  MAPIE gives them cross-conformal
 intervals (CV+, Barber et al. 2021) with its five folds.  NLL is of the density that a
 system predicts; a forest and boosting have none.  The seconds are the time to fit and
 predict a split; the ensemble compiles in the first split of a set.
+
+With --classify the sets have classes, are divided into five folds, and a logistic
+regression of standardized inputs is a fourth system; no intervals are needed, and so no
+MAPIE.  A set of UCI_DIR has its targets as classes.
 """
 
 import argparse
@@ -23,18 +28,38 @@ from pathlib import Path
 import numpy as np
 import speed
 from sklearn import datasets
-from sklearn.ensemble import HistGradientBoostingRegressor, RandomForestRegressor
-from sklearn.model_selection import RepeatedKFold
+from sklearn.ensemble import (
+    HistGradientBoostingClassifier,
+    HistGradientBoostingRegressor,
+    RandomForestClassifier,
+    RandomForestRegressor,
+)
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import RepeatedKFold, StratifiedKFold
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "examples"))
-from tabular import Data, EnsembleRegressor, Split
+from tabular import Data, EnsembleClassifier, EnsembleRegressor, Split
 
+import ensemble_metrics as em
 import pjax_ensemble as pe
 
+NLL = "negative_log_likelihood"
 DRAWN = {
     "diabetes": lambda: datasets.load_diabetes(return_X_y=True),
     "friedman1": lambda: datasets.make_friedman1(1000, noise=1, random_state=0),
     "friedman2": lambda: datasets.make_friedman2(1000, noise=1, random_state=0),
+}
+
+CLASSES = {
+    "breast-cancer": lambda: datasets.load_breast_cancer(return_X_y=True),
+    "wine": lambda: datasets.load_wine(return_X_y=True),
+    "digits": lambda: datasets.load_digits(return_X_y=True),
+    "clusters": lambda: datasets.make_classification(
+        3000, 20, n_informative=8, n_classes=4, flip_y=0.05, random_state=0
+    ),
+    "hastie": lambda: datasets.make_hastie_10_2(4000, random_state=0),
 }
 
 
@@ -56,6 +81,12 @@ SYSTEMS = {
     "ensemble": (ours, EnsembleRegressor(random_state=0)),
     "forest": (under_mapie, RandomForestRegressor(random_state=0, n_jobs=-1)),
     "boosting": (under_mapie, HistGradientBoostingRegressor(random_state=0)),
+}
+CLASSIFIERS = {
+    "ensemble": EnsembleClassifier(random_state=0),
+    "logistic": make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000)),
+    "forest": RandomForestClassifier(random_state=0, n_jobs=-1),
+    "boosting": HistGradientBoostingClassifier(random_state=0),
 }
 
 
@@ -83,26 +114,67 @@ def measure(predict, model, data: Data) -> np.ndarray:
     return np.array(scores)
 
 
+def read_classes(name: str, folder: Path) -> Data:
+    x, y = CLASSES[name]() if name in CLASSES else read(name, folder)[:2]
+    y = np.unique(y, return_inverse=True)[1]
+    folds = StratifiedKFold(5, shuffle=True, random_state=0)
+    return Data(x, y, [*folds.split(x, y)])
+
+
+def measure_classes(model, data: Data) -> tuple[dict, list]:
+    """Return the scores of all test rows together, and each split's seconds."""
+    probs, seconds = [], []
+    for train, test in data.splits:
+        started = time.perf_counter()
+        model.fit(data.x[train], data.y[train])
+        probs.append(model.predict_proba(data.x[test]))
+        seconds.append(time.perf_counter() - started)
+    tests = np.concatenate([test for _, test in data.splits])
+    report = em.ensemble_report(np.concatenate(probs)[None], data.y[tests])
+    return report["ensemble"], seconds
+
+
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sets", nargs="+", metavar="NAME", help="default: all")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=[*SYSTEMS])
+    parser.add_argument(
+        "--systems", nargs="+", choices=CLASSIFIERS, help="default: all"
+    )
     parser.add_argument("--splits", type=int, default=10, help="how many per set")
+    parser.add_argument("--classify", action="store_true", help="classes, not numbers")
     args, folder = parser.parse_args(argv), Path(os.environ.get("UCI_DIR", "."))
-    there = sorted(path.parent.name for path in folder.glob("*/test_rows.txt"))
     pe.use_cpu_devices()
+    (compare_classes if args.classify else compare_numbers)(args, folder)
+
+
+def compare_numbers(args, folder: Path) -> None:
+    there = sorted(path.parent.name for path in folder.glob("*/test_rows.txt"))
     columns = "set", "system", "RMSE", "NLL", "in 90% intervals", "width"
     speed.print_head(*columns, "s, first split", "s, last split")
     for name in args.sets or [*DRAWN, *there]:
         data = read(name, folder)
         data = data._replace(splits=data.splits[: args.splits])
-        for system in args.systems:
+        for system in args.systems or SYSTEMS:
             found = measure(*SYSTEMS[system], data)
             rmse, nll, inside, width, _ = found.mean(axis=0)
             density = "-" if np.isnan(nll) else f"{nll:.3g}"
             cells = f"{rmse:.3g}", density, f"{inside:.1%}", f"{width:.3g}"
             seconds = (f"{s:.1f}" for s in found[[0, -1], -1])
             speed.print_row(name, system, *cells, *seconds)
+
+
+def compare_classes(args, folder: Path) -> None:
+    columns = "set", "system", "log loss", "accuracy", "ECE"
+    speed.print_head(*columns, "s, first split", "s, last split")
+    for name in args.sets or [*CLASSES, "wine-quality-red"]:
+        data = read_classes(name, folder)
+        data = data._replace(splits=data.splits[: args.splits])
+        for system in args.systems or CLASSIFIERS:
+            found, seconds = measure_classes(CLASSIFIERS[system], data)
+            loss, ece = (found[key] for key in (NLL, "expected_calibration_error"))
+            cells = f"{loss:.3g}", f"{found['accuracy']:.1%}", f"{ece:.3f}"
+            cells += f"{seconds[0]:.1f}", f"{seconds[-1]:.1f}"
+            speed.print_row(name, system, *cells)
 
 
 if __name__ == "__main__":

@@ -26,12 +26,13 @@ import networks
 import numpy as np
 import pytest
 import resnet
+import scipy.special
 import scipy.stats
 import speed
 import steps
 import tables
 import tabular
-from numpy.testing import assert_array_equal
+from numpy.testing import assert_allclose, assert_array_equal
 from scipy.sparse import csr_array
 from sklearn.utils.estimator_checks import check_estimator
 
@@ -154,8 +155,9 @@ def test_interrupted_loops_go_on_from_the_latest_state():
 def solve(trainer, state, data, order):
     """Replace an estimator's `Trainer.epoch`: solve for the last layers, in no time."""
     (x, y, weight), state = map(np.asarray, data), trainer.gather(state)
-    params, last, h = state.params, state.params[-1], state.model_state
     numbers = y.dtype == np.float32  # whose variance is a constant
+    params, h = state.params if numbers else state.params[0], state.model_state
+    last = params[-1]
     identity = pe.Dense(np.eye(tabular.HIDDEN), np.zeros(tabular.HIDDEN))
     for i, rows in enumerate(order.reshape(len(order), -1)):
         rows = rows[weight[rows] == 1]
@@ -200,6 +202,33 @@ def test_tabular_estimator_keeps_networks_of_all_rows_and_scores_rows_left_out()
     assert_close(model.scores_, np.full(25, 0.05) / model.factor_)
     assert model.factor_ == tabular.FACTORS[0]
     assert_array_equal(model._networks["number"], [2 * (3 * 5 + 1) + i for i in (0, 1)])
+
+
+def test_tabular_folds_keep_together_rows_that_are_equal_or_share_a_group():
+    order = np.random.default_rng(0).permutation(23)
+    folds = tabular.fold(np.arange(23), 5, 0)
+    for (train, test), part in zip(folds, np.array_split(order, 5), strict=True):
+        assert_array_equal(test, part)
+        assert_array_equal(train, np.setdiff1d(order, part))
+    x, groups = np.arange(10) % 8, [*"abcdefgh", None, "c"]  # 9 = 1, and of 2's group
+    links = tabular.link(x[:, None], np.array(groups, object))
+    assert links[0] == links[8] and links[1] == links[9] == links[2]
+    assert len({*links}) == 7
+    links = np.repeat(np.arange(10), [90, 80, *[5] * 8])
+    tests = [test for _, test in tabular.fold(links, 5, 0)]
+    assert_array_equal(np.sort(np.concatenate(tests)), np.arange(210))
+    assert sum(len({*links[test]}) for test in tests) == 10
+    assert max(map(len, tests)) < 210 / 5 + 90  # not both of the largest
+
+
+@mock.patch.object(pe.Trainer, "epoch", solve)
+@cases("repeat", lambda rows: np.repeat(rows, 4), lambda rows: np.r_[rows, rows[::2]])
+def test_tabular_intervals_hold_beside_repeated_rows(repeat):
+    x, noise, rows = randn(0, 4000, 4), randn(1, 4000), repeat(np.arange(50))
+    y = x[:, 0] + noise
+    model = tabular.EnsembleRegressor(**SHORT).fit(x[rows], y[rows])
+    low, high = model.predict_interval(x[50:]).T
+    assert ((low < y[50:]) & (y[50:] < high)).mean() > 0.8
 
 
 @mock.patch.object(tabular, "FOLDS", 3)
@@ -284,6 +313,8 @@ def test_tabular_estimators_take_numbers_of_any_scale():
     with np.errstate(divide="ignore", invalid="ignore"):  # its deviation rounds to 0
         said = said_by(ValueError, model.fit, X, least * (np.arange(24) == 5))
     assert said.startswith("y[0] is 0.0; expected 1e18 deviations")
+    said = said_by(ValueError, model.fit(X, Y).log_density, X, Y[:9])
+    assert said == "y has shape (9,); expected (24,), one number per row of X"
 
 
 @cases(
@@ -293,7 +324,11 @@ def test_tabular_estimators_take_numbers_of_any_scale():
         for name in ("members", "epochs")
         for bad in (0, -1, 2.0, True, None)
     ),
-    *(({}, y, f"y has {y[0]!r}; use numbers, or Ens") for y in LABELS),
+    *(({}, y, f"y[0] is {y[0]!r}; use numbers, or Ens") for y in LABELS),
+    *(
+        ({}, np.where(np.arange(24) == 5, bad, Y), f"y[5] is {bad}; use numbers")
+        for bad in (None, np.nan)
+    ),
 )
 def test_tabular_estimators_name_what_they_cannot_take(options, y, message):
     model = tabular.EnsembleRegressor(**SHORT | options)
@@ -305,7 +340,9 @@ REFUSED = (  # in the order of docs/tables.md
     dict(X=np.where(X[3, 1] == X, np.nan, X), y=Y),
     dict(X=X, y=Y, sample_weight=Y),
     dict(X=X, y=X),
-    dict(X=X, y=["a"] * 24),
+    dict(X=X, y=[0.5, *"a" * 23]),
+    dict(X=X, y=Y, groups=Y[:9]),
+    dict(X=X, y=Y, groups=["a"] * 24),
 )
 
 
@@ -318,14 +355,37 @@ def test_tabular_estimators_refuse_inputs_in_the_words_of_their_page():
         assert said_by(getattr(builtins, kind), fit).startswith(message)
 
 
-def test_tabular_cross_entropy_has_a_decay_of_all_weights():
-    params, x = tabular.init(jax.random.key(0), 3, 4), randn(3, 5, 3)
-    params = jax.tree.map(lambda p: p + randn(9, *p.shape), params)
-    h = tabular.member_hyper(x, np.arange(5), np.arange(5), 3.0, 0, 0)
+def test_tabular_logits_are_a_networks_and_a_linear_models_with_a_decay_each():
+    params, x = tabular.init_classes(jax.random.key(0), 3, 4), randn(3, 5, 3)
+    params = jax.tree.map(lambda p: np.asarray(p) + randn(9, *p.shape), params)
+    h = tabular.member_hyper(x, np.arange(5), np.arange(5), 3.0, 7.0, 0)
+    (layers, skip), y = params, np.array([0, 1, 2, 3, 3])
+    logits = (x - x.mean(axis=0)) / x.std(axis=0) @ skip.weight + skip.bias
+    logits += tabular.network(layers, x, h)
     (probs,) = tabular.softmax_apply(params, x, h)
-    y, squares = np.array([0, 1, 2, 3, 3]), [np.square(p.weight).sum() for p in params]
-    expected = -np.log(probs[np.arange(4), y[:4]]).mean() + 3 / 5 * np.sum(squares)
+    assert_close(probs, scipy.special.softmax(logits, axis=1))
+    squares = [np.square(layer.weight).sum() for layer in (*layers, skip)]
+    expected = -np.log(probs[np.arange(4), y[:4]]).mean()
+    expected += (3 * sum(squares[:3]) + 7 * squares[3]) / 5
     assert_close(tabular.softmax_loss(params, x, y, np.arange(5) < 4, h), expected)
+
+
+def test_tabular_classifier_finds_the_temperature_and_the_recipe_of_labels():
+    draw, model = np.random.default_rng(0), tabular.EnsembleClassifier(**SHORT)
+    logits = draw.normal(size=(3, 1, 4000, 3))
+    labels = (logits[1, 0] / 2 + draw.gumbel(size=(4000, 3))).argmax(axis=1)
+    probs = scipy.special.softmax(logits, axis=3)
+    probs[2, 0] = np.nan  # networks that diverge
+    with mock.patch.object(model, "_fit", return_value=[probs]):
+        model.fit(np.zeros((4000, 1)), labels)
+    assert_allclose(model.temperatures_[1:], [2, 1], atol=0.2)
+    assert model.weights_[1] > 0.8 and model.weights_.sum() == pytest.approx(1)
+    pooled = em.temper(probs[1, 0], model.temperatures_[1]) * model.weights_[1]
+    with mock.patch.object(model, "_outputs", return_value=[probs[:, 0]]):
+        found = model.predict_proba(None)
+    pooled += 1 / 3 * (1 - model.weights_[1])
+    assert_allclose(found, em.temper(pooled, model.temperature_), atol=0.05)
+    assert tabular.temperature(np.eye(3), [0, 1, 2]) == 1  # none is the best
 
 
 @mock.patch.multiple(tabular, BATCH=30, STEPS=2)
@@ -355,7 +415,7 @@ def test_tabular_networks_are_those_that_train_one_by_one_without_padding():
     for i, rows in enumerate(trains):
         assert_close(hyper[i]["x_mean"][0], x[rows].mean(axis=0))
         assert_close(hyper[i]["x_scale"][0], [*x[rows, :2].std(axis=0), 1])
-        assert_close(hyper[i]["variance_decay"], own[i // 2][1] / len(rows))
+        assert_close(hyper[i]["second_decay"], own[i // 2][1] / len(rows))
         state = alone.scatter(jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], start))
         for epoch in range(3):
             order = tabular.member_orders(trains, epoch, 0)[i]
@@ -452,7 +512,7 @@ def test_tabular_choice_is_the_plainest_of_the_best_that_are_finite():
     errors = np.resize([1, -1, 0.5], 99)[None, None]  # of a recipe's members
     scales = np.array([2, 1, 0.5, 0.4999, np.nan])[:, None, None]
     means = y + errors * scales + np.zeros((5, 2, 99))
-    nll = tabular.losses(tabular.GAUSSIAN, y, [means, np.ones(means.shape)])
+    nll = tabular.losses(y, [means, np.ones(means.shape)])
     assert_close(nll[:3] - nll[2], np.log([4, 2, 1]), 0.02)
     assert 0 < nll[2] - nll[3] < 0.01 and nll[4] > 10
     assert tabular.plainest(nll) == 2
@@ -475,6 +535,12 @@ def test_tabular_calibration_finds_the_density_that_errors_are_from():
         assert found == dof and by == pytest.approx(factor, rel=0.08)
         errors = factor * deviation * unit
         assert nll == tabular.student_nll(errors, by * deviation, found).mean()
+
+
+def test_tables_score_classes_of_all_folds_together(tmp_path):
+    data = tables.read_classes("wine", tmp_path)
+    found, seconds = tables.measure_classes(tables.CLASSIFIERS["logistic"], data)
+    assert found["accuracy"] > 0.9 and len(seconds) == 5
 
 
 def test_tables_score_each_split_on_its_test_rows(tmp_path):

@@ -9,9 +9,14 @@
 A network has two hidden layers of 32 units; it predicts a mean and a variance, or the
 probabilities of classes.  All networks of a fit are the members of one trainer.  Each
 recipe has `members` networks that learn all rows, and as many for each of five folds,
-which learn the other four.  The fit takes the recipe whose networks give the left-out
-folds the lowest NLL, for numbers the lowest interval score, and keeps its networks of
-all rows: they are the ensemble.
+which learn the other four.  Rows that are equal, or share a group, are in one fold, so
+that no network learned a row left out.
+
+For numbers, the fit takes the recipe whose networks give the left-out folds the lowest
+interval score, and keeps its networks of all rows: they are the ensemble.  For classes
+it keeps all recipes, one of which is nearly linear.  The left-out folds give each
+recipe's ensemble a temperature (Guo et al. 2017), the tempered probabilities weights in
+a mean (stacking: Wolpert 1992), and the mean another temperature, each by the NLL.
 
 The errors on the left-out folds, one per row, calibrate the deviation: the density of
 a target is Student's t about the ensemble's mean, whose degrees of freedom and factor
@@ -23,11 +28,13 @@ all of them; nothing stronger is guaranteed.
 Call `pjax_ensemble.use_cpu_devices()` before JAX is first used: a fit then uses all
 cores.  docs/tables.md has the rest.
 
-A recipe is a decay of the weights, which is a normal prior (MacKay 1992), a decay of
-the variance's weights (Sluijterman et al. 2023), and a switch of the waves.  The waves
-are further inputs: sines and cosines of each input, at up to eight frequencies (Tancik
-et al. 2020).  With waves a network learns functions with steps, as trees do, and
-without waves it learns smooth ones.
+A recipe is a decay of the weights, which is a normal prior (MacKay 1992), a second
+decay, and a switch of the waves.  The second decay is of the variance's weights
+(Sluijterman et al. 2023); for classes it is of a linear model, whose outputs are added
+to a network's.  With a strong decay of the network's weights, little but the linear
+model is left.  The waves are further inputs: sines and cosines of each input, at up to
+eight frequencies (Tancik et al. 2020).  With waves a network learns functions with
+steps, as trees do, and without waves it learns smooth ones.
 
 The networks train by Adam with a cosine schedule, and their last layer starts at 0.
 Targets are scaled to variance 1.  Three measures keep the variance from running away:
@@ -49,8 +56,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-from sklearn.utils import check_random_state
+from sklearn.utils import check_array, check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
@@ -62,11 +71,11 @@ HIDDEN, WARMUP, FLOOR = 32, 0.05, 1e-4
 WAVES, MOST = 8, 64  # frequencies of an input, and of all inputs together
 BATCH, STEPS = 100, 30  # at most; batches are smaller where an epoch has fewer steps
 RECIPES = (10, 10, 0), (1, 100, 0), (1, 100, 1)  # to choose from, plainest first
+CLASS_RECIPES = (30, 2, 0), (1, 1, 0), (0.3, 1, 1)  # to weigh, the first is linear
 FOLDS = 5  # of an estimator, to choose by and to calibrate with
 DOFS = 3, 4, 6, 10, 30, 100  # degrees of freedom of a density, to choose from
 FACTORS = np.geomspace(0.1, 10, 61)  # of a deviation
 INPUTS = dict(dtype=float, ensure_min_samples=2)
-NLL = "negative_log_likelihood"
 
 
 class Split(NamedTuple):
@@ -82,9 +91,9 @@ class Data(NamedTuple):
 
 class Model(NamedTuple):
     outputs: int  # of a network; for SOFTMAX, the number of classes
+    init: Callable  # (key, inputs, outputs) -> params
     loss_fn: Callable  # (params, x, y, weight, h) -> loss
     apply_fn: Callable  # (params, x, h) -> the outputs, a tuple
-    score: Callable  # (*outputs of members, targets) -> the loss to choose a recipe by
 
 
 def frequencies(num_features):  # 1, 2, ...: radians per deviation of an input
@@ -127,7 +136,7 @@ def gaussian_loss(params, x, y, weight, h):  # weight [B]: 1, or 0 for padding
     weight = weight * jax.lax.stop_gradient(jnp.sqrt(variance))
     loss = (weight * nll).sum() / weight.sum()
     hidden, last = squares(params)
-    return loss + h["decay"] * (hidden + last[0]) + h["variance_decay"] * last[1]
+    return loss + h["decay"] * (hidden + last[0]) + h["second_decay"] * last[1]
 
 
 def gaussian_apply(params, x, h):  # means and variances [B] in the units of the targets
@@ -135,14 +144,25 @@ def gaussian_apply(params, x, h):  # means and variances [B] in the units of the
     return mean * h["y_scale"] + h["y_mean"], variance * h["y_scale"] ** 2
 
 
+def init_classes(key, num_features, num_outputs):
+    skip = pe.Dense(jnp.zeros((num_features, num_outputs)), jnp.zeros(num_outputs))
+    return init(key, num_features, num_outputs), skip
+
+
+def logits(params, x, h):  # of classes, [B, C]: a network's and a linear model's
+    layers, skip = params
+    return network(layers, x, h) + pe.dense(skip, (x - h["x_mean"]) / h["x_scale"])
+
+
 def softmax_loss(params, x, y, weight, h):
-    hidden, last = squares(params)
-    nll = pe.softmax_cross_entropy(network(params, x, h), y)
-    return (weight * nll).sum() / weight.sum() + h["decay"] * (hidden + last.sum())
+    nll = pe.softmax_cross_entropy(logits(params, x, h), y)
+    loss = (weight * nll).sum() / weight.sum()
+    (hidden, last), (_, linear) = map(squares, (params[0], params[1:]))
+    return loss + h["decay"] * (hidden + last.sum()) + h["second_decay"] * linear.sum()
 
 
 def softmax_apply(params, x, h):  # probabilities [B, C]
-    return (jax.nn.softmax(network(params, x, h)),)
+    return (jax.nn.softmax(logits(params, x, h)),)
 
 
 def mean_and_scale(z):  # in float64; a column that does not vary has scale 1
@@ -201,15 +221,43 @@ def interval_score(means, variances, y):
     return np.mean(logs)
 
 
-def softmax_nll(probs, y):
-    return em.ensemble_report(probs, y)["ensemble"][NLL]
+def ensembles(probs):
+    """Return the probabilities of recipes' ensembles: [R, members, N, C] -> [R, N, C].
+
+    Where networks are not finite, classes are equally probable.
+    """
+    means = probs.mean(axis=1, dtype=float)
+    means = np.nan_to_num(means, nan=1 / means.shape[-1])
+    return means / means.sum(axis=-1, keepdims=True)  # 1 in float32 alone
 
 
-GAUSSIAN = Model(2, gaussian_loss, gaussian_apply, interval_score)
-SOFTMAX = Model(0, softmax_loss, softmax_apply, softmax_nll)
+def temperature(probs, y):
+    """Return the temperature of the lowest NLL, or 1 where none is the best."""
+    try:
+        return em.fit_temperature(probs, y)
+    except ValueError:
+        return 1.0
 
 
-def member_hyper(x, y, train, decay, variance_decay, waves) -> dict:
+def weigh(probs, y):
+    """Return the weights [R] of probabilities [R, N, C] whose mean has a low NLL on y.
+
+    EM finds them.  Each recipe counts one row more than it explains, so none has 0.
+    """
+    of_labels = probs[:, np.arange(len(y)), y] + 1e-30
+    weights = np.full(len(probs), 1 / len(probs))
+    for _ in range(100):
+        shares = weights[:, None] * of_labels
+        shares /= shares.sum(axis=0)
+        weights = (shares.sum(axis=1) + 1) / (len(y) + len(probs))
+    return weights
+
+
+GAUSSIAN = Model(2, init, gaussian_loss, gaussian_apply)
+SOFTMAX = Model(0, init_classes, softmax_loss, softmax_apply)
+
+
+def member_hyper(x, y, train, decay, second_decay, waves) -> dict:
     """Return one member's own settings: its recipe, its rows' normalization."""
     (x_mean, x_scale), (y_mean, y_scale) = map(mean_and_scale, (x[train], y[train]))
     if y_scale < 1e-18:  # its square, and so a variance, would be 0 in float32
@@ -217,7 +265,7 @@ def member_hyper(x, y, train, decay, variance_decay, waves) -> dict:
         raise ValueError(f"{found}; leave it out, or fit the targets' logarithms")
     h = {"x_mean": x_mean[None], "x_scale": x_scale[None]}  # [1, F]
     h |= {"y_mean": y_mean, "y_scale": y_scale}
-    h |= {"decay": decay / len(train), "variance_decay": variance_decay / len(train)}
+    h |= {"decay": decay / len(train), "second_decay": second_decay / len(train)}
     h |= {"waves": waves}
     return jax.tree.map(np.float32, h)
 
@@ -266,7 +314,7 @@ def make_trainer(model: Model, inputs: int, members: int) -> pe.Trainer:
     # The form alone matters: `start` has the values.
     hyper = member_hyper(np.zeros((1, inputs)), np.zeros(1), [0], 0, 0, 0)
     return pe.make_trainer(
-        lambda key: (init(key, inputs, model.outputs), hyper),
+        lambda key: (model.init(key, inputs, model.outputs), hyper),
         lambda params, h, key, *batch: (model.loss_fn(params, *batch, h), h),
         adam(),
         members=members,
@@ -328,16 +376,43 @@ def train(model: Model, data: Data, recipes, members: int, epochs: int, seed: in
     return networks, [leaf.reshape(*shape, *leaf.shape[1:]) for leaf in found]
 
 
-def fold(splits: list[Split], count: int, seed: int) -> list[list[Split]]:
-    """Divide each split's training rows into `count` folds, or one fold per row.
+def link(x, groups=None) -> np.ndarray:
+    """Return a number per row of x [N, F], which rows that belong together share.
+
+    These are rows that are equal or share a group, and rows linked by others to both.
+    """
+    links = np.unique(x, axis=0, return_inverse=True)[1].ravel()
+    if groups is not None:
+        groups = check_array(groups, dtype=None, ensure_2d=False, input_name="groups")
+        if groups.shape != (len(x),):
+            found = f"groups has shape {groups.shape}"
+            raise ValueError(f"{found}; expected ({len(x)},), one group per row of X")
+        number = {group: i for i, group in enumerate(groups.tolist(), len(x))}
+        ends = links, [number[group] for group in groups.tolist()]
+        graph = coo_array((np.ones(len(x)), ends), shape=(2 * len(x), 2 * len(x)))
+        links = connected_components(graph, directed=False)[1][links]
+    if (links == links[0]).all():
+        found = "all rows of X belong to one group"
+        raise ValueError(f"{found}, as equal rows do; expected 2 groups or more")
+    return links
+
+
+def fold(links: np.ndarray, count: int, seed: int) -> list[Split]:
+    """Divide rows into `count` folds, or fewer: linked rows, links [N], into one fold.
 
     Each fold is a split that tests these rows and trains on the others.
     """
-    draw, folds = np.random.default_rng(seed), []
-    for rows, _ in splits:
-        parts = np.array_split(draw.permutation(rows), min(count, len(rows)))
-        folds.append([Split(np.setdiff1d(rows, part), part) for part in parts])
-    return folds
+    _, first, links = np.unique(links, return_index=True, return_inverse=True)
+    order = np.random.default_rng(seed).permutation(len(links))
+    place = np.argsort(order)[first[links]]  # linked rows go to the first one's place
+    order = np.argsort(place, kind="stable")
+    _, starts, sizes = np.unique(place[order], return_index=True, return_counts=True)
+    parts = np.array_split(order, min(count, len(order)))
+    ends = np.cumsum([len(part) for part in parts])
+    middles = np.repeat(starts + (sizes - 1) // 2, sizes)  # fall into the rows' fold
+    numbers = np.searchsorted(ends, middles, side="right")
+    parts = [order[numbers == i] for i in np.unique(numbers)]
+    return [Split(np.setdiff1d(order, part), part) for part in parts]
 
 
 def left_out(folds: list[Split], leaf: np.ndarray) -> np.ndarray:
@@ -351,10 +426,10 @@ def left_out(folds: list[Split], leaf: np.ndarray) -> np.ndarray:
     return held
 
 
-def losses(model: Model, y: np.ndarray, held: list) -> np.ndarray:
-    """Return the loss of each recipe's ensemble, [recipes]; 1e18 is never the best."""
+def losses(y: np.ndarray, held: list) -> np.ndarray:
+    """Return the score of each recipe's ensemble, [recipes]; 1e18 is never the best."""
     finite = [np.nan_to_num(leaf, nan=1e18, posinf=1e18) for leaf in held]
-    return np.array([model.score(*outputs, y) for outputs in zip(*finite)])
+    return np.array([interval_score(*outputs, y) for outputs in zip(*finite)])
 
 
 def plainest(losses):  # the first that equals the lowest to a hundredth
@@ -365,10 +440,10 @@ def whole(fit):
     """Make a fit that fails or is interrupted leave its estimator as it was."""
 
     @functools.wraps(fit)
-    def fit_or_restore(self, X, y):
+    def fit_or_restore(self, X, y, groups=None):
         before = vars(self).copy()
         try:
-            return fit(self, X, y)
+            return fit(self, X, y, groups)
         except BaseException:
             vars(self).clear()
             vars(self).update(before)
@@ -385,33 +460,28 @@ class Ensemble(BaseEstimator):
         self.epochs = epochs
         self.random_state = random_state
 
-    def _fit(self, model, x, y):
-        """Train; return each row's outputs [members, N, ...] by networks without it."""
+    def _fit(self, model, recipes, x, y, groups):
+        """Train; return each row's outputs, [recipes, members, N, ...], left out."""
         for name, value in dict(members=self.members, epochs=self.epochs).items():
             if not isinstance(value, Integral) or value is True or value < 1:
                 raise ValueError(f"{name} is {value!r}; expected an integer, 1 or more")
         self.x_mean_, self.x_scale_ = mean_and_scale(x)
         x = standardize("X", x, self.x_mean_, self.x_scale_)
         seed = check_random_state(self.random_state).randint(2**31)
-        whole = Split(np.arange(len(x)), np.arange(0))
-        (folds,) = fold([whole], FOLDS, seed)
-        data = Data(x, y, [*folds, whole])
-        recipes = [RECIPES] * len(data.splits)
-        networks, found = train(model, data, recipes, self.members, self.epochs, seed)
-        held = [left_out(folds, leaf) for leaf in found]
-        best = plainest(losses(model, y, held))
-        self.recipe_ = RECIPES[best]
-        # The networks of all rows come last, recipe by recipe.
-        kept = np.arange(self.members) + self.members * (best - len(RECIPES))
-        self._networks = jax.tree.map(lambda leaf: leaf[kept], networks)
-        self._form = model, x.shape[1], self.members
-        return [leaf[best] for leaf in held]
+        folds = fold(link(x, groups), FOLDS, seed)
+        data = Data(x, y, [*folds, Split(np.arange(len(x)), np.arange(0))])
+        every = [recipes] * len(data.splits)
+        networks, found = train(model, data, every, self.members, self.epochs, seed)
+        self._form = model, x.shape[1]
+        last = len(recipes) * self.members  # are of all rows, recipe by recipe
+        self._networks = jax.tree.map(lambda leaf: leaf[-last:], networks)
+        return [left_out(folds, leaf) for leaf in found]
 
     def _outputs(self, X):  # of each network, leaves [members, N, ...]
         check_is_fitted(self)
         x = validate_data(self, X, reset=False, dtype=float)
         x = standardize("X", x, self.x_mean_, self.x_scale_)
-        trainer = make_trainer(*self._form)
+        trainer = make_trainer(*self._form, len(jax.tree.leaves(self._networks)[0]))
         return predict(trainer, trainer.scatter(self._networks), x)
 
 
@@ -425,21 +495,36 @@ class EnsembleRegressor(RegressorMixin, Ensemble):
     """
 
     @whole
-    def fit(self, X, y):
-        """Fit to X [N, F] and y [N], of 2 rows or more."""
-        values = np.asarray(y).ravel().tolist()
-        if labels := [v for v in values if isinstance(v, bool | str)]:
-            raise ValueError(f"y has {labels[0]!r}; use numbers, or EnsembleClassifier")
+    def fit(self, X, y, groups=None):
+        """Fit to X [N, F] and y [N], of 2 rows or more.
+
+        Rows that share one of groups [N], such as a patient's, stay in one fold.
+        """
+        values = np.asarray(y, object)  # as they are, where labels are among numbers
+        for row, v in enumerate(values.ravel().tolist() if values.ndim else []):
+            if v is None or isinstance(v, bool | str) or v != v:
+                found = f"y[{row}] is {v!r}"
+                raise ValueError(f"{found}; use numbers, or EnsembleClassifier")
         X, y = validate_data(self, X, y, y_numeric=True, **INPUTS)
         self.y_mean_, self.y_scale_ = mean_and_scale(y)
         y = standardize("y", y, self.y_mean_, self.y_scale_)
-        mean, deviation = mixture(*self._fit(GAUSSIAN, X, y))
+        held = self._fit(GAUSSIAN, RECIPES, X, y, groups)
+        best = plainest(losses(y, held))
+        self.recipe_ = RECIPES[best]
+        kept = self.members * best + np.arange(self.members)
+        self._networks = jax.tree.map(lambda leaf: leaf[kept], self._networks)
+        mean, deviation = mixture(*(leaf[best] for leaf in held))
         _, self.dof_, self.factor_ = calibrate(y - mean, deviation)
         self.scores_ = np.abs(y - mean) / (self.factor_ * deviation)
         return self
 
     def predict_deviation(self, X):
-        """Return the mean and the standard deviation of each row of X [N, F]: [N]."""
+        """Return the mean and the standard deviation of each row of X [N, F]: [N].
+
+        With few degrees of freedom (`dof_`), such as 3, a deviation says little: rare
+        large errors dominate it, and a Gaussian with it is a poor density.  Use
+        `log_density` and `predict_interval`.
+        """
         mean, deviation = mixture(*self._outputs(X))
         scale = self.factor_ * self.y_scale_
         return mean * self.y_scale_ + self.y_mean_, deviation * scale
@@ -451,6 +536,9 @@ class EnsembleRegressor(RegressorMixin, Ensemble):
         degrees of freedom.
         """
         mean, deviation = self.predict_deviation(X)
+        if np.size(y) != len(mean):
+            found = f"y has shape {np.shape(y)}; expected {mean.shape}"
+            raise ValueError(f"{found}, one number per row of X")
         errors = np.reshape(y, mean.shape) - mean
         return -student_nll(errors, deviation, self.dof_)
 
@@ -470,21 +558,37 @@ class EnsembleRegressor(RegressorMixin, Ensemble):
 
 
 class EnsembleClassifier(ClassifierMixin, Ensemble):
-    """Predict a class, and the probability of each; see `EnsembleRegressor`."""
+    """Predict a class, and the probability of each; see `EnsembleRegressor`.
+
+    After `fit`, `weights_` and `temperatures_` have a number per recipe, and
+    `temperature_` is that of their weighted mean.
+    """
 
     @whole
-    def fit(self, X, y):
-        """Fit to X [N, F] and y [N], labels of any type, of 2 rows or more."""
+    def fit(self, X, y, groups=None):
+        """Fit to X [N, F], y [N], labels of any type, and groups [N], as above."""
         X, y = validate_data(self, X, y, **INPUTS)
         check_classification_targets(y)
         self.classes_, y = np.unique(y, return_inverse=True)
-        self._fit(SOFTMAX._replace(outputs=len(self.classes_)), X, np.int32(y))
+        model = SOFTMAX._replace(outputs=len(self.classes_))
+        (probs,) = self._fit(model, CLASS_RECIPES, X, np.int32(y), groups)
+        probs = ensembles(probs)
+        self.temperatures_ = [temperature(each, y) for each in probs]
+        self.weights_ = weigh(self._tempered(probs), y)
+        self.temperature_ = temperature(self._pooled(probs), y)
         return self
+
+    def _tempered(self, probs):  # [R, N, C]
+        return np.stack([*map(em.temper, probs, self.temperatures_)])
+
+    def _pooled(self, probs):  # [R, N, C] -> [N, C]
+        return np.tensordot(self.weights_, self._tempered(probs), 1)
 
     def predict_proba(self, X):
         """Return the probability of each of `classes_`, [N, C], for X [N, F]."""
-        probs = self._outputs(X)[0].mean(axis=0, dtype=float)
-        return probs / probs.sum(axis=1, keepdims=True)  # 1 in float32 alone
+        (probs,) = self._outputs(X)
+        probs = probs.reshape(len(self.weights_), -1, *probs.shape[1:])
+        return em.temper(self._pooled(ensembles(probs)), self.temperature_)
 
     def predict(self, X):
         """Return the most probable class of each row of X [N, F]: [N]."""
