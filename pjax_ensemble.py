@@ -1728,6 +1728,8 @@ class _Places:
                 return np.array(x[::replicas][tuple(map(slice, lengths))])
             firsts = x.addressable_shards[:: replicas * self.shards]
             copies = [shard.data for shard in firsts]
+            if len(copies) == 1 and copies[0].shape[: len(lengths)] == lengths:
+                return copies[0]  # at once, which short steps notice
             copies = jax.device_put(copies, *copies[0].devices())
             with _no_mesh():
                 return _join(copies, lengths)

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import memory
 import networks
 import numpy as np
+import parameters
 import pytest
 import resnet
 import scipy.special
@@ -749,3 +750,10 @@ def test_readme_starts_alike_on_any_number_of_cores(tmp_path, monkeypatch):
     assert machines.difference({"a": np.ones(2)}, {"a": np.array([3.0, 4])}) == 0.75
     for told, count in (said, 0), (said + 0.01, 9), (said[1:], 1):
         assert len(machines.complaints(told, said)) == count
+
+
+def test_parameters_take_steps_by_trainers_and_by_hand():
+    for name, run in parameters.runs("8 leaves of 4, SGD").items():
+        first, last = (jax.device_get(run()) for _ in range(2))
+        pairs = [*zip(jax.tree.leaves(first), jax.tree.leaves(last), strict=True)]
+        assert any(np.any(x != y) for x, y in pairs), name

@@ -1,0 +1,286 @@
+"""Compare steps whose time goes to their parameters with steps by hand, and PyTorch's.
+
+    python -m pip install '.[bench]'
+    python benchmarks/parameters.py [--cases NAME ...] [--rounds 5] [--torch PYTHON]
+
+One member on one device takes steps by `epoch` and by `update`, beside a `lax.scan` and
+a `jit` by hand that give their buffers away; then four members on two devices by
+`epoch`, beside four scans.  Optimizers are Optax's.  PyTorch has two threads, and its
+optimizers `foreach` and `fused`.  All take turns, in a new order each round; a figure
+is the median of ms per step, of one member or of all four.  With --torch, PyTorch runs
+in another Python.
+"""
+
+import argparse
+import contextlib
+import functools
+import random
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import speed
+from jax import lax
+
+import pjax_ensemble as pe
+
+STEPS = 10  # of a round
+SIZES = 784, 2048, 2048, 2048, 10
+RANK = 8
+WORDS, WIDTH = 20_000, 128
+TOKENS, MODEL, HEADS, LENGTH = 8_000, 256, 4, 64
+
+
+def normal(key, *shape):
+    return jax.random.normal(key, shape) / np.sqrt(shape[0])
+
+
+def layers(key, sizes=SIZES):
+    keys = jax.random.split(key, len(sizes))
+    return [
+        (normal(k, *ab), jnp.zeros(ab[1])) for k, *ab in zip(keys, sizes, sizes[1:])
+    ]
+
+
+def mlp(params, x):
+    for weight, bias in params[:-1]:
+        x = jax.nn.relu(x @ weight + bias)
+    return x @ params[-1][0] + params[-1][1]
+
+
+def mlp_loss(params, x, y):
+    return pe.softmax_cross_entropy(mlp(params, x), y).mean()
+
+
+def adapters(key, frozen=None):  # of rank 8, for each layer of the backbone
+    pairs = zip(jax.random.split(key, len(SIZES)), SIZES, SIZES[1:])
+    return [(normal(k, a, RANK), jnp.zeros((RANK, b))) for k, a, b in pairs]
+
+
+def adapters_loss(params, x, y, frozen):
+    for (weight, bias), (down, up) in zip(frozen, params):
+        z = x @ weight + bias + (x @ down) @ up
+        x = jax.nn.relu(z)
+    return pe.softmax_cross_entropy(z, y).mean()
+
+
+def embedding(key):
+    words, last = jax.random.split(key)
+    return normal(words, WORDS, WIDTH), normal(last, WIDTH, 10)
+
+
+def embedding_loss(params, x, y):
+    return pe.softmax_cross_entropy(params[0][x].mean(axis=1) @ params[1], y).mean()
+
+
+def language(key):
+    words, out, *keys = jax.random.split(key, 10)
+    block = dict(qkv=(MODEL, 3 * MODEL), out=(MODEL, MODEL))
+    block |= dict(up=(MODEL, 4 * MODEL), down=(4 * MODEL, MODEL))
+    each = iter(keys)
+    blocks = [{k: normal(next(each), *s) for k, s in block.items()} for _ in range(2)]
+    return normal(words, TOKENS, MODEL), blocks, normal(out, MODEL, TOKENS)
+
+
+def language_loss(params, x, y):
+    words, blocks, out = params
+    h = words[x]
+    for block in blocks:
+        z = jax.nn.standardize(h) @ block["qkv"]
+        qkv = jnp.split(z.reshape(*z.shape[:2], HEADS, -1), 3, axis=-1)
+        z = jax.nn.dot_product_attention(*qkv, is_causal=True).reshape(h.shape)
+        h = h + z @ block["out"]
+        h = h + jax.nn.gelu(jax.nn.standardize(h) @ block["up"]) @ block["down"]
+    return pe.softmax_cross_entropy(jax.nn.standardize(h) @ out, y).mean()
+
+
+def differences(key):
+    return jax.random.normal(key, (128,) * 3)
+
+
+def differences_loss(params, x):
+    pairs = (jnp.roll(params, 1, axis) - params for axis in range(3))
+    return sum(jnp.sum(pair**2) for pair in pairs) + x.mean()
+
+
+def leaves(count, key):
+    return [jax.random.normal(each, (4,)) for each in jax.random.split(key, count)]
+
+
+def leaves_loss(params, x):
+    return sum(jnp.mean((x * leaf) ** 2) for leaf in params)
+
+
+def images(rng):
+    return rng.normal(size=(320, 784)).astype(np.float32), np.arange(320) % 10
+
+
+def bags(rng):
+    return rng.integers(WORDS, size=(2560, 16)), np.arange(2560) % 10
+
+
+def texts(rng):
+    return tuple(rng.integers(TOKENS, size=(2, 40, LENGTH)))
+
+
+def zeros(_):
+    return (np.zeros((40, 1), np.float32),)
+
+
+def ones(_):
+    return (np.ones((80, 4), np.float32),)
+
+
+ADAM, MOMENTUM = optax.adam(1e-3), optax.sgd(1e-2, momentum=0.9)
+SGD = optax.sgd(1e-4)
+# The parameters, the loss, the optimizer, the data and the batch.
+CASES = {
+    "MLP of 9.5 M, Adam": (layers, mlp_loss, ADAM, images, 32),
+    "MLP of 9.5 M, momentum": (layers, mlp_loss, MOMENTUM, images, 32),
+    "embedding of 2.6 M, Adam": (embedding, embedding_loss, ADAM, bags, 256),
+    "embedding of 2.6 M, momentum": (embedding, embedding_loss, MOMENTUM, bags, 256),
+    "language model of 5.7 M, Adam": (language, language_loss, ADAM, texts, 4),
+    "adapters of a frozen MLP, Adam": (adapters, adapters_loss, ADAM, images, 32),
+    "differences of 2 M, SGD": (differences, differences_loss, SGD, zeros, 4),
+    **{
+        f"{count} leaves of 4, SGD": (
+            functools.partial(leaves, count),
+            leaves_loss,
+            SGD,
+            ones,
+            8,
+        )
+        for count in (8, 200)
+    },
+}
+
+
+def timed(run) -> float:
+    begin = time.perf_counter()
+    jax.block_until_ready(run())
+    return (time.perf_counter() - begin) / STEPS * 1e3
+
+
+def runs(name: str) -> dict:
+    """Return functions that each take a round of steps, by name."""
+    init, loss_fn, optimizer, draw, size = CASES[name]
+    frozen = {"frozen": layers(jax.random.key(1))} if loss_fn is adapters_loss else {}
+    data = jax.tree.map(jnp.asarray, draw(np.random.default_rng(0)))
+    order = np.arange(STEPS * size).reshape(STEPS, size)
+    batch = tuple(x[:size] for x in data)
+
+    def ours(method, members=1):
+        form = dict(members=members, devices=-(-members // 2))
+        trainer = pe.make_trainer(init, loss_fn, optimizer, **form, **frozen)
+        state, placed = trainer.init(jax.random.key(0)), trainer.place(data)
+
+        def run():
+            nonlocal state
+            if method == "epoch":
+                state, _ = trainer.epoch(state, placed, order)
+            else:
+                for _ in range(STEPS):
+                    state, _ = trainer.update(state, *batch)
+            return state
+
+        return run
+
+    def step(carry, frozen, *batch):
+        params, opt_state = carry
+        loss, grads = jax.value_and_grad(loss_fn)(params, *batch, **frozen)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    def scan(carry, frozen, order, *data):
+        def body(carry, rows):
+            return step(carry, frozen, *(x[rows] for x in data))
+
+        return lax.scan(body, carry, order)
+
+    def by_hand(function, *args, calls=1, members=1):
+        program, params = jax.jit(function, donate_argnums=0), init(jax.random.key(0))
+        start = params, optimizer.init(params)
+        devices = jax.devices()[: -(-members // 2)]
+        given = [jax.device_put((frozen, *args), device) for device in devices]
+        carries = [
+            [jax.device_put(jax.tree.map(jnp.copy, start), device) for _ in range(each)]
+            for device, each in zip(devices, (min(2, members), 2))
+        ]
+
+        def on_device(own, given):
+            for i in range(len(own)):
+                for _ in range(calls):
+                    own[i], _ = program(own[i], *given)
+
+        def run():
+            list(threads.map(on_device, carries, given))
+            return carries
+
+        threads = ThreadPoolExecutor(2)
+        return run
+
+    return {
+        "epoch": ours("epoch"),
+        "scan": by_hand(scan, order, *data),
+        "update": ours("update"),
+        "jit": by_hand(step, *batch, calls=STEPS),
+        "four, epoch": ours("epoch", 4),
+        "four scans": by_hand(scan, order, *data, members=4),
+    }
+
+
+def measure(name: str, rounds: int, torch: str) -> dict:
+    """Return the median ms per step of each system, in turn."""
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    systems = {what: functools.partial(timed, run) for what, run in runs(name).items()}
+    peers = {
+        each: speed.launch(f"parameters_torch.py '{name}' --{each}", torch, **pipes)
+        for each in ("foreach", "fused")
+    }
+
+    def round_of(each):
+        with contextlib.suppress(BrokenPipeError):  # it ended, as `answer` reports
+            peers[each].stdin.write("round\n")
+            peers[each].stdin.flush()
+        return speed.answer(peers[each], each)["ms"]
+
+    systems |= {each: functools.partial(round_of, each) for each in peers}
+    found = {what: [] for what in systems}
+    for number in range(rounds + 1):  # the first compiles
+        for what in random.Random(number).sample(list(systems), len(systems)):
+            found[what].append(systems[what]())
+    for peer in peers.values():
+        peer.stdin.close()
+        speed.finish(peer)
+    return {what: statistics.median(times[1:]) for what, times in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="+", default=[""], metavar="NAME")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--torch", default=sys.executable, metavar="PYTHON")
+    args = parser.parse_args()
+    pe.use_cpu_devices(2)
+    print(f"JAX {jax.__version__}, ms per step")
+    pairs = ("epoch", "scan"), ("update", "jit"), ("four, epoch", "four scans")
+    heads = [(ours, f"{hand} by hand", "ours / by hand") for ours, hand in pairs]
+    speed.print_head("case", *sum(heads, ()), "PyTorch, foreach", "fused")
+    for name in CASES:
+        if name.startswith(tuple(args.cases)):
+            ms, cells = measure(name, args.rounds, args.torch), []
+            for ours, hand in pairs:
+                ratio = f"{ms[ours] / ms[hand]:.2f}"
+                cells += [f"{ms[ours]:.2f}", f"{ms[hand]:.2f}", ratio]
+            peers = (f"{ms[each]:.2f}" for each in ("foreach", "fused"))
+            speed.print_row(name, *cells, *peers)
+
+
+if __name__ == "__main__":
+    main()
