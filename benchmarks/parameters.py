@@ -110,7 +110,7 @@ def differences_loss(params, x):
 
 
 def leaves(count, key):
-    return [jax.random.normal(each, (4,)) for each in jax.random.split(key, count)]
+    return [jax.random.normal(each, (1, 4)) for each in jax.random.split(key, count)]
 
 
 def leaves_loss(params, x):
