@@ -2180,7 +2180,7 @@ class Trainer:
         return {}
 
     @functools.cached_property
-    def _apart(self) -> set:
+    def _independent(self) -> set:
         """The forms of chunks whose examples are known not to change each other."""
         return set()
 
@@ -2543,7 +2543,7 @@ class Trainer:
             if len(computing) > 1:  # the devices are a block ahead
                 yield jax.tree.map(*computing.popleft())
             elif n > 1:
-                self._check_apart(n, work, computing[0][1])
+                self._check_independence(n, work, computing[0][1])
         yield jax.tree.map(*computing.pop())
 
     def _join(self, n, x):  # [D * M, chunks, chunk, ...] -> [K, n, ...]
@@ -2552,7 +2552,7 @@ class Trainer:
         x = x.reshape(len(x), math.prod(x.shape[1:4]), *x.shape[4:])
         return x[: self.members, :n]
 
-    def _check_apart(self, n, work, made):
+    def _check_independence(self, n, work, made):
         """Raise ValueError if the first example's outputs depend on other examples.
 
         Each program, once, computes the first chunk with others in their places.
@@ -2560,7 +2560,7 @@ class Trainer:
         f, model, *given = work
         axis = 1 + bool(given[0])  # leaves are [chunks, chunk, ...], or [slots, ...]
         chunks = {**given[0], **given[1]}["chunks"]
-        if (form := str(_form(chunks))) in self._apart:
+        if (form := str(_form(chunks))) in self._independent:
             return
         rows = np.zeros(jax.tree.leaves(chunks)[0].shape[axis], int)
         rows[1:] = (min(n, len(rows)) - 1) // 2
@@ -2579,7 +2579,7 @@ class Trainer:
                     "inputs are [N, ...], x[None] for one example x, and predicting "
                     "uses no batch statistics: train=False"
                 )
-        self._apart.add(form)
+        self._independent.add(form)
 
     def _predict(self, state, inputs):
         """Yield the number of examples and the work of each block of the inputs.
