@@ -379,16 +379,22 @@ def test_tabular_classifier_finds_the_temperature_and_the_recipe_of_labels():
     probs[2, 0] = np.nan  # networks that diverge
     with mock.patch.object(model, "_fit", return_value=[probs]):
         model.fit(np.zeros((4000, 1)), labels)
-    assert_allclose(model.temperatures_[1:], [2, 1], atol=0.2)
+    assert_allclose(model.temperatures_[1], 2, atol=0.2)
     assert model.weights_[1] > 0.8 and model.weights_.sum() == pytest.approx(1)
-    pooled = em.temper(probs[1, 0], model.temperatures_[1]) * model.weights_[1]
+    pooled = em.temper(probs[1, 0], model.temperatures_[1])
+    pooled = (0.8 * pooled + 0.2 / 3) * model.weights_[1]
     assert abs(model.temperature_ - 1) < 0.1  # recipes have theirs already
-    model.temperature_ = 3.0
+    model.temperature_, model.noises_ = 0.4, (0, 0.2, 0)
     with mock.patch.object(model, "_outputs", return_value=[probs[:, 0]]):
         found = model.predict_proba(None)
     pooled += 1 / 3 * (1 - model.weights_[1])
     assert_allclose(found, em.temper(pooled, model.temperature_), atol=0.05)
-    assert tabular.temperature(np.eye(3), [0, 1, 2]) == 1  # none is the best
+    labels = (4 * logits[1, 0] + draw.gumbel(size=(4000, 3))).argmax(axis=1)
+    random = np.where(draw.random(4000) < 0.15, draw.integers(3, size=4000), labels)
+    sharp = scipy.special.softmax(8 * logits[1, 0], axis=1)
+    found, noise = tabular.soften_by(sharp, random)
+    assert abs(found - 2) < 0.4 and 0.1 <= noise <= 0.2
+    assert tabular.soften_by(np.eye(3), [0, 1, 2]) == (tabular.TEMPERATURES[0], 0)
 
 
 @mock.patch.multiple(tabular, BATCH=30, STEPS=2)

@@ -15,8 +15,9 @@ that no network learned a row left out.
 For numbers, the fit takes the recipe whose networks give the left-out folds the lowest
 interval score, and keeps its networks of all rows: they are the ensemble.  For classes
 it keeps all recipes, one of which is nearly linear.  The left-out folds give each
-recipe's ensemble a temperature (Guo et al. 2017), the tempered probabilities weights in
-a mean (stacking: Wolpert 1992), and the mean another temperature, each by the NLL.
+recipe's ensemble a temperature (Guo et al. 2017) and a share of random labels, the
+results weights in a mean (stacking: Wolpert 1992), and the mean another temperature,
+each by the NLL.
 
 The errors on the left-out folds, one per row, calibrate the deviation: the density of
 a target is Student's t about the ensemble's mean, whose degrees of freedom and factor
@@ -75,6 +76,8 @@ CLASS_RECIPES = (30, 2, 0), (1, 1, 0), (0.3, 1, 1)  # to weigh, the first is lin
 FOLDS = 5  # of an estimator, to choose by and to calibrate with
 DOFS = 3, 4, 6, 10, 30, 100  # degrees of freedom of a density, to choose from
 FACTORS = np.geomspace(0.1, 10, 61)  # of a deviation
+TEMPERATURES = np.geomspace(0.3, 4, 80)  # of a recipe's probabilities, and of the mean
+NOISES = 0, 0.01, 0.02, 0.04, 0.07, 0.1, 0.15, 0.2  # shares of labels that are random
 INPUTS = dict(dtype=float, ensure_min_samples=2)
 
 
@@ -231,12 +234,20 @@ def ensembles(probs):
     return means / means.sum(axis=-1, keepdims=True)  # 1 in float32 alone
 
 
-def temperature(probs, y):
-    """Return the temperature of the lowest NLL, or 1 where none is the best."""
-    try:
-        return em.fit_temperature(probs, y)
-    except ValueError:
-        return 1.0
+def soften(probs, temperature, noise=0.0):
+    """Temper probabilities [..., C], as if a share `noise` of labels were random."""
+    return (1 - noise) * em.temper(probs, temperature) + noise / probs.shape[-1]
+
+
+def soften_by(probs, y, noises=NOISES):
+    """Return the temperature and the noise that give probs [N, C] the lowest NLL."""
+    pairs = []
+    for temperature in TEMPERATURES:
+        of_labels = em.temper(probs, temperature)[np.arange(len(y)), y]
+        for noise in noises:
+            found = (1 - noise) * of_labels + noise / probs.shape[1]
+            pairs.append((-np.log(found + 1e-30).mean(), temperature, noise))
+    return min(pairs)[1:]
 
 
 def weigh(probs, y):
@@ -560,7 +571,7 @@ class EnsembleRegressor(RegressorMixin, Ensemble):
 class EnsembleClassifier(ClassifierMixin, Ensemble):
     """Predict a class, and the probability of each; see `EnsembleRegressor`.
 
-    After `fit`, `weights_` and `temperatures_` have a number per recipe, and
+    After `fit`, `weights_`, `temperatures_` and `noises_` have a number per recipe, and
     `temperature_` is that of their weighted mean.
     """
 
@@ -573,16 +584,16 @@ class EnsembleClassifier(ClassifierMixin, Ensemble):
         model = SOFTMAX._replace(outputs=len(self.classes_))
         (probs,) = self._fit(model, CLASS_RECIPES, X, np.int32(y), groups)
         probs = ensembles(probs)
-        self.temperatures_ = [temperature(each, y) for each in probs]
-        self.weights_ = weigh(self._tempered(probs), y)
-        self.temperature_ = temperature(self._pooled(probs), y)
+        self.temperatures_, self.noises_ = zip(*(soften_by(each, y) for each in probs))
+        self.weights_ = weigh(self._softened(probs), y)
+        self.temperature_, _ = soften_by(self._pooled(probs), y, noises=(0,))
         return self
 
-    def _tempered(self, probs):  # [R, N, C]
-        return np.stack([*map(em.temper, probs, self.temperatures_)])
+    def _softened(self, probs):  # [R, N, C]
+        return np.stack([*map(soften, probs, self.temperatures_, self.noises_)])
 
     def _pooled(self, probs):  # [R, N, C] -> [N, C]
-        return np.tensordot(self.weights_, self._tempered(probs), 1)
+        return np.tensordot(self.weights_, self._softened(probs), 1)
 
     def predict_proba(self, X):
         """Return the probability of each of `classes_`, [N, C], for X [N, F]."""
