@@ -1332,8 +1332,8 @@ def _admit(owner: Any, state: Any, place: Callable, consume: bool = True) -> Tra
     """Check a state before a program takes it, and return it on the devices.
 
     The state that the owner's last step returned is known.  Any other is placed by
-    place(state), which raises for a state that does not fit the owner.  If the program
-    will consume it, no two of its leaves may share a buffer.
+    place(state, consume), which raises for a state that does not fit the owner.  If the
+    program will consume it, no two of its leaves may share a buffer.
     """
     latest = owner.latest
     known = latest and (state is latest or _alike(state, latest, operator.is_))
@@ -1347,7 +1347,7 @@ def _admit(owner: Any, state: Any, place: Callable, consume: bool = True) -> Tra
         )
     if known:
         return state
-    state = place(state)
+    state = place(state, consume)
     if consume:
         _check_apart(state)
     return state
@@ -1401,7 +1401,7 @@ def _make_update(replicas: bool, *args) -> Callable:
 
     form = "the number of devices in all of them: replicate or split them"
 
-    def place(state):
+    def place(state, _):
         _check_axes("state", state, expected=form)
         if state.key is not None:
             keys = _gather_devices(_key_data(state.key))
@@ -2406,8 +2406,7 @@ class Trainer:
         Raises ValueError for a batch that is empty or does not divide into
         micro-batches.
         """
-        place = functools.partial(self._place_state, trains=True)
-        state = _admit(self, state, place)
+        state = _admit(self, state, self._place_state)
         work = self._update(state, *batch, per_member=per_member)
         if not per_member:
             self._warn_if_equal(state)
@@ -2456,8 +2455,7 @@ class Trainer:
         Raises ValueError for an order that is empty or has rows outside the data, and
         for data of several lengths.
         """
-        place = functools.partial(self._place_state, trains=True)
-        state = _admit(self, state, place)
+        state = _admit(self, state, self._place_state)
         f, state, of_slot, of_all = self._epoch(state, data, order)
         of_all["data"] = self.place(of_all["data"])  # as a trace depends on it
         order = np.asarray(order)

@@ -234,7 +234,7 @@ def ensembles(probs):
     return means / means.sum(axis=-1, keepdims=True)  # 1 in float32 alone
 
 
-def soften(probs, temperature, noise=0.0):
+def soften(probs, temperature, noise):
     """Temper probabilities [..., C], as if a share `noise` of labels were random."""
     return (1 - noise) * em.temper(probs, temperature) + noise / probs.shape[-1]
 
