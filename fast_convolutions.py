@@ -457,9 +457,7 @@ def _convolve(lhs, rhs, *, onednn, dimension_numbers, **how):
                 x = x.reshape(*x.shape[:-2], -1)
                 more |= dict(batch_group_count=1, feature_group_count=groups)
             y = _forward(x, kernel, axes, more)
-            if onednn and made.dtype.itemsize < 4:
-                # oneDNN would do what follows in the half type, even float32 sums.
-                y = lax.optimization_barrier(y)
+            y = lax.optimization_barrier(y) if onednn else y  # as in `_multiply`
         return y.astype(made.dtype).transpose(np.argsort((b, *s, f)))
 
     @jax.custom_jvp
@@ -477,6 +475,7 @@ def _refuse(primals, tangents):
     )
 
 
+_PRODUCTS = "conv_general_dilated", "dot_general", "ragged_dot_general"
 _ONEDNN: dict[str, bool | str] = {
     "xla_cpu_experimental_onednn_custom_call": True,
     "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE",
@@ -502,12 +501,33 @@ def compiler_options(backend: str | None = None) -> dict[str, bool | str]:
     return dict(_ONEDNN) if on_cpu and here and tried and not (named or cached) else {}
 
 
+def _multiply(*arrays, primitive, **how):
+    """Multiply arrays by oneDNN, which leaves the operations that follow to XLA.
+
+    XLA (JAX 0.11, 0.12) gives oneDNN these too, and is wrong where others use the
+    product as well: SiLU and GELU, of which the gradient is an example, are put in its
+    place for all of them.  Sums of half types are rounded too early.  A barrier hides
+    what follows.  Of float16, oneDNN has only a reference implementation, several
+    hundred times as slow, but for sums in float32.
+    """
+    (made,) = jax.eval_shape(lambda *x: [primitive.bind(*x, **how)], *arrays)
+    if made.dtype == np.float16:
+        how |= dict(preferred_element_type=np.dtype(np.float32), precision=None)
+    product = primitive.bind(*arrays, **how)
+    return lax.optimization_barrier(product).astype(made.dtype)
+
+
 def _replace(eqn: Any, onednn: bool) -> Any:
-    """Replace an equation that is a convolution of floats."""
-    if not jnp.issubdtype(eqn.invars[1].aval.dtype, jnp.inexact):
+    """Replace a convolution of floats, or with oneDNN also a product, by a call."""
+    of_floats = jnp.issubdtype(eqn.invars[1].aval.dtype, jnp.inexact)
+    if of_floats and eqn.primitive is lax.conv_general_dilated_p:
+        function = functools.partial(_convolve, onednn=onednn)
+    elif of_floats and onednn:
+        function = functools.partial(_multiply, primitive=eqn.primitive)
+    else:
         return eqn
-    convolve = functools.partial(_convolve, onednn=onednn, **eqn.params)
-    program = jax.jit(functools.update_wrapper(convolve, _convolve))
+    call = functools.partial(function, **eqn.params)
+    program = jax.jit(functools.update_wrapper(call, function.func))
     with jax.disable_jit(False):  # so that the call is one equation
         call = jax.make_jaxpr(program)(*(v.aval for v in eqn.invars)).eqns[0]
     return eqn.replace(primitive=call.primitive, params=call.params)
@@ -522,10 +542,9 @@ def rewrite(jaxpr: Any, options: dict | None = None) -> Any:
     """
     x, params = jaxpr, getattr(jaxpr, "params", {})
     if isinstance(x, core.JaxprEqn):
-        if x.primitive is lax.conv_general_dilated_p:
+        if x.primitive.name in _PRODUCTS:
             return _replace(x, bool(options))
-        # This one is done, or its author chose for each platform.
-        if params.get("name") == "_convolve" or params.get("branches_platforms"):
+        if params.get("name") in ("_convolve", "_multiply"):  # this one is done
             return x
     kinds = (core.Jaxpr, "eqns"), (core.ClosedJaxpr, "jaxpr"), (core.JaxprEqn, "params")
     name = next((name for kind, name in kinds if isinstance(x, kind)), None)
