@@ -482,3 +482,23 @@ def test_with_onednn_sums_of_half_types_stay_float32(no_cache):
     assert y[0, 4, 4, 0] == 9 * 16 + 0.125
     expected = jnp.asarray(2 * 300 * np.outer((7, 8, 7), (7, 8, 7)), gradient.dtype)
     assert (gradient == expected[..., None, None]).all()
+
+
+# With options, XLA gives oneDNN what follows a product too: 17, 20 and 25 err without
+# barriers; 25 is float32, 17 bfloat16 and 20 float16.
+@pytest.mark.skipif(not TRIED, reason="this JAX has no oneDNN, or none that was tried")
+@cases("seed", 4, 17, 20, 25)
+def test_programs_with_onednn_are_those_without(seed, no_cache, optimized):
+    """This is a short form of benchmarks/convolutions.py --programs."""
+    assert fc.compiler_options()
+    with jax.numpy_rank_promotion("allow"):
+        assert not convolutions.is_wrong(*convolutions.difference(seed))
+
+
+@pytest.mark.skipif(not TRIED, reason="this JAX has no oneDNN, or none that was tried")
+def test_with_onednn_products_of_float16_are_not_its_reference(no_cache):
+    x, options = jnp.ones((256, 256), jnp.float16), fc._ONEDNN
+    lowered = jax.jit(fc.fast(jnp.matmul, options)).lower(x, x)
+    found = lowered.compile(compiler_options=options)
+    assert re.search(r'f32\[256,256\].*"__onednn\$matmul"', found.as_text())
+    assert (found(x, x) == 256).all()

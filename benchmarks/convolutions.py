@@ -1,12 +1,17 @@
 """Compare random convolutions of any form, and their gradients, with sums in float64.
 
-    python benchmarks/convolutions.py [300] [--first 0]
+    python benchmarks/convolutions.py [300] [--first 0] [--programs]
+
+With --programs, it compares random programs: products and convolutions followed by
+biases, residuals, activations, norms, casts and attention, with several users of each
+value; and their gradients.  A compiler's options change all of these.
 
 A seed determines each case.  The script compares as many cases as it is told, from the
 first seed on, prints the seeds of wrong ones, and fails if there are any.
 """
 
 import argparse
+import functools
 from unittest import mock
 
 import jax
@@ -144,13 +149,202 @@ def error(seed):
     return dtype.name, float(worst / jnp.finfo(dtype).eps)
 
 
+# ---------------------------------------------------------------------------------
+# Programs: products and convolutions, and operations that follow them
+# ---------------------------------------------------------------------------------
+
+# Activations of a library, and as people write them out.
+NAMES = "celu elu gelu hard_sigmoid hard_silu hard_tanh leaky_relu log_sigmoid mish"
+NAMES += " relu relu6 selu sigmoid silu soft_sign softplus squareplus tanh"
+ACTIVATIONS = [
+    *(getattr(jax.nn, name) for name in NAMES.split()),
+    functools.partial(jax.nn.gelu, approximate=False),
+    lambda y: y * jax.nn.sigmoid(y),
+    lambda y: y * jax.nn.sigmoid(1.702 * y),
+    lambda y: y / (1 + jnp.exp(-y)),
+    lambda y: y * (1 + lax.erf(y / 2**0.5)) / 2,
+    lambda y: y * (1 + jnp.tanh(0.7978846 * (y + 0.044715 * y * y * y))) / 2,
+    lambda y: y * jnp.tanh(jnp.log1p(jnp.exp(y))),
+    lambda y: y * jnp.clip(y + 3, 0, 6) / 6,
+    lambda y: y * jnp.tanh(y),
+    lambda y: jnp.clip(y, 0, 6),
+    lambda y: jnp.exp(-y * y),
+    lambda y: jnp.maximum(y, 0),
+    lambda y: jnp.where(y > 0, y, 0.01 * y),
+]
+# Values, weights and heads: XLA gives products to oneDNN only if they are large.
+FORMS = {
+    "rows": ((128, 256), (256, 256), (4, 32, 8, 32)),
+    "images": ((4, 12, 12, 16), (3, 3, 16, 16), (4, 144, 2, 8)),
+}
+
+
+def softmax(y):
+    y = jnp.exp(y - lax.stop_gradient(y.max(-1, keepdims=True)))
+    return y / y.sum(-1, keepdims=True)
+
+
+def normalize(pick, y, scale, bias):
+    mean, square = (x.mean(-1, keepdims=True) for x in (y, y * y))
+    var = pick(square - mean * mean, jnp.square(y - mean).mean(-1, keepdims=True))
+    if pick(False, False, True):  # over the batch
+        mean, var = (f(y, axis=range(y.ndim - 1)) for f in (jnp.mean, jnp.var))
+    root, whole = lax.rsqrt(var + pick(1e-6, 1e-3)), lax.rsqrt(square + 1e-6)
+    off = y - mean
+    return pick(off * root * scale + bias, off * (root * scale), y * whole * scale)
+
+
+def attend(pick, heads, *values):
+    q, k, v = (x.reshape(heads) for x in values)
+    causal = np.tril(np.ones((heads[1], heads[1]), bool))
+    ready, hidden, norm = pick(0, 1), pick(0, 1, 2), pick(jax.nn.softmax, softmax)
+    if ready and q.dtype != jnp.float16:  # which JAX's own does not take on CPUs
+        return jax.nn.dot_product_attention(q, k, v, is_causal=hidden > 0)
+    logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) / heads[-1] ** 0.5
+    if hidden == 1:
+        logits = jnp.where(causal, logits, -1e4)
+    if hidden == 2:
+        logits += jnp.where(causal, 0, -1e4).astype(q.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", norm(logits), v)
+
+
+def follow(seed, form, wide, ragged, x, weights, vectors):
+    """Apply random operations to x; return the last value, and some of the others."""
+    rng, dtype = np.random.default_rng(seed), x.dtype
+    weights, vectors, values = iter(weights), iter(vectors), [x]
+
+    def pick(*options):
+        return options[rng.integers(len(options))]
+
+    def product(y):
+        y, w = y.astype(dtype), next(weights)
+        if form == "rows":
+            sums = lax.dot_general, (((1,), (0,)), ((), ()))
+            ways = [lambda: y @ w, lambda: jnp.einsum("nf,gf->ng", y, w)]
+            ways += [lambda: sums[0](y, w, sums[1], preferred_element_type=wide)]
+            both = jnp.stack([w, w.T])
+            ways += [lambda: lax.ragged_dot(y, both, jnp.array([50, 78]))] * ragged
+            return pick(*ways)()
+        if pick(False, False, True):
+            return jnp.einsum("nhwi,io->nhwo", y, 3 * w[0, 0])
+        axes, groups = pick("NHWC", "NCHW"), pick(1, 1, 16)
+        y, names = y if axes == "NHWC" else jnp.moveaxis(y, -1, 1), (axes, "HWIO", axes)
+        y = lax.conv_general_dilated(
+            *(y, w if groups == 1 else 3 * w[:, :, :1], (1, 1), "SAME"),
+            dimension_numbers=names,
+            feature_group_count=groups,
+        )
+        return y if axes == "NHWC" else jnp.moveaxis(y, 1, -1)
+
+    def some():  # the last value, or one that has another user too
+        return values[-1] if rng.random() < 0.7 else pick(*values)
+
+    def like(y, z):
+        return z.astype(y.dtype)
+
+    steps = {
+        "product": product,
+        "bias": lambda y: y + like(y, next(vectors)),
+        "scale": lambda y: y * pick(0.5, -2, like(y, next(vectors))),
+        "residual": lambda y: pick(jnp.add, jnp.subtract)(y, like(y, some())),
+        "gate": lambda y: y * pick(*ACTIVATIONS)(jnp.tanh(like(y, some()))),
+        "cast": lambda y: pick(*ACTIVATIONS)(y.astype(wide)).astype(pick(dtype, wide)),
+        "softmax": lambda y: pick(jax.nn.softmax, softmax, jax.nn.log_softmax)(y),
+        "normalize": lambda y: normalize(
+            pick, y, 1 + like(y, next(vectors)), like(y, next(vectors))
+        ),
+        "attend": lambda y: attend(
+            *(pick, FORMS[form][2]),
+            *(product(some()).astype(dtype) for _ in range(2)),
+            y.astype(dtype),
+        ).reshape(x.shape),
+    }
+    names = ["product"]
+    for i in range(rng.integers(4, 10)):
+        after = 3 * (len(steps) if names[-1] == "product" else 1) * ["activation"]
+        names.append(pick(*steps, *after) if i % 4 else "product")
+        step = steps.get(names[-1]) or pick(*ACTIVATIONS)
+        values.append(step(some()))
+    return [y for y in values[1:-1] if rng.random() < 0.3] + values[-1:]
+
+
+def difference(seed):
+    """Return the type of a random program, and how far values and gradients are off.
+
+    The first number is the largest relative error, in the Euclidean norm, of a leaf of
+    the program with oneDNN (with JAX that has it), and the second one that of the same
+    program by `jax.jit` alone.  Both are compared with the program in float64.
+    """
+    rng = np.random.default_rng([seed, 1])
+    form, dtype = rng.choice([*FORMS]), jnp.dtype(rng.choice([*LIMITS, "float32"]))
+    around = rng.choice(["nothing", "nothing", "checkpoint", "scan", "vmap"])
+    shape, weight, _ = FORMS[form]
+    arrays = rng.normal(size=(2, *shape)), rng.normal(size=(24, *weight))
+    arrays = *arrays, rng.normal(size=(24, shape[-1])) / 2
+    scale = 1, np.prod(weight[:-1]) ** -0.5, 1
+    arrays = [jnp.asarray(a * s, dtype) for a, s in zip(arrays, scale)]
+
+    def program(*arrays, wide=jnp.float32):
+        def loss(x, *parameters):
+            f = functools.partial(follow, seed, form, wide, around != "vmap")
+            f = jax.checkpoint(f) if around == "checkpoint" else f
+            over = {
+                "scan": lambda f, x: lax.map(f, x),
+                "vmap": lambda f, x: jax.vmap(f)(x),
+            }
+            over = over.get(around, lambda f, x: f(x[0]))
+            made = over(lambda x: f(x, *map(list, parameters)), x)
+            draw = np.random.default_rng(seed)
+            terms = (
+                y.astype(wide) * draw.normal(size=y.shape).astype(wide) for y in made
+            )
+            return sum(term.sum() for term in terms), made
+
+        return jax.value_and_grad(loss, range(3), has_aux=True)(*arrays)
+
+    with jax.enable_x64(True):
+        exact = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]
+        exact = jax.jit(functools.partial(program, wide=jnp.float64))(*exact)
+        exact = jax.device_get(exact)
+
+    def off(found):
+        worst = 0.0
+        for x, y in zip(*map(jax.tree.leaves, (jax.device_get(found), exact))):
+            x, finite = np.asarray(x, np.float64), np.isfinite(y)
+            size = np.linalg.norm(y[finite]) or 1
+            error = np.linalg.norm(x[finite] - y[finite]) / size
+            worst = max(worst, np.inf if np.isnan(error) else error)
+        return float(worst)
+
+    options = fc.compiler_options()
+    fast = jax.jit(fc.fast(program, options)).lower(*arrays)
+    fast = fast.compile(compiler_options=options)
+    return dtype.name, off(fast(*arrays)), off(jax.jit(program)(*arrays))
+
+
+def is_wrong(name, found, plain):
+    """Whether a program's error is not explained by rounding, as `jit` alone rounds.
+
+    A value next to the edge of a relu adds up to a thousandth, now and then.
+    """
+    return not found <= 4 * plain + max(1e-3, 2 * float(jnp.finfo(name).eps))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("count", type=int, nargs="?", default=300)
     parser.add_argument("--first", type=int, default=0, metavar="SEED")
+    parser.add_argument("--programs", action="store_true")
     args = parser.parse_args()
+    seeds = range(args.first, args.first + args.count)
+    if args.programs:
+        found = {seed: difference(seed) for seed in seeds}
+        wrong = {seed: off for seed, off in found.items() if is_wrong(*off)}
+        print(*(f"seed {seed}: {off}" for seed, off in wrong.items()), sep="\n")
+        print(f"{args.count} programs, {len(wrong)} wrong")
+        raise SystemExit(bool(wrong))
     worst, wrong = dict.fromkeys(LIMITS, 0.0), 0
-    for seed in range(args.first, args.first + args.count):
+    for seed in seeds:
         name, off = error(seed)
         worst[name] = max(worst[name], off)
         if not off <= LIMITS[name]:
