@@ -29,12 +29,16 @@ import pytest
 import resnet
 import scipy.special
 import scipy.stats
+import sklearn
 import speed
 import steps
 import tables
 import tabular
 from numpy.testing import assert_allclose, assert_array_equal
 from scipy.sparse import csr_array
+from sklearn.model_selection import GridSearchCV, GroupKFold, cross_validate
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
 import ensemble_metrics as em
@@ -222,6 +226,30 @@ def test_tabular_folds_keep_together_rows_that_are_equal_or_share_a_group():
     assert max(map(len, tests)) < 210 / 5 + 90  # not both of the largest
 
 
+@mock.patch.object(tabular, "FOLDS", 3)
+@mock.patch.object(pe.Trainer, "epoch", solve)
+@cases("routing", False, True)
+def test_tabular_groups_reach_every_fit_by_the_ways_of_the_page(routing):
+    patients = np.arange(24) // 3
+    pipe = make_pipeline(StandardScaler(), tabular.EnsembleRegressor(**SHORT))
+    named, own = {"ensembleregressor__groups": patients}, {"groups": patients}
+    search = GridSearchCV(pipe, {"ensembleregressor__epochs": [1]}, cv=GroupKFold(2))
+    with (
+        sklearn.config_context(enable_metadata_routing=routing),
+        mock.patch.object(tabular, "link", wraps=tabular.link) as link,
+    ):
+        if routing:
+            pipe[-1].set_fit_request(groups=True)
+            named, own = own, {}
+        pipe.fit(X, Y, **named)
+        search.fit(X, Y, **own | named)
+        cross_validate(pipe, X, Y, params=named, cv=search.cv, **own)
+        params = {"groups": patients}
+        cross_validate(pipe[-1], X, Y, params=params, cv=search.cv, **own)
+    found = [len({*call.args[1]}) for call in link.call_args_list]
+    assert found == [8, 4, 4, 8, 4, 4, 4, 4]
+
+
 @mock.patch.object(pe.Trainer, "epoch", solve)
 @cases("repeat", lambda rows: np.repeat(rows, 4), lambda rows: np.r_[rows, rows[::2]])
 def test_tabular_intervals_hold_beside_repeated_rows(repeat):
@@ -308,6 +336,8 @@ def test_tabular_estimators_take_numbers_of_any_scale():
         model.fit(X * [x_scale, 1], Y * y_scale)
         found = model.predict_interval(X * [x_scale, 1], 0.5) / y_scale
         assert_array_equal(found, ends)
+    still = [np.c_[X[:, 0], np.full(24, value)] for value in (0, 1e300)]
+    assert_array_equal(*(model.fit(x, Y).predict(x) for x in still))
     far = np.where(np.arange(48).reshape(24, 2) == 7, 1e300, X)
     said = said_by(ValueError, model.fit(X, Y).predict, far)
     assert said.startswith("X[3, 1] is 1e+300; expected 1e18 deviations from the mean")

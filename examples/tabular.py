@@ -172,7 +172,9 @@ def mean_and_scale(z):  # in float64; a column that does not vary has scale 1
     power = np.frexp(np.abs(z).max(axis=0))[1]
     unit = np.ldexp(np.float64(z), -power)  # squares of 1e160 would overflow
     scale = np.where(np.ptp(unit, axis=0) == 0, 1, np.ldexp(unit.std(axis=0), power))
-    return np.ldexp(unit.mean(axis=0), power), scale
+    # Rounded, the mean of a column that does not vary may differ from its value.
+    mean = unit.mean(axis=0).clip(unit.min(axis=0), unit.max(axis=0))
+    return np.ldexp(mean, power), scale
 
 
 def standardize(name, z, mean, scale):  # in float64, to float32
