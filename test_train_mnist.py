@@ -38,10 +38,9 @@ from conftest import idx, leaves_equal, lines_of, linux, member, posix, said_by
 from conftest import small_files, start_python, words, write_files
 
 IMAGES, LABELS, TEST_IMAGES, TEST_LABELS = tm.MNIST_FILES
-MNIST_DIR = os.environ.get("MNIST_DIR")
 
 
-def before(patch, owner, name, act):
+def hook(patch, owner, name, act):
     """Let `act` see the arguments of each call of a function, before the call."""
     call = getattr(owner, name)
 
@@ -71,7 +70,7 @@ def elsewhere():
             for path in filter(refused, args[:num_paths]):
                 raise PermissionError(errno.EACCES, "Access is denied", str(path))
 
-        before(patch, os, name, check)
+        hook(patch, os, name, check)
 
     with pytest.MonkeyPatch.context() as patch:
         for name in "sched_getaffinity", "O_DIRECTORY", "O_NOFOLLOW":
@@ -303,7 +302,7 @@ def test_failed_member_is_left_out(tmp_path, script, small_folder, drawn, monkey
         gathered.params[2].bias[1] = np.nan
         run.state = run.trainer.scatter(gathered)
 
-    before(monkeypatch, tm.Run, "train", spoil)
+    hook(monkeypatch, tm.Run, "train", spoil)
     flags = "--members 3 --devices 2 --epochs 2 --network tiny --plot --workdir"
     status, out, _ = script(flags, tmp_path)
     assert status == 0
@@ -340,9 +339,7 @@ def test_failed_member_is_left_out(tmp_path, script, small_folder, drawn, monkey
     ("1e39 --skip-nonfinite", 8, []),
     ("1e36 --skip-nonfinite --save-every .25 --keep 2 --workdir", 8, [0, 6, 8]),
 )
-def test_diverged_run_keeps_its_last_good_checkpoint(
-    tmp_path, script, flags, step, kept
-):
+def test_diverged_run_keeps_a_good_checkpoint(tmp_path, script, flags, step, kept):
     flags = RUN, "--learning-rate", flags, *[tmp_path] * bool(kept)
     status, _, err = script(*flags)
     why = f"no model is finite after step {step}; lower --learning-rate"
@@ -358,12 +355,11 @@ def test_diverged_run_keeps_its_last_good_checkpoint(
 
 
 def test_segments_are_short_and_end_at_saves(tmp_path, script, whole_run, monkeypatch):
-    orders = []
-    before(monkeypatch, tm.Run, "advance", lambda run, order: orders.append(order))
+    lengths = []
+    hook(monkeypatch, tm.Run, "advance", lambda _, x: lengths.append(x.shape[1]))
     monkeypatch.setattr(tm, "SEGMENT_IMAGES", 2 * 32)
     flags = f"{RUN} --save-every .375 --workdir"  # saves every 3 steps
     assert script(flags, tmp_path)[0] == 0
-    lengths = [order.shape[1] for order in orders]
     assert lengths == [2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 1]
     assert results(tmp_path) == results(whole_run)
 
@@ -376,17 +372,12 @@ def test_segments_are_short_and_end_at_saves(tmp_path, script, whole_run, monkey
     ((1, 2, 1, 2), 103, [48, 55]),  # 24 on each of two replicas
 )
 def test_parts_to_predict_are_short_but_hold_a_chunk(layout, count, expected):
-    sizes = []
-
-    def predict_members(_, part):
-        sizes.append(len(part))
-        return np.zeros((layout[0], len(part), 2))
-
     run = mock.Mock(segment_images=24)
     run.trainer = mock.Mock(layout=pe.Layout(*layout), chunk=4)
-    run.trainer.predict_members = predict_members
+    predict = run.trainer.predict_members
+    predict.side_effect = lambda _, part: np.zeros((layout[0], len(part), 2))
     assert tm.Run.predict(run, np.zeros((count, 1))).shape == (layout[0], count, 2)
-    assert sizes == expected
+    assert [len(call.args[1]) for call in predict.mock_calls] == expected
 
 
 def stop_at(monkeypatch, step, how=signal.SIGTERM, looks=1):
@@ -401,7 +392,7 @@ def stop_at(monkeypatch, step, how=signal.SIGTERM, looks=1):
         if run.done == step and next(left) == 0:
             signal.raise_signal(how)
 
-    before(monkeypatch, tm.Run, "look", stop)
+    hook(monkeypatch, tm.Run, "look", stop)
     monkeypatch.setattr(tm, "SEGMENT_IMAGES", 1)
 
 
@@ -433,8 +424,6 @@ def test_resumed_run_ends_in_the_bits_of_one_that_was_never_stopped(
     assert numbers == expected
     whole["config"] |= pe.layout(2, 1)._asdict()
     assert report == whole
-    probs = tm.load_run(tmp_path, 1).predict(np.zeros((3, 28, 28), np.uint8))
-    assert_allclose(probs.sum(axis=1), 1, atol=1e-6)
 
 
 # ---------------------------------------------------------------------------------
@@ -449,7 +438,7 @@ def set_terminal(monkeypatch, out=True, err=True):
 
 def test_progress_bar_is_drawn_on_a_terminal(tmp_path, script, monkeypatch):
     tqdm, counts = pytest.importorskip("tqdm").tqdm, []
-    before(monkeypatch, tqdm, "update", lambda bar, count: counts.append(count))
+    hook(monkeypatch, tqdm, "update", lambda bar, count: counts.append(count))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     set_terminal(monkeypatch)
@@ -470,7 +459,7 @@ def test_epoch_line_has_the_time_left_after_a_resume_too(tmp_path, script, monke
             clock.now += seconds(args[-1]) + clock.compiling
             clock.compiling = 0
 
-        before(patch, pe.Trainer, name, wait)
+        hook(patch, pe.Trainer, name, wait)
 
     flags, times = f"{RUN} --epochs 3", []
     for step, looks in (2, 1), (24, 3), (0, 1):  # the second in the last evaluation
@@ -525,7 +514,6 @@ BAD_FILES += [
     (f"{LABELS}.gz", PACKED[:-8], "ended before the end-of-stream"),
     (f"{LABELS}.gz", PACKED[:-8] + bytes(4) + PACKED[-4:], "CRC check failed"),
     (f"{LABELS}.gz", b"\0" + PACKED, "Not a gzipped file"),
-    (f"{LABELS}.gz", b"", "header 0x; expected 8 bytes that begin 0x00000801"),
     (f"{LABELS}.gz", PACKED[:10] + b"\7" + PACKED[11:], "while decompressing data"),
     (f"{LABELS}.gz", PACKED + gzip.compress(b"x"), "more than the 40 bytes"),
 ]
@@ -536,10 +524,10 @@ def test_bad_file_is_named(tmp_path, case):
     name, content, message = case
     contents = dict(small_files())
     del contents[plain := name.removesuffix(".gz")]
-    with pytest.raises(tm.Failure, match=re.escape(message)) as error:
-        tm.load_mnist(write_files(tmp_path, {**contents, name: content}))
-    said = str(error.value)
-    assert said.startswith(str(tmp_path)) and plain in said and "\n" not in said
+    folder = write_files(tmp_path, {**contents, name: content})
+    said = said_by(tm.Failure, tm.load_mnist, folder)
+    assert message in said and "\n" not in said
+    assert said.startswith(f"{tmp_path}") and plain in said
 
 
 BOMB = gzip.compress(idx(np.zeros(2**26), (40, 28, 28)), 1, mtime=0)
@@ -602,9 +590,7 @@ OTHER += [http.client.IncompleteRead(b""), PACKED]  # a sound file of other cont
 
 
 @pytest.mark.parametrize("answer", OTHER, ids=repr)
-def test_missing_files_come_from_a_mirror_and_once(
-    tmp_path, capsys, mirrors, elsewhere, answer
-):
+def test_missing_files_are_fetched_once(tmp_path, capsys, mirrors, elsewhere, answer):
     answers, asked = mirrors
     first, second = (f"{mirror}{LABELS}.gz" for mirror in tm.MIRRORS)
     answers[first], folder = answer, tmp_path / "a" / "b"
@@ -635,13 +621,11 @@ def test_auto_falls_back_where_mnist_fails(tmp_path, mirrors, capsys, monkeypatc
     assert tm.load_data("generated", tmp_path) == "digits 0"
 
 
-@pytest.mark.skipif(not MNIST_DIR, reason="MNIST_DIR is not set")
+@pytest.mark.skipif(not os.environ.get("MNIST_DIR"), reason="MNIST_DIR is not set")
 def test_mnists_own_files_are_recognized(capsys, monkeypatch):
     monkeypatch.setattr(tm, "download", None)
-    data = tm.load_mnist(Path(MNIST_DIR))
+    data = tm.load_mnist(os.environ["MNIST_DIR"])
     assert data.name == "MNIST" and capsys.readouterr().out == ""
-    form = {"image_shape": [28, 28, 1], "classes": [*range(10)]}
-    assert data.form() == form == tm.generate_digits(0, 1, 1).form()
 
 
 def test_generated_digits_have_mnists_form_and_depend_on_the_seed():
@@ -650,7 +634,6 @@ def test_generated_digits_have_mnists_form_and_depend_on_the_seed():
     assert [leaf.shape for leaf in data[1:5]] == shapes
     assert data.train_images.dtype == np.uint8 and data.test_labels.dtype == np.int32
     assert np.bincount(data.train_labels, minlength=10).min() > 180
-    assert 0.05 < data.train_images.mean() / 255 < 0.25
     assert (data.train_images.max(axis=(1, 2, 3)) > 128).all()
     ink, at = data.train_images[..., 0].mean(axis=0), np.arange(28) - 13.5
     height, width = (np.sqrt(ink.sum(axis) @ at**2 / ink.sum()) for axis in (1, 0))
@@ -708,13 +691,10 @@ def test_loaded_run_predicts_as_reported_and_recorded(whole_run, small_folder):
         said = f"images are {images.dtype} {list(images.shape)}; expected uint8 [N, 28"
         assert said in said_by(ValueError, run.predict, images)
     assert "images[None] is" in said_by(ValueError, run.predict, x[0, ..., 0])
-    with pytest.raises(ValueError, match="9 devices .*8"):
-        tm.load_run(whole_run, 9)
 
 
 LAST = "checkpoint_00000016.safetensors"
 UNFINISHED = [  # a file of the run, its content or None to remove it, the message
-    ("", None, "run/config.json: No such file or directory; "),
     ("config.json", None, "run/config.json: No such file or directory; "),
     ("report.json", None, "run/report.json: No such file or directory; "),
     (LAST, None, "its newest checkpoint is step 8 of 16"),
@@ -722,7 +702,6 @@ UNFINISHED = [  # a file of the run, its content or None to remove it, the messa
     (LAST, "x", "has no digest of save's"),
     (LAST, *names_of(0), f"{LAST}: holds step 0, not step 16"),
     ("config.json", "{}", "config.json: 'network' is missing"),
-    ("config.json", '{OLD, "members": 3}', "holds scores of 2 of 2 members; config"),
     ("report.json", "{}", "report.json: 'member' is missing"),
     ("report.json", "[" * 10**5, "report.json: maximum recursion depth exceeded"),
     ("report.json", '{"member": 5}', "report.json: 'int' object is not iterable"),
@@ -733,16 +712,13 @@ UNFINISHED = [  # a file of the run, its content or None to remove it, the messa
 
 @pytest.mark.parametrize("name, content, message", UNFINISHED)
 def test_unfinished_run_is_not_loaded(tmp_path, whole_run, name, content, message):
-    folder = tmp_path / "run"
-    if name:
-        shutil.copytree(whole_run, folder)
-        old = (folder / "config.json").read_text().strip().strip("{}")
-        for path in folder.glob(name):
-            path.unlink()
+    folder = shutil.copytree(whole_run, tmp_path / "run")
+    for path in folder.glob(name):
+        path.unlink()
     if content and (whole_run / content[:99]).exists():
         shutil.copy(whole_run / content, folder / name)
     elif content:
-        (folder / name).write_text(content.replace("OLD", old))
+        (folder / name).write_text(content)
     said, where = said_by(ValueError, tm.load_run, folder), f"--workdir {folder}"
     assert said.startswith(f"{folder} holds no finished run: ")
     assert message in said and "\n" not in said
@@ -752,7 +728,6 @@ def test_unfinished_run_is_not_loaded(tmp_path, whole_run, name, content, messag
 LINES = {  # the content of metrics.jsonl, and the number of epochs read from it
     '{"epoch": 1}\n{"epoch": 2}\n{"epo': 2,
     '{"epoch": 1}\n{"epoch": 3}': 1,
-    '{"epoch": 1}\n{"epo': 1,
     "5": 0,
     "{}": 0,
     "[" * 10**5: 0,
@@ -769,10 +744,9 @@ def test_metrics_are_kept_up_to_the_first_damaged_line(tmp_path, capsys, content
 
 
 def test_checkpoint_may_count_fewer_steps_only_if_the_run_skips_steps(tmp_path):
-    path = tmp_path / "checkpoint"
+    path, plain = tmp_path / "checkpoint", tm.RECIPES["cnn"]
     state = pe.TrainState((), pe.SGDState(np.int32([5, 3]), ()), (), None)
     pe.save(path, state)
-    plain = tm.RECIPES["cnn"]
     skipping = plain._replace(skip_nonfinite=True)
     assert leaves_equal(tm.load_members(path, 5, state, skipping), state)
     for step, recipe in ((4, skipping), (5, plain), (3, plain)):
@@ -782,10 +756,8 @@ def test_checkpoint_may_count_fewer_steps_only_if_the_run_skips_steps(tmp_path):
 
 @posix
 def test_run_resumes_from_its_newest_valid_checkpoint(tmp_path, script, whole_run):
-    folder = tmp_path / "run"
-    shutil.copytree(whole_run, folder)
+    folder = shutil.copytree(whole_run, tmp_path / "run")
     first, middle, last = names_of(0, 8, 16)
-    assert checkpoints(folder) == [first, middle, last]
     content = (folder / last).read_bytes()
     (folder / last).write_bytes(content[:-9] + b"x" + content[-8:])
     (folder / names_of(15)[0]).symlink_to(folder / middle)
@@ -828,14 +800,10 @@ def test_resume_refuses_other_settings_and_damaged_runs(tmp_path, script, whole_
         assert not (out and flags)  # nothing is printed before the refusal
         return err.splitlines()[-1]
 
-    (new := tmp_path / "new").mkdir()
-    assert f"error: {new / 'config.json'}: No such file" in refused(new)
     folder = shutil.copytree(whole_run, tmp_path / "run")
     path = folder / "config.json"
-    leave = "a run keeps its settings, also its epochs: leave out the flags that differ"
-    leave += ", or start a new run in another --workdir"
     for flags, said in CHANGES.items():
-        said = f"error: --resume from {folder}: {said}; {leave}"
+        said = f"error: --resume from {folder}: {said}; {tm.OTHER_RUN}"
         assert refused(folder, flags).endswith(said)
     config = path.read_text()
     path.write_text(config.replace('sha256": "', 'sha256": "0'))
@@ -871,10 +839,9 @@ def test_older_checkpoints_go_once_the_newest_has_its_name(tmp_path, monkeypatch
         (tmp_path / name).write_bytes(b"")
     save(10, 20, 30)
     seen = []
-    before(monkeypatch, os, "unlink", lambda _: seen.append(contents(tmp_path)))
+    hook(monkeypatch, os, "unlink", lambda _: seen.append(contents(tmp_path)))
     save(40)
-    expected = [*names_of(20, 30, 40), *others]
-    assert all(sorted(found) == expected for found in seen)
+    assert all(sorted(x) == [*names_of(20, 30, 40), *others] for x in seen)
     assert seen[0].pop(*names_of(20)) and contents(tmp_path) == seen[0]
 
 
@@ -900,9 +867,7 @@ def start_run(small_folder, tmp_path):
         run.kill()
 
 
-def test_signal_before_training_or_a_second_one_ends_at_once(
-    tmp_path, script, monkeypatch
-):
+def test_an_early_or_second_signal_ends_at_once(tmp_path, script, monkeypatch):
     def handlers():
         return list(map(signal.getsignal, STOPPING))
 
@@ -912,7 +877,7 @@ def test_signal_before_training_or_a_second_one_ends_at_once(
     seen, at_rest = [], handlers()
     assert at_rest[0] == signal.SIG_DFL  # SIG_DFL ends the process
     write_files(tmp_path, {"config.json": b"{}", "metrics.jsonl": b""})  # no results
-    before(monkeypatch, tm.Run, "save", watch)
+    hook(monkeypatch, tm.Run, "save", watch)
     stop_at(monkeypatch, 1)
     assert script(RUN, "--workdir", tmp_path)[0] == 128 + signal.SIGTERM
     (_, at_first), (number, [_, second]) = seen
@@ -1099,22 +1064,20 @@ BAD_FLAGS = [
     ("--train-size 769", "--train-size 769: data in MNIST's form"),
     ("--data mnist --data-dir FILE", "--data-dir FILE: not a folder"),
     ("--workdir FILES --plot", "--plot needs matplotlib: python -m pip install matplo"),
-]
-
-
-BAD_FLAGS = [pytest.param(*row, id=row[0]) for row in BAD_FLAGS]
-BLOCKED = ("FILE/runs", "Not a directory"), ("FILE", "File exists")
-BAD_FLAGS += [
-    pytest.param(f"--workdir {path}", f"{path}: {said}", marks=posix)
-    for path, said in BLOCKED
+    ("--data-dir TINY", "--network cnn: image_shape is [3, 5, 1]; expected"),
+    ("--data-dir TINY --network batchnorm", "--network batchnorm: a window of 6x6 "),
+    pytest.param("--workdir FILE", "FILE: File exists", marks=posix),
+    pytest.param("--workdir FILE/runs", "FILE/runs: Not a directory", marks=posix),
 ]
 
 
 @pytest.mark.parametrize("flags, message", BAD_FLAGS)
 def test_bad_flag_is_refused_in_one_line(tmp_path, small_folder, wrong, flags, message):
-    file = tmp_path / "file"
+    file, tiny = tmp_path / "file", tmp_path / "tiny"
     file.write_text("in the way")
-    flags, message = (text.replace("FILE", str(file)) for text in (flags, message))
+    write_set(tiny, [np.zeros((64, 3, 5))] * 2, [np.arange(64) % 2] * 2)
+    flags = flags.replace("FILE", str(file)).replace("TINY", str(tiny))
+    message = message.replace("FILE", str(file))
     with mock.patch.object(tm.importlib.util, "find_spec", return_value=None):
         said = wrong(tm.main, "--data-dir", small_folder, "--epochs 1", flags)
     assert said.startswith(message)
@@ -1147,9 +1110,7 @@ def test_data_folder_follows_the_environment(monkeypatch, cache, mnist, expected
 
 
 def test_help_shows_every_flag_with_its_choices_and_its_default(capsys):
-    with pytest.raises(SystemExit) as stop:
-        tm.main(["--help"])
-    assert stop.value.code == 0
+    assert said_by(SystemExit, tm.main, ["--help"]) == "0"
     _, *texts = re.split(r"^  --", capsys.readouterr().out, flags=re.MULTILINE)
     texts = {text.split()[0].replace("-", "_"): text for text in texts}
     assert list(texts) == list(tm.FLAGS)
@@ -1255,7 +1216,6 @@ def test_zero_epochs_report_the_initial_models(tmp_path, script, small_folder, m
     (3, "cpu", "", (3, 3, 1, 1)),
     (1, "gpu", "", (5, 1, 5, 1)),
     (1, "gpu", "--members 1", (1, 1, 1, 1)),
-    (1, "gpu", "--mode sync", (1, 1, 1, 1)),
     (8, "tpu", "", (8, 8, 1, 1)),
     (10, "cpu", "--mode sync", (1, 8, 1, 8)),  # the replicas divide the batch
     (6, "cpu", "--mode sync --batch-size 49", (1, 1, 1, 1)),
@@ -1284,14 +1244,6 @@ def test_default_shift_is_in_proportion_to_the_images(tmp_path, size, flags, exp
     args = tm.parse_arguments(words(flags, "--data-dir", folder))
     recipe, data, _ = tm.prepare(args)
     assert recipe.max_shift == tm.describe(args, data)["max_shift"] == expected
-
-
-@pytest.mark.parametrize("network, size", [("cnn", (3, 30)), ("batchnorm", (30, 5))])
-def test_images_too_small_for_the_network_are_refused(tmp_path, wrong, network, size):
-    folder = write_set(tmp_path, [np.zeros((64, *size))] * 2, [np.arange(64) % 2] * 2)
-    said = wrong(tm.main, f"--network {network} --data-dir", folder)
-    sizes = "image_shape is [3, 30, 1]; expected", "a window of 6x6 does not fit images"
-    assert said.startswith(f"--network {network}: {sizes[network == 'batchnorm']}")
 
 
 def test_path_that_the_output_cannot_encode_does_not_end_the_run(tmp_path):
