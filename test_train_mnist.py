@@ -821,10 +821,11 @@ def test_folder_belongs_to_one_run(tmp_path, script):
     with tm.locked(tmp_path):
         status, out, err = script(RUN, "--workdir", tmp_path)
     assert status == 2 and f"in use by process {os.getpid()} on" in err and not out
-    (tmp_path / "report.json").write_text("{}")
-    status, out, err = script(RUN, "--workdir", tmp_path)
-    assert status == 2 and "holds report.json of an earlier run" in err and not out
-    assert contents(tmp_path) == {"report.json": b"{}"}
+    for name in "metrics.jsonl", "report.json":
+        (tmp_path / name).write_text("{}")
+        status, out, err = script(RUN, "--workdir", tmp_path)
+        assert status == 2 and f"holds {name} of an earlier run" in err and not out
+    assert [*contents(tmp_path).values()] == [b"{}"] * 2
     with tm.locked(tmp_path):  # the refused run no longer holds the lock
         pass
 
