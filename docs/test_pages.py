@@ -193,8 +193,9 @@ def test_loop_refuses_other_settings_and_goes_on_for_more(tmp_path):
     for name, was, now in *changes, ("epochs", done, 1):
         said = said_by(ValueError, functools.partial(run, file, **{name: now}))
         assert said == f"{file} has {name} {was}, not {now}; name another file"
-    said = said_by(ValueError, functools.partial(run, file, no=print))
-    assert said.startswith(f"no is {print}; expected a number, a string, a path, or ")
+    for no in print, 1j, jax:
+        said = said_by(ValueError, functools.partial(run, file, no=no))
+        assert said.startswith(f"no is {no}; expected a number, a string, a path, or")
     assert file.read_bytes() == content
 
 

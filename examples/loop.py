@@ -33,7 +33,7 @@ BLUE, ORANGE = "#0072b2", "#d55e00"
 
 
 def as_json(settings):
-    """Write numbers, strings, paths, and lists or arrays of these, as JSON."""
+    """Return settings as JSON: numbers, strings, paths, lists or arrays of these."""
 
     def plain(value):  # called for those that JSON lacks
         path = isinstance(value, os.PathLike)
@@ -42,7 +42,7 @@ def as_json(settings):
     for name, value in settings.items():
         try:
             json.dumps(value, default=plain)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RecursionError):
             form = "a number, a string, a path, or a list or array of these"
             raise ValueError(f"{name} is {value}; expected {form}") from None
     return json.dumps(settings, default=plain)
