@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import functools
 import gzip
 import hashlib
 import http.client
@@ -17,7 +16,6 @@ import socket
 import subprocess
 import sys
 import tracemalloc
-import types
 import urllib.request
 from pathlib import Path
 from unittest import mock
@@ -40,7 +38,17 @@ from conftest import idx, leaves_equal, lines_of, linux, member, posix, said_by
 from conftest import small_files, start_python, words, write_files
 
 IMAGES, LABELS, TEST_IMAGES, TEST_LABELS = tm.MNIST_FILES
-MNIST_DIR = os.environ.get("MNIST_DIR")
+
+
+def hook(patch, owner, name, act):
+    """Let `act` see the arguments of each call of a function, before the call."""
+    call = getattr(owner, name)
+
+    def acting(*args, **options):
+        act(*args, **options)
+        return call(*args, **options)
+
+    patch.setattr(owner, name, acting)
 
 
 @pytest.fixture
@@ -58,14 +66,11 @@ def elsewhere():
         return False
 
     def refuse(name, num_paths, refused):
-        call = getattr(os, name)
-
-        def checked(*args, **options):
+        def check(*args, **_):
             for path in filter(refused, args[:num_paths]):
                 raise PermissionError(errno.EACCES, "Access is denied", str(path))
-            return call(*args, **options)
 
-        patch.setattr(os, name, checked)
+        hook(patch, os, name, check)
 
     with pytest.MonkeyPatch.context() as patch:
         for name in "sched_getaffinity", "O_DIRECTORY", "O_NOFOLLOW":
@@ -167,12 +172,6 @@ def results(folder):
     lines = metrics_of(folder)
     metrics = [{k: v for k, v in m.items() if "second" not in k} for m in lines]
     return (folder / names_of(16)[0]).read_bytes(), metrics, report_of(folder)
-
-
-@pytest.fixture
-def run_in(script):
-    """Return a function that trains in a folder: status, output, errors."""
-    return lambda folder, *flags: script(RUN, "--workdir", folder, *flags)
 
 
 # ---------------------------------------------------------------------------------
@@ -298,15 +297,12 @@ def test_run_learns_oblong_images(tmp_path, capsys, drawn, members, network, epo
 
 @pytest.mark.once
 def test_failed_member_is_left_out(tmp_path, script, small_folder, drawn, monkeypatch):
-    train = tm.Run.train
-
     def spoil(run):
         gathered = run.trainer.gather(run.state)
         gathered.params[2].bias[1] = np.nan
         run.state = run.trainer.scatter(gathered)
-        return train(run)
 
-    monkeypatch.setattr(tm.Run, "train", spoil)
+    hook(monkeypatch, tm.Run, "train", spoil)
     flags = "--members 3 --devices 2 --epochs 2 --network tiny --plot --workdir"
     status, out, _ = script(flags, tmp_path)
     assert status == 0
@@ -334,32 +330,36 @@ def test_failed_member_is_left_out(tmp_path, script, small_folder, drawn, monkey
 
 
 # After step 1 only the state is not finite, and the loss from step 2 on.  A save checks
-# the state.  Without saves, as in the second case, only the evaluation finds it.
-SEEN_AFTER = {"--save-every .125 --workdir": 1, "--skip-nonfinite": 8}
-
-
+# the state.  Without saves, as in the second case, only the evaluation finds it.  The
+# third skips steps, so its state stays finite.
 @pytest.mark.filterwarnings("ignore:overflow")
-@pytest.mark.parametrize("flags, step", SEEN_AFTER.items())
-def test_diverged_run_keeps_its_last_good_checkpoint(tmp_path, script, flags, step):
-    saved = "--workdir" in flags
-    status, _, err = script(RUN, "--learning-rate 1e39", flags, *[tmp_path] * saved)
+@cases(
+    "flags, step, kept",
+    ("1e39 --save-every .125 --workdir", 1, [0]),
+    ("1e39 --skip-nonfinite", 8, []),
+    ("1e36 --skip-nonfinite --save-every .25 --keep 2 --workdir", 8, [0, 6, 8]),
+)
+def test_diverged_run_keeps_a_good_checkpoint(tmp_path, script, flags, step, kept):
+    flags = RUN, "--learning-rate", flags, *[tmp_path] * bool(kept)
+    status, _, err = script(*flags)
     why = f"no model is finite after step {step}; lower --learning-rate"
-    why += " (the checkpoint of step 0 is good)" * saved
+    why += " (the checkpoint of step 0 is good)" * bool(kept)
     assert status == 3 and err == f"train_mnist.py: error: {why}\n"
-    assert checkpoints(tmp_path) == names_of(0) * saved
+    assert checkpoints(tmp_path) == names_of(*kept)
     assert not (tmp_path / "report.json").exists()
+    if len(kept) > 1:  # a resumed run knows no good one
+        (tmp_path / names_of(0)[0]).unlink()
+        status, _, err = script(*flags, "--resume")
+        assert status == 3 and "good" not in err
+        assert checkpoints(tmp_path) == names_of(6, 8)
 
 
-def test_segments_are_short_and_end_at_saves(tmp_path, run_in, whole_run, monkeypatch):
-    advance, lengths = tm.Run.advance, []
-
-    def advancing(run, order):
-        lengths.append(order.shape[1])
-        advance(run, order)
-
-    monkeypatch.setattr(tm.Run, "advance", advancing)
+def test_segments_are_short_and_end_at_saves(tmp_path, script, whole_run, monkeypatch):
+    lengths = []
+    hook(monkeypatch, tm.Run, "advance", lambda _, x: lengths.append(x.shape[1]))
     monkeypatch.setattr(tm, "SEGMENT_IMAGES", 2 * 32)
-    assert run_in(tmp_path, "--save-every .375")[0] == 0  # saves every 3 steps
+    flags = f"{RUN} --save-every .375 --workdir"  # saves every 3 steps
+    assert script(flags, tmp_path)[0] == 0
     assert lengths == [2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 1]
     assert results(tmp_path) == results(whole_run)
 
@@ -372,17 +372,12 @@ def test_segments_are_short_and_end_at_saves(tmp_path, run_in, whole_run, monkey
     ((1, 2, 1, 2), 103, [48, 55]),  # 24 on each of two replicas
 )
 def test_parts_to_predict_are_short_but_hold_a_chunk(layout, count, expected):
-    sizes = []
-
-    def predict_members(_, part):
-        sizes.append(len(part))
-        return np.zeros((layout[0], len(part), 2))
-
     run = mock.Mock(segment_images=24)
     run.trainer = mock.Mock(layout=pe.Layout(*layout), chunk=4)
-    run.trainer.predict_members = predict_members
+    predict = run.trainer.predict_members
+    predict.side_effect = lambda _, part: np.zeros((layout[0], len(part), 2))
     assert tm.Run.predict(run, np.zeros((count, 1))).shape == (layout[0], count, 2)
-    assert sizes == expected
+    assert [len(call.args[1]) for call in predict.mock_calls] == expected
 
 
 def stop_at(monkeypatch, step, how=signal.SIGTERM, looks=1):
@@ -391,14 +386,13 @@ def stop_at(monkeypatch, step, how=signal.SIGTERM, looks=1):
     The run looks for signals after the step, and then after each part of an evaluation.
     The signal comes just before the given number of these looks.
     """
-    look, left = tm.Run.look, itertools.count(1 - looks)
+    left = itertools.count(1 - looks)
 
-    def looking(run):
+    def stop(run):
         if run.done == step and next(left) == 0:
             signal.raise_signal(how)
-        return look(run)
 
-    monkeypatch.setattr(tm.Run, "look", looking)
+    hook(monkeypatch, tm.Run, "look", stop)
     monkeypatch.setattr(tm, "SEGMENT_IMAGES", 1)
 
 
@@ -430,21 +424,6 @@ def test_resumed_run_ends_in_the_bits_of_one_that_was_never_stopped(
     assert numbers == expected
     whole["config"] |= pe.layout(2, 1)._asdict()
     assert report == whole
-    probs = tm.load_run(tmp_path, 1).predict(np.zeros((3, 28, 28), np.uint8))
-    assert_allclose(probs.sum(axis=1), 1, atol=1e-6)
-
-
-@pytest.mark.filterwarnings("ignore:overflow")
-def test_a_run_that_skips_all_steps_keeps_its_last_good_checkpoint(tmp_path, script):
-    flags = "--learning-rate 1e36 --skip-nonfinite --save-every .25 --keep 2 --workdir"
-    status, _, err = script(RUN, flags, tmp_path)
-    assert status == 3 and err.endswith("(the checkpoint of step 0 is good)\n")
-    assert checkpoints(tmp_path) == names_of(0, 6, 8)
-    for path in tmp_path.glob("checkpoint_00000000*"):
-        path.unlink()
-    status, _, err = script(RUN, flags, tmp_path, "--resume")
-    assert status == 3 and "good" not in err
-    assert checkpoints(tmp_path) == names_of(6, 8)
 
 
 # ---------------------------------------------------------------------------------
@@ -452,28 +431,18 @@ def test_a_run_that_skips_all_steps_keeps_its_last_good_checkpoint(tmp_path, scr
 # ---------------------------------------------------------------------------------
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
+def set_terminal(monkeypatch, out=True, err=True):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: out)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: err)
 
 
-def printed(monkeypatch, call, out=Terminal, err=Terminal):
-    """Return the output and the errors that a call prints."""
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", out := out())
-        patch.setattr(sys, "stderr", err := err())
-        call()
-    return out.getvalue(), err.getvalue()
-
-
-def test_progress_bar_is_drawn_on_a_terminal(tmp_path, small_folder, monkeypatch):
+def test_progress_bar_is_drawn_on_a_terminal(tmp_path, script, monkeypatch):
     tqdm, counts = pytest.importorskip("tqdm").tqdm, []
-    update = tqdm.update
-    monkeypatch.setattr(tqdm, "update", lambda *x: [counts.append(x[1]), update(*x)])
+    hook(monkeypatch, tqdm, "update", lambda bar, count: counts.append(count))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    flags = words("--network tiny --devices 2 --epochs 1 --data-dir", small_folder)
-    out, err = printed(monkeypatch, lambda: tm.main(flags))
+    set_terminal(monkeypatch)
+    _, out, err = script("--network tiny --devices 2 --epochs 1")
     assert "epoch 1 of 1:   0%" in err and "predicting:   0%" in err
     assert "/1.54k [" in err and "images/s" in err  # 768 images, two members
     assert sum(counts) == 1536 + 2 * (200 + 100)  # predicted: 200 and 100 images
@@ -483,17 +452,14 @@ def test_progress_bar_is_drawn_on_a_terminal(tmp_path, small_folder, monkeypatch
 
 
 def test_epoch_line_has_the_time_left_after_a_resume_too(tmp_path, script, monkeypatch):
-    clock = types.SimpleNamespace(now=0, perf_counter=lambda: clock.now)
+    clock = mock.Mock(now=0, perf_counter=lambda: clock.now)
 
     def slow(name, seconds):
-        call = getattr(pe.Trainer, name)
-
-        def slowed(trainer, *args):
+        def wait(*args):
             clock.now += seconds(args[-1]) + clock.compiling
             clock.compiling = 0
-            return call(trainer, *args)
 
-        patch.setattr(pe.Trainer, name, slowed)
+        hook(patch, pe.Trainer, name, wait)
 
     flags, times = f"{RUN} --epochs 3", []
     for step, looks in (2, 1), (24, 3), (0, 1):  # the second in the last evaluation
@@ -511,15 +477,13 @@ def test_epoch_line_has_the_time_left_after_a_resume_too(tmp_path, script, monke
     assert [m["train_seconds"] for m in metrics_of(tmp_path)] == [78, 24, 0]
 
 
-def test_progress_bar_is_drawn_nowhere_else(monkeypatch):
-    def bar():
-        with tm.progress_bar("predicting", 3) as advance:
-            advance(1)
-
-    assert printed(monkeypatch, bar, io.StringIO) == ("", "")
-    assert printed(monkeypatch, bar, Terminal, io.StringIO) == ("", "")
-    monkeypatch.setattr(tm.importlib.util, "find_spec", lambda name: None)
-    assert printed(monkeypatch, bar) == ("", "")
+@cases("out, err, found", (False, True, True), (True, False, True), (True, True, None))
+def test_progress_bar_is_drawn_nowhere_else(capsys, monkeypatch, out, err, found):
+    set_terminal(monkeypatch, out, err)
+    monkeypatch.setattr(tm.importlib.util, "find_spec", lambda name: found)
+    with tm.progress_bar("predicting", 3) as advance:
+        advance(1)
+    assert capsys.readouterr() == ("", "")
 
 
 # ---------------------------------------------------------------------------------
@@ -550,7 +514,6 @@ BAD_FILES += [
     (f"{LABELS}.gz", PACKED[:-8], "ended before the end-of-stream"),
     (f"{LABELS}.gz", PACKED[:-8] + bytes(4) + PACKED[-4:], "CRC check failed"),
     (f"{LABELS}.gz", b"\0" + PACKED, "Not a gzipped file"),
-    (f"{LABELS}.gz", b"", "header 0x; expected 8 bytes that begin 0x00000801"),
     (f"{LABELS}.gz", PACKED[:10] + b"\7" + PACKED[11:], "while decompressing data"),
     (f"{LABELS}.gz", PACKED + gzip.compress(b"x"), "more than the 40 bytes"),
 ]
@@ -561,10 +524,10 @@ def test_bad_file_is_named(tmp_path, case):
     name, content, message = case
     contents = dict(small_files())
     del contents[plain := name.removesuffix(".gz")]
-    with pytest.raises(tm.Failure, match=re.escape(message)) as error:
-        tm.load_mnist(write_files(tmp_path, {**contents, name: content}))
-    said = str(error.value)
-    assert said.startswith(str(tmp_path)) and plain in said and "\n" not in said
+    folder = write_files(tmp_path, {**contents, name: content})
+    said = said_by(tm.Failure, tm.load_mnist, folder)
+    assert message in said and "\n" not in said
+    assert said.startswith(f"{tmp_path}") and plain in said
 
 
 BOMB = gzip.compress(idx(np.zeros(2**26), (40, 28, 28)), 1, mtime=0)
@@ -627,9 +590,7 @@ OTHER += [http.client.IncompleteRead(b""), PACKED]  # a sound file of other cont
 
 
 @pytest.mark.parametrize("answer", OTHER, ids=repr)
-def test_missing_files_come_from_a_mirror_and_once(
-    tmp_path, capsys, mirrors, elsewhere, answer
-):
+def test_missing_files_are_fetched_once(tmp_path, capsys, mirrors, elsewhere, answer):
     answers, asked = mirrors
     first, second = (f"{mirror}{LABELS}.gz" for mirror in tm.MIRRORS)
     answers[first], folder = answer, tmp_path / "a" / "b"
@@ -660,13 +621,11 @@ def test_auto_falls_back_where_mnist_fails(tmp_path, mirrors, capsys, monkeypatc
     assert tm.load_data("generated", tmp_path) == "digits 0"
 
 
-@pytest.mark.skipif(not MNIST_DIR, reason="MNIST_DIR is not set")
+@pytest.mark.skipif(not os.environ.get("MNIST_DIR"), reason="MNIST_DIR is not set")
 def test_mnists_own_files_are_recognized(capsys, monkeypatch):
     monkeypatch.setattr(tm, "download", None)
-    data = tm.load_mnist(Path(MNIST_DIR))
+    data = tm.load_mnist(os.environ["MNIST_DIR"])
     assert data.name == "MNIST" and capsys.readouterr().out == ""
-    form = {"image_shape": [28, 28, 1], "classes": [*range(10)]}
-    assert data.form() == form == tm.generate_digits(0, 1, 1).form()
 
 
 def test_generated_digits_have_mnists_form_and_depend_on_the_seed():
@@ -675,7 +634,6 @@ def test_generated_digits_have_mnists_form_and_depend_on_the_seed():
     assert [leaf.shape for leaf in data[1:5]] == shapes
     assert data.train_images.dtype == np.uint8 and data.test_labels.dtype == np.int32
     assert np.bincount(data.train_labels, minlength=10).min() > 180
-    assert 0.05 < data.train_images.mean() / 255 < 0.25
     assert (data.train_images.max(axis=(1, 2, 3)) > 128).all()
     ink, at = data.train_images[..., 0].mean(axis=0), np.arange(28) - 13.5
     height, width = (np.sqrt(ink.sum(axis) @ at**2 / ink.sum()) for axis in (1, 0))
@@ -733,13 +691,10 @@ def test_loaded_run_predicts_as_reported_and_recorded(whole_run, small_folder):
         said = f"images are {images.dtype} {list(images.shape)}; expected uint8 [N, 28"
         assert said in said_by(ValueError, run.predict, images)
     assert "images[None] is" in said_by(ValueError, run.predict, x[0, ..., 0])
-    with pytest.raises(ValueError, match="9 devices .*8"):
-        tm.load_run(whole_run, 9)
 
 
 LAST = "checkpoint_00000016.safetensors"
 UNFINISHED = [  # a file of the run, its content or None to remove it, the message
-    ("", None, "run/config.json: No such file or directory; "),
     ("config.json", None, "run/config.json: No such file or directory; "),
     ("report.json", None, "run/report.json: No such file or directory; "),
     (LAST, None, "its newest checkpoint is step 8 of 16"),
@@ -747,7 +702,6 @@ UNFINISHED = [  # a file of the run, its content or None to remove it, the messa
     (LAST, "x", "has no digest of save's"),
     (LAST, *names_of(0), f"{LAST}: holds step 0, not step 16"),
     ("config.json", "{}", "config.json: 'network' is missing"),
-    ("config.json", '{OLD, "members": 3}', "holds scores of 2 of 2 members; config"),
     ("report.json", "{}", "report.json: 'member' is missing"),
     ("report.json", "[" * 10**5, "report.json: maximum recursion depth exceeded"),
     ("report.json", '{"member": 5}', "report.json: 'int' object is not iterable"),
@@ -758,16 +712,13 @@ UNFINISHED = [  # a file of the run, its content or None to remove it, the messa
 
 @pytest.mark.parametrize("name, content, message", UNFINISHED)
 def test_unfinished_run_is_not_loaded(tmp_path, whole_run, name, content, message):
-    folder = tmp_path / "run"
-    if name:
-        shutil.copytree(whole_run, folder)
-        old = (folder / "config.json").read_text().strip().strip("{}")
-        for path in folder.glob(name):
-            path.unlink()
+    folder = shutil.copytree(whole_run, tmp_path / "run")
+    for path in folder.glob(name):
+        path.unlink()
     if content and (whole_run / content[:99]).exists():
         shutil.copy(whole_run / content, folder / name)
     elif content:
-        (folder / name).write_text(content.replace("OLD", old))
+        (folder / name).write_text(content)
     said, where = said_by(ValueError, tm.load_run, folder), f"--workdir {folder}"
     assert said.startswith(f"{folder} holds no finished run: ")
     assert message in said and "\n" not in said
@@ -777,7 +728,6 @@ def test_unfinished_run_is_not_loaded(tmp_path, whole_run, name, content, messag
 LINES = {  # the content of metrics.jsonl, and the number of epochs read from it
     '{"epoch": 1}\n{"epoch": 2}\n{"epo': 2,
     '{"epoch": 1}\n{"epoch": 3}': 1,
-    '{"epoch": 1}\n{"epo': 1,
     "5": 0,
     "{}": 0,
     "[" * 10**5: 0,
@@ -794,10 +744,9 @@ def test_metrics_are_kept_up_to_the_first_damaged_line(tmp_path, capsys, content
 
 
 def test_checkpoint_may_count_fewer_steps_only_if_the_run_skips_steps(tmp_path):
-    path = tmp_path / "checkpoint"
+    path, plain = tmp_path / "checkpoint", tm.RECIPES["cnn"]
     state = pe.TrainState((), pe.SGDState(np.int32([5, 3]), ()), (), None)
     pe.save(path, state)
-    plain = tm.RECIPES["cnn"]
     skipping = plain._replace(skip_nonfinite=True)
     assert leaves_equal(tm.load_members(path, 5, state, skipping), state)
     for step, recipe in ((4, skipping), (5, plain), (3, plain)):
@@ -806,11 +755,9 @@ def test_checkpoint_may_count_fewer_steps_only_if_the_run_skips_steps(tmp_path):
 
 
 @posix
-def test_run_resumes_from_its_newest_valid_checkpoint(tmp_path, run_in, whole_run):
-    folder = tmp_path / "run"
-    shutil.copytree(whole_run, folder)
+def test_run_resumes_from_its_newest_valid_checkpoint(tmp_path, script, whole_run):
+    folder = shutil.copytree(whole_run, tmp_path / "run")
     first, middle, last = names_of(0, 8, 16)
-    assert checkpoints(folder) == [first, middle, last]
     content = (folder / last).read_bytes()
     (folder / last).write_bytes(content[:-9] + b"x" + content[-8:])
     (folder / names_of(15)[0]).symlink_to(folder / middle)
@@ -822,7 +769,7 @@ def test_run_resumes_from_its_newest_valid_checkpoint(tmp_path, run_in, whole_ru
     leftovers = [folder / f".{name}.1a2b3c4d.tmp" for name in (first, "report.png")]
     for path in leftovers:
         path.write_text("half a file")
-    status, out, err = run_in(folder, "--resume --keep 1")
+    status, out, err = script(RUN, "--resume --keep 1 --workdir", folder)
     assert status == 0 and f"resumed from {folder / middle}" in out
     assert err.count("warning: skipped") == 3 and "damaged" in err
     assert f"{names_of(12)[0]}: holds step 8, not step 12" in err
@@ -845,22 +792,18 @@ CHANGES = {
 }
 
 
-def test_resume_refuses_other_settings_and_damaged_runs(tmp_path, run_in, whole_run):
+def test_resume_refuses_other_settings_and_damaged_runs(tmp_path, script, whole_run):
     def refused(folder, *flags):
         before = contents(folder)
-        status, out, err = run_in(folder, "--resume", *flags)
+        status, out, err = script(RUN, "--resume --workdir", folder, *flags)
         assert status == 2 and before == contents(folder)
         assert not (out and flags)  # nothing is printed before the refusal
         return err.splitlines()[-1]
 
-    (new := tmp_path / "new").mkdir()
-    assert f"error: {new / 'config.json'}: No such file" in refused(new)
     folder = shutil.copytree(whole_run, tmp_path / "run")
     path = folder / "config.json"
-    leave = "a run keeps its settings, also its epochs: leave out the flags that differ"
-    leave += ", or start a new run in another --workdir"
     for flags, said in CHANGES.items():
-        said = f"error: --resume from {folder}: {said}; {leave}"
+        said = f"error: --resume from {folder}: {said}; {tm.OTHER_RUN}"
         assert refused(folder, flags).endswith(said)
     config = path.read_text()
     path.write_text(config.replace('sha256": "', 'sha256": "0'))
@@ -874,50 +817,33 @@ def test_resume_refuses_other_settings_and_damaged_runs(tmp_path, run_in, whole_
 
 
 @posix
-def test_folder_belongs_to_one_run(tmp_path, run_in):
+def test_folder_belongs_to_one_run(tmp_path, script):
     with tm.locked(tmp_path):
-        status, out, err = run_in(tmp_path)
+        status, out, err = script(RUN, "--workdir", tmp_path)
     assert status == 2 and f"in use by process {os.getpid()} on" in err and not out
-    (tmp_path / "report.json").write_text("{}")
-    status, out, err = run_in(tmp_path)
-    assert status == 2 and "holds report.json of an earlier run" in err and not out
-    assert contents(tmp_path) == {"report.json": b"{}"}
+    for name in "metrics.jsonl", "report.json":
+        (tmp_path / name).write_text("{}")
+        status, out, err = script(RUN, "--workdir", tmp_path)
+        assert status == 2 and f"holds {name} of an earlier run" in err and not out
+    assert [*contents(tmp_path).values()] == [b"{}"] * 2
     with tm.locked(tmp_path):  # the refused run no longer holds the lock
         pass
 
 
-def save_steps(folder, keep, *steps):
-    for step in steps:
-        tm.save_checkpoint(folder, np.array(step), step, keep, good=step)
+def test_older_checkpoints_go_once_the_newest_has_its_name(tmp_path, monkeypatch):
+    def save(*steps):
+        for step in steps:
+            tm.save_checkpoint(tmp_path, np.array(step), step, keep=2, good=step)
 
-
-def test_checkpoints_are_whole_at_any_point_of_a_save(tmp_path, monkeypatch):
-    """Compare the folder's content, which a kill would leave, around each call."""
-    whole, folder = tmp_path / "whole", tmp_path / "run"
-    for path in whole, folder:
-        path.mkdir()
-    save_steps(whole, 4, 10, 20, 30, 40)
     others = [*names_of(99), "checkpoint_copy.safetensors"]
     for name in others:  # a later, damaged checkpoint; another program's file
-        (folder / name).write_bytes(b"")
-    save_steps(folder, 2, 10, 20, 30)
-    points = []
-
-    def watched(call, *args, **kwargs):
-        points.append(contents(folder))
-        result = call(*args, **kwargs)
-        points.append(contents(folder))
-        return result
-
-    for name in ("open", "write", "fsync", "replace", "unlink"):
-        call = functools.partial(watched, getattr(os, name))
-        monkeypatch.setattr(os, name, call)
-    save_steps(folder, 2, 40)
-    # Two are kept; the oldest is removed after the newest has its name.
-    saved, empty = contents(whole), dict.fromkeys(others, b"")
-    stages = names_of(20, 30), names_of(20, 30, 40), names_of(30, 40)
-    expected = [{name: saved[name] for name in names} | empty for names in stages]
-    assert [found for found, _ in itertools.groupby(points)] == expected
+        (tmp_path / name).write_bytes(b"")
+    save(10, 20, 30)
+    seen = []
+    hook(monkeypatch, os, "unlink", lambda _: seen.append(contents(tmp_path)))
+    save(40)
+    assert all(sorted(x) == [*names_of(20, 30, 40), *others] for x in seen)
+    assert seen[0].pop(*names_of(20)) and contents(tmp_path) == seen[0]
 
 
 # ---------------------------------------------------------------------------------
@@ -942,28 +868,23 @@ def start_run(small_folder, tmp_path):
         run.kill()
 
 
-def test_signal_before_training_or_a_second_one_ends_at_once(
-    tmp_path, run_in, monkeypatch
-):
-    seen, save = [], tm.Run.save
-
+def test_an_early_or_second_signal_ends_at_once(tmp_path, script, monkeypatch):
     def handlers():
         return list(map(signal.getsignal, STOPPING))
 
-    def watched(run, whenever=False):
+    def watch(run, **_):
         seen.append((run.signals.received, handlers()))
-        return save(run, whenever)
 
-    before = handlers()
-    assert before[0] == signal.SIG_DFL  # SIG_DFL ends the process
+    seen, at_rest = [], handlers()
+    assert at_rest[0] == signal.SIG_DFL  # SIG_DFL ends the process
     write_files(tmp_path, {"config.json": b"{}", "metrics.jsonl": b""})  # no results
-    monkeypatch.setattr(tm.Run, "save", watched)
+    hook(monkeypatch, tm.Run, "save", watch)
     stop_at(monkeypatch, 1)
-    assert run_in(tmp_path)[0] == 128 + signal.SIGTERM
+    assert script(RUN, "--workdir", tmp_path)[0] == 128 + signal.SIGTERM
     (_, at_first), (number, [_, second]) = seen
-    assert at_first == before  # while JAX compiles, there is nothing to save
+    assert at_first == at_rest  # while JAX compiles, there is nothing to save
     assert number == signal.SIGTERM and second == signal.SIG_DFL
-    assert handlers() == before
+    assert handlers() == at_rest
 
 
 @posix
@@ -1029,7 +950,7 @@ def test_processes_stop_together_and_notice_one_that_dies(tmp_path, start_run):
 
 
 def test_no_process_leaves_before_process_0_has_saved():
-    run = mock.Mock(args=types.SimpleNamespace(workdir=None))
+    run = mock.Mock(args=mock.Mock(workdir=None))
     run.signals.agree.return_value = signal.SIGTERM
     said_by(tm.Failure, tm.Run.look, run)
     calls = [name for name, *_ in run.method_calls]
@@ -1143,24 +1064,21 @@ BAD_FLAGS = [
     (f"{SYNC} --devices 8 --batch-size 4", f"--batch-size 4{SPLIT % (8, 8, 8)}"),
     ("--train-size 769", "--train-size 769: data in MNIST's form"),
     ("--data mnist --data-dir FILE", "--data-dir FILE: not a folder"),
-    ("--show-batch", "--show-batch needs rich: python -m pip install rich"),
     ("--workdir FILES --plot", "--plot needs matplotlib: python -m pip install matplo"),
-]
-
-
-BAD_FLAGS = [pytest.param(*row, id=row[0]) for row in BAD_FLAGS]
-BLOCKED = ("FILE/runs", "Not a directory"), ("FILE", "File exists")
-BAD_FLAGS += [
-    pytest.param(f"--workdir {path}", f"{path}: {said}", marks=posix)
-    for path, said in BLOCKED
+    ("--data-dir TINY", "--network cnn: image_shape is [3, 5, 1]; expected"),
+    ("--data-dir TINY --network batchnorm", "--network batchnorm: a window of 6x6 "),
+    pytest.param("--workdir FILE", "FILE: File exists", marks=posix),
+    pytest.param("--workdir FILE/runs", "FILE/runs: Not a directory", marks=posix),
 ]
 
 
 @pytest.mark.parametrize("flags, message", BAD_FLAGS)
 def test_bad_flag_is_refused_in_one_line(tmp_path, small_folder, wrong, flags, message):
-    file = tmp_path / "file"
+    file, tiny = tmp_path / "file", tmp_path / "tiny"
     file.write_text("in the way")
-    flags, message = (text.replace("FILE", str(file)) for text in (flags, message))
+    write_set(tiny, [np.zeros((64, 3, 5))] * 2, [np.arange(64) % 2] * 2)
+    flags = flags.replace("FILE", str(file)).replace("TINY", str(tiny))
+    message = message.replace("FILE", str(file))
     with mock.patch.object(tm.importlib.util, "find_spec", return_value=None):
         said = wrong(tm.main, "--data-dir", small_folder, "--epochs 1", flags)
     assert said.startswith(message)
@@ -1193,9 +1111,7 @@ def test_data_folder_follows_the_environment(monkeypatch, cache, mnist, expected
 
 
 def test_help_shows_every_flag_with_its_choices_and_its_default(capsys):
-    with pytest.raises(SystemExit) as stop:
-        tm.main(["--help"])
-    assert stop.value.code == 0
+    assert said_by(SystemExit, tm.main, ["--help"]) == "0"
     _, *texts = re.split(r"^  --", capsys.readouterr().out, flags=re.MULTILINE)
     texts = {text.split()[0].replace("-", "_"): text for text in texts}
     assert list(texts) == list(tm.FLAGS)
@@ -1265,10 +1181,11 @@ def test_a_notice_says_that_running_statistics_need_more_steps(run, script):
     assert "notice: after" not in script("--epochs 1")[1]
 
 
-ANNOUNCED = {  # the words on the models, images per step, devices, steps per segment
-    "--members 4 --devices 3": ("of 4 on 2 of 8 CPU devices (2 per device)", 256, 2, 5),
-    "--members 2": ("2 on 8 of 8 CPU devices (4 replicas per", 128, 8, 40),
-    "--mode sync --batch-size 60": ("batch of 60 does not split over 8);", 60, 6, 64),
+SPARED = "(6 replicas per model) (a batch of 60 does not split over 8)"
+ANNOUNCED = {  # the models and their devices, the rest about these, steps per segment
+    "--members 4 --devices 3": ("an ensemble of 4 on 2", "(2 per device)", 5),
+    "--members 2": ("an ensemble of 2 on 8", "(4 replicas per model)", 40),
+    "--mode sync --batch-size 60": ("one model on 6", SPARED, 64),
 }
 IDLE = "notice: 4 members use 2 of 3 devices: more would be no faster; --members 6 w"
 
@@ -1276,25 +1193,20 @@ IDLE = "notice: 4 members use 2 of 3 devices: more would be no faster; --members
 @pytest.mark.parametrize("models", ANNOUNCED)
 @mock.patch.object(tm, "SEGMENT_IMAGES", 640)  # per device
 def test_zero_epochs_report_the_initial_models(tmp_path, script, small_folder, models):
-    pytest.importorskip("rich")
-    real, (said, images, devices, steps) = tm.Run.train, ANNOUNCED[models]
-    flags = f"--epochs 0 --bootstrap --seed 7 --network tiny {models} --show-batch"
+    real, (count, rest, steps) = tm.Run.train, ANNOUNCED[models]
+    flags = f"--epochs 0 --bootstrap --seed 7 --network tiny {models}"
     with mock.patch.object(tm.Run, "train", autospec=True, side_effect=real) as train:
         status, out, _ = script(flags, "--workdir", tmp_path)
     assert train.call_args.args[0].segment_steps == steps
-    notice, line, *others = out.splitlines()
+    notice, line, *_ = out.splitlines()
     assert status == 0 and (IDLE in out) == ("3" in models)
     assert notice.startswith(f"notice: {small_folder} holds other data than MNIST: t")
     assert line.startswith(f"data in MNIST's form from {small_folder}, 768 train")
-    assert " 200 test images of 28 x 28, 10 classes: " in line and said in line
-    assert ("one model on 6 of 8 CPU" in line) == ("sync" in models)
-    assert "; network tiny, opt" in line
+    said = f"10 classes: {count} of 8 CPU devices {rest}; network tiny, optimizer"
+    assert f" 200 test images of 28 x 28, {said}" in line
     assert "learning_rate 0.001, schedule constant, max_shift 0" in line
     assert "bootstrap True, at_once 1, seed 7" in line
     assert f", pjax_ensemble {pe.__version__}, jax" in line
-    shown = f"a step's images [{images}, 784], member after member, on the devices:"
-    assert others.index(shown) == ("3" in models)
-    assert all((f"CPU {i}" in out) == (i < devices) for i in range(D))
     assert "epoch:" not in out and metrics_of(tmp_path) == []
     assert report_of(tmp_path)["ensemble"]["negative_log_likelihood"] > 1.5
 
@@ -1305,7 +1217,6 @@ def test_zero_epochs_report_the_initial_models(tmp_path, script, small_folder, m
     (3, "cpu", "", (3, 3, 1, 1)),
     (1, "gpu", "", (5, 1, 5, 1)),
     (1, "gpu", "--members 1", (1, 1, 1, 1)),
-    (1, "gpu", "--mode sync", (1, 1, 1, 1)),
     (8, "tpu", "", (8, 8, 1, 1)),
     (10, "cpu", "--mode sync", (1, 8, 1, 8)),  # the replicas divide the batch
     (6, "cpu", "--mode sync --batch-size 49", (1, 1, 1, 1)),
@@ -1334,14 +1245,6 @@ def test_default_shift_is_in_proportion_to_the_images(tmp_path, size, flags, exp
     args = tm.parse_arguments(words(flags, "--data-dir", folder))
     recipe, data, _ = tm.prepare(args)
     assert recipe.max_shift == tm.describe(args, data)["max_shift"] == expected
-
-
-@pytest.mark.parametrize("network, size", [("cnn", (3, 30)), ("batchnorm", (30, 5))])
-def test_images_too_small_for_the_network_are_refused(tmp_path, wrong, network, size):
-    folder = write_set(tmp_path, [np.zeros((64, *size))] * 2, [np.arange(64) % 2] * 2)
-    said = wrong(tm.main, f"--network {network} --data-dir", folder)
-    sizes = "image_shape is [3, 30, 1]; expected", "a window of 6x6 does not fit images"
-    assert said.startswith(f"--network {network}: {sizes[network == 'batchnorm']}")
 
 
 def test_path_that_the_output_cannot_encode_does_not_end_the_run(tmp_path):

@@ -17,8 +17,6 @@ models and devices:
                           device per core)
   --at-once N             number of members on a device that are computed together;
                           meant for GPUs, slower on a CPU (default: 1)
-  --show-batch            draw how one step's batch is divided over the devices; needs
-                          rich (default: off)
 
 training:
   --network {cnn,batchnorm}
@@ -261,38 +259,34 @@ def scale(images: jax.Array) -> jax.Array:
 def init_of(recipe: Recipe, form: dict) -> Callable:
     """Return the network's init, a function of a key, for a data set's form."""
     sizes = {"image_shape": form["image_shape"], "num_classes": len(form["classes"])}
-    return lambda key, *_: NETWORKS[recipe.network].init(key, **sizes)
+    return lambda key: NETWORKS[recipe.network].init(key, **sizes)
 
 
 def make_trainer(
-    recipe: Recipe, members: int, devices: int | None, num_steps: int, form, hyper=None
+    recipe: Recipe, members: int, devices: int | None, num_steps: int, form: dict
 ) -> pe.Trainer:
     """Make a trainer for data (uint8 images, int32 labels) and a run of num_steps.
 
-    `form` is a dict with the data's image_shape and classes.  `hyper` is a dict of the
-    optimizer's numbers in which members differ, each [K], by their names in the recipe.
+    `form` is a dict with the data's image_shape and classes.
     """
     network = NETWORKS[recipe.network]
 
-    def loss_fn(params, model_state, key, images, labels, *_):
+    def loss_fn(params, model_state, key, images, labels):
         shift_key, key = jax.random.split(key)
         images = scale(shift_images(shift_key, images, recipe.max_shift))
         logits, model_state = network.logits(params, model_state, images, key)
         return pe.softmax_cross_entropy(logits, labels).mean(), model_state
 
-    def apply_fn(params, model_state, images, *_):
+    def apply_fn(params, model_state, images):
         return network.logits(params, model_state, scale(images))[0]
 
-    def optimizer(own):
-        its = recipe._replace(**own)
-        rate = SCHEDULES[its.schedule](its.learning_rate, num_steps)
-        return pe.adam(rate) if its.optimizer == "adam" else pe.sgd(rate, its.momentum)
-
-    functions = init_of(recipe, form), loss_fn, optimizer if hyper else optimizer({})
+    rate = SCHEDULES[recipe.schedule](recipe.learning_rate, num_steps)
+    adam = recipe.optimizer == "adam"
+    optimizer = pe.adam(rate) if adam else pe.sgd(rate, recipe.momentum)
+    functions = init_of(recipe, form), loss_fn, optimizer
     where = {"members": members, "devices": devices, "at_once": recipe.at_once}
-    fixed = {"stateful": True, "microbatch": "auto"}
-    own = {"hyper": hyper, "skip_nonfinite": recipe.skip_nonfinite}
-    return pe.make_trainer(*functions, apply_fn=apply_fn, **where, **fixed, **own)
+    how = {"microbatch": "auto", "skip_nonfinite": recipe.skip_nonfinite}
+    return pe.make_trainer(*functions, apply_fn=apply_fn, stateful=True, **where, **how)
 
 
 # ---------------------------------------------------------------------------------
@@ -465,8 +459,7 @@ class Run:
     def predict(self, images: np.ndarray) -> np.ndarray:
         """Predict [K, N, C] in parts; look for signals after each part."""
         members, _, a_device, replicas = self.trainer.layout
-        chunk = self.trainer.chunk
-        turn = chunk * replicas
+        turn = (chunk := self.trainer.chunk) * replicas
         rows = max(1, self.segment_images // chunk // a_device) * turn
         # Each part has at least a turn of rows: a smaller part would be predicted in
         # a smaller chunk, and round otherwise.
@@ -1251,12 +1244,8 @@ def checked(kind: Callable, expected: str, holds: Callable) -> Callable:
     return read
 
 
-def between(low: int, high: int) -> Callable:
+def integer(low: int, high: int = MOST) -> Callable:
     return checked(int, f"an integer from {low} to {high}", lambda n: low <= n <= high)
-
-
-def at_least(low: int) -> Callable:
-    return between(low, MOST)
 
 
 def is_address(text: str) -> bool:
@@ -1273,34 +1262,33 @@ below_one = checked(float, "a number from 0 on, below 1", lambda x: 0 <= x < 1)
 # default.  Where the default is None, the recipe has it, or the run determines it.
 FLAGS = {
     "mode": (("ensemble", "sync"), "ensemble"),
-    "members": (at_least(1), None),
-    "devices": (between(1, 1024), None),
-    "at_once": (at_least(1), None),
-    "show_batch": (bool, False),
+    "members": (integer(1), None),
+    "devices": (integer(1, 1024), None),
+    "at_once": (integer(1), None),
     "network": (NETWORKS, "cnn"),
     "optimizer": (LEARNING_RATES, None),
-    "epochs": (at_least(0), None),
-    "batch_size": (at_least(1), None),
+    "epochs": (integer(0), None),
+    "batch_size": (integer(1), None),
     "learning_rate": (nonnegative, None),
     "momentum": (below_one, None),
     "schedule": (SCHEDULES, None),
-    "max_shift": (at_least(0), None),
+    "max_shift": (integer(0), None),
     "bootstrap": (bool, None),
     "skip_nonfinite": (bool, None),
-    "seed": (between(0, 2**32 - 1), 0),
+    "seed": (integer(0, 2**32 - 1), 0),
     "data": (("auto", "mnist", "generated"), "auto"),
     "data_dir": (Path, None),
-    "train_size": (at_least(1), None),
+    "train_size": (integer(1), None),
     "workdir": (Path, None),
     "plot": (bool, False),
     "save_every": (positive, 1.0),
-    "keep": (at_least(1), 3),
+    "keep": (integer(1), 3),
     "resume": (bool, False),
     "coordinator": (address, None),
-    "num_processes": (between(1, 2**16), None),
-    "process_id": (at_least(0), None),
+    "num_processes": (integer(1, 2**16), None),
+    "process_id": (integer(0), None),
     "distributed": (bool, False),
-    "connect_timeout": (between(1, 24 * 60 * 60), 60),
+    "connect_timeout": (integer(1, 24 * 60 * 60), 60),
 }
 DEFAULTS = {name: default for name, (_, default) in FLAGS.items()}
 # The flags that determine a run's results, and all flags that --resume reads.
@@ -1418,9 +1406,8 @@ def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
 
     Raises Failure for flags that do not fit the data or the devices.
     """
-    for name, tool in (("show_batch", "rich"), ("plot", "matplotlib")):
-        if getattr(args, name) and not importlib.util.find_spec(tool):
-            raise Failure(f"{flag(name)} needs {tool}: python -m pip install {tool}")
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        raise Failure("--plot needs matplotlib: python -m pip install matplotlib")
     data = load_data(args.data, args.data_dir)
     images, labels = data.train_images, data.train_labels
     args.train_size = size = args.train_size or len(images)
@@ -1478,15 +1465,6 @@ def announce(args: argparse.Namespace, recipe: Recipe, data: Dataset, layout) ->
         print(f"notice: after {steps} steps, {share}; take {enough} steps or more")
 
 
-def show_batch(layout: pe.Layout, batch_size: int, pixels: int) -> None:
-    """Draw the rows of a step's images per device, as Keras's guide does."""
-    rows = layout.members_per_device * layout.devices * batch_size // layout.replicas
-    mesh = jax.sharding.Mesh(jax.devices()[: layout.devices], ("devices",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices"))
-    print(f"a step's images [{rows}, {pixels}], member after member, on the devices:")
-    jax.debug.visualize_sharding((rows, pixels), sharding)
-
-
 def train_and_report(args: argparse.Namespace) -> None:
     """Join the processes, take the folder, train, report.  Raises Failure."""
     pe.use_cpu_devices(args.devices)
@@ -1500,20 +1478,12 @@ def train_and_report(args: argparse.Namespace) -> None:
             clear(folder, args.resume)
         recipe, data, layout = prepare(args)
         announce(args, recipe, data, layout)
-        if args.show_batch:
-            show_batch(layout, recipe.batch_size, data.train_images[0].size)
         run = Run(args, recipe, data, layout, folder)
         with contextlib.closing(run.signals):
             scores, probs = run.train()
-        report = {
-            "dataset": data.name,
-            "test_examples": len(data.test_images),
-            "members": layout.members,
-            "failed": sorted(run.failed),
-            **scores,
-            "config": {**run.settings, **layout._asdict()},
-            "versions": VERSIONS,
-        }
+        report = {"dataset": data.name, "test_examples": len(data.test_images)}
+        report |= {"members": layout.members, "failed": sorted(run.failed), **scores}
+        report |= {"config": run.settings | layout._asdict(), "versions": VERSIONS}
         print_report(args.mode, report)
         if folder:
             write_json(folder / "report.json", report, indent=2)

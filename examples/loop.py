@@ -32,33 +32,53 @@ SETTINGS = {"seed": 0, "epochs": 100, "batch": 50, "rate": 0.003, "patience": 12
 BLUE, ORANGE = "#0072b2", "#d55e00"
 
 
+def as_json(settings):
+    """Return settings as JSON: numbers, strings, paths, lists or arrays of these."""
+
+    def plain(value):  # called for those that JSON lacks
+        path = isinstance(value, os.PathLike)
+        return os.fspath(value) if path else np.asarray(value).tolist()
+
+    for name, value in settings.items():
+        try:
+            json.dumps(value, default=plain)
+        except (TypeError, ValueError, RecursionError):
+            form = "a number, a string, a path, or a list or array of these"
+            raise ValueError(f"{name} is {value}; expected {form}") from None
+    return json.dumps(settings, default=plain)
+
+
 def fit(trainer, train_epoch, validate, file, settings):
     """Train until no member has improved for `patience` epochs; return all it kept.
 
     train_epoch(state, epoch) returns the state and losses [K, steps]; validate(state)
     returns losses [K].  The file holds all that the loop knows, so the same call goes
     on after a kill or Ctrl-C, and ends as if there had been none.  So does a call with
-    more `epochs`, if nothing else depends on their number.
+    more `epochs` or `patience`, if nothing else depends on these.
     """
+    epochs, patience = settings["epochs"], settings["patience"]
     first = trainer.gather(trainer.init(jax.random.key(settings["seed"])))
-    losses = np.full((2, epochs := settings["epochs"], trainer.members), np.inf)
-    kept = {"epoch": 0, "state": first, "best": first, "losses": losses[:, :0]}
-    text = json.dumps(settings | {"epochs": 0}, default=float)  # numbers, strings, ...
+    losses = np.full((2, epochs, trainer.members), np.inf)
+    kept = dict(epoch=0, waited=0, state=first, best=first, losses=losses[:, :0])
+    text = as_json(settings | {"epochs": 0, "patience": 0})  # these two may rise
     kept["settings"] = np.frombuffer(text.encode(), np.uint8)
     if os.path.exists(file):
-        found, new = pe.load(file), json.loads(text) | {"epochs": epochs}
-        old = json.loads(bytes(found.get("['settings']", b"{}")))
-        old["epochs"] = max(epochs, int(found.get("['epoch']", 0)))  # may rise
-        for name in new | old:
-            if (was := old.get(name)) != (now := new.get(name)):
-                raise ValueError(f"{file} has {name} {was}, not {now}; name another")
+        found, read = pe.load(file), json.JSONDecoder(parse_constant=str).decode
+        new = read(text) | {"epochs": epochs, "patience": patience}  # nan is "NaN"
+        old = read(bytes(found.get("['settings']", b"{}")).decode())
+        old["epochs"] = max(epochs, int(found.get("['epoch']", 0)))
+        old["patience"] = max(patience, int(found.get("['waited']", 0)))
+        for n in new | old:
+            if (was := old.get(n)) != (now := new.get(n)):
+                raise ValueError(f"{file} has {n} {was}, not {now}; name another file")
         own = {name: found[f"['{name}']"] for name in ("losses", "settings")}
         kept = pe.load(file, kept | own)  # refuses leaves of other forms
     begin, state = int(kept["epoch"]), trainer.scatter(kept["state"])
     losses[:, :begin] = kept["losses"]
     training, validation = losses  # [epochs, K] each; infinite where to come
     for epoch in tqdm(range(begin, epochs), total=epochs, initial=begin):
-        if epoch - validation.argmin(axis=0).max() > settings["patience"]:
+        waited = epoch - int(validation.argmin(axis=0).max())
+        if waited > patience:
             break
         state, found = train_epoch(state, epoch)
         scores = np.fmin(validate(state), np.inf)  # nan counts as infinite
@@ -67,6 +87,7 @@ def fit(trainer, train_epoch, validate, file, settings):
         training[epoch], validation[epoch] = found.mean(axis=1), scores
         better = validation.argmin(axis=0) == epoch  # [K]
         kept |= {"epoch": epoch + 1, "losses": losses[:, : epoch + 1]}
+        kept["waited"] = max(waited, int(kept["waited"]))
         kept["state"] = trainer.gather(state)
         kept["best"] = pe.choose_members(better, kept["state"], kept["best"])
         pe.save(file, kept)  # whole, or not at all
