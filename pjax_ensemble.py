@@ -45,7 +45,6 @@ import argparse
 import collections
 import concurrent.futures
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import hashlib
@@ -58,6 +57,7 @@ import os
 import signal
 import stat
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -67,14 +67,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
-from jax.extend import core
 from numpy.typing import ArrayLike
+
+
+def _by_xla(f: Callable, options: dict | None = None) -> Callable:
+    """Return f as it is, but warn where it convolves on a CPU."""
+    traced = jax.jit(f, inline=True)
+
+    def call(*args, **kwargs):
+        program = str(traced.trace(*args, **kwargs).jaxpr)
+        if "conv_general_dilated" in program and jax.default_backend() == "cpu":
+            remedy = "put fast_convolutions.py beside pjax_ensemble.py"
+            warnings.warn(f"convolutions are slow on CPUs: {remedy}", stacklevel=2)
+        return traced(*args, **kwargs)
+
+    return call
+
 
 _beside = ".fast_convolutions" if __package__ else "fast_convolutions"
 try:
     _fast_convolutions: Any = importlib.import_module(_beside, __package__)
-except ModuleNotFoundError:  # this file alone convolves by XLA, slower on CPUs
-    _fast_convolutions = None
+except ModuleNotFoundError:  # this file alone works too
+    _fast_convolutions = types.SimpleNamespace(
+        fast=_by_xla, compiler_options=lambda backend: None
+    )
 
 __version__ = "0.1.0"
 
@@ -167,24 +183,19 @@ def _pair(name: str, value: Pair) -> tuple[int, int]:
     return pair
 
 
-def _output_size(images, size, stride, padding):
-    """Return the (H', W') of windows on images [B, H, W, I].
+def _check_windows(images: Array, size: Sequence[int], padding: str = "VALID") -> None:
+    """Raise ValueError unless images are [B, H, W, I], and windows fit on them.
 
-    Sizes are as in `jax.lax.conv_general_dilated`.  With "SAME", H' = ceil(H / stride),
-    and an odd row of zeros goes to the bottom or right.  With "VALID",
-    H' = floor((H - kh) / stride) + 1.
+    With "SAME", H' = ceil(H / stride), and an odd row of zeros goes to the bottom or
+    right.  With "VALID", H' = floor((H - kh) / stride) + 1.
     """
     if padding not in ("SAME", "VALID"):
         raise ValueError(f"padding is {padding!r}; expected 'SAME' or 'VALID'")
     if images.ndim != 4:
         raise ValueError(f"images have shape {images.shape}; expected [B, H, W, I]")
-    pads = lax.padtype_to_pads(images.shape[1:3], size, stride, padding)
-    axes = zip(images.shape[1:3], pads, size, stride)
-    rows, columns = ((n + sum(pad) - k) // s + 1 for n, pad, k, s in axes)
-    if min(rows, columns) < 1:
+    if padding == "VALID" and any(map(operator.lt, images.shape[1:3], size)):
         found = f"images of shape {images.shape}; use a smaller window or 'SAME'"
         raise ValueError(f"a window of {size[0]}x{size[1]} does not fit {found}")
-    return rows, columns
 
 
 def _check_features(inputs: Array, weight: Array, axis: int = -2) -> None:
@@ -244,12 +255,10 @@ def conv(
     images, (weight, bias) = jnp.asarray(images), params
     _check_features(images, weight)
     strides = _pair("stride", stride)
-    _output_size(images, weight.shape[:2], strides, padding)
+    _check_windows(images, weight.shape[:2], padding)
     dtype = jnp.promote_types(images.dtype, weight.dtype)
-    arrays, names = (
-        (images.astype(dtype), weight.astype(dtype)),
-        ("NHWC", "HWIO", "NHWC"),
-    )
+    arrays = images.astype(dtype), weight.astype(dtype)
+    names = "NHWC", "HWIO", "NHWC"
     outputs = lax.conv_general_dilated(*arrays, strides, padding, None, None, names)
     return outputs if bias is None else _add_bias(outputs, bias)
 
@@ -286,9 +295,11 @@ def _windows(images: Array, window: Any, stride: Any) -> list[Array]:
     """
     size = _pair("window", window)
     stride = size if stride is None else _pair("stride", stride)
-    shape, views = _output_size(images, size, stride, "VALID"), [images]
-    for axis, k, n, s in zip((1, 2), size, shape, stride):
-        ends = [(i, i + (n - 1) * s + 1) for i in range(k)]
+    _check_windows(images, size)
+    views = [images]
+    for axis, k, s in zip((1, 2), size, stride):
+        last = images.shape[axis] - k + 1
+        ends = [(i, last + i) for i in range(k)]
         views = [lax.slice_in_dim(x, *end, s, axis) for x in views for end in ends]
     return views
 
@@ -312,13 +323,29 @@ def max_pool(images: Array, window: Pair = 2, *, stride: Pair | None = None) -> 
     return functools.reduce(jnp.maximum, _windows(images, window, stride))
 
 
-def _alone(tree: PyTree) -> PyTree:
-    """Return the tree unchanged: the model has no replicas."""
-    return tree
+def _wide(dtype: np.dtype) -> np.dtype:
+    """Return the type for means: float32, or the numbers' own if that is wider."""
+    return dtype if dtype.kind in "fc" and dtype.itemsize > 2 else np.dtype(np.float32)
 
 
-# A training step sets this to its average over the model's replicas.
-_replica_mean = contextvars.ContextVar("replica_mean", default=_alone)
+def _average(tree: PyTree) -> PyTree:
+    """Average over replicas, in float32 at least; leaves keep their types.
+
+    Counts and keys have no mean, and all replicas advance them alike.
+
+    Replicas stand along an axis of this name, which only programs that train have.  JAX
+    keeps a trace by the names and sizes of the axes around it, so none is reused where
+    others, or no replicas, are averaged.
+    """
+
+    def average(x):
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        with contextlib.suppress(NameError):  # without the axis: there are no replicas
+            return lax.pmean(x.astype(_wide(x.dtype)), "replicas").astype(x.dtype)
+        return x
+
+    return jax.tree.map(average, tree)
 
 
 def replica_mean(tree: PyTree) -> PyTree:
@@ -328,7 +355,7 @@ def replica_mean(tree: PyTree) -> PyTree:
     batch.  Elsewhere, and for a model on one device, it returns its input.  Integers
     and booleans become JAX's floats in both cases.
     """
-    return _replica_mean.get()(jax.tree.map(_floats, tree))
+    return _average(jax.tree.map(_floats, tree))
 
 
 class BatchNorm(NamedTuple):
@@ -574,10 +601,9 @@ def _check_params(params: PyTree, kind: Any = jnp.floating) -> None:
     """Raise ValueError for parameters of another kind, by default than real floats."""
     for name, leaf in _named(params):
         if not jnp.issubdtype(dtype := jnp.result_type(leaf), kind):
-            raise ValueError(
-                f"parameter '{name}' is {dtype}; expected floating point: split a "
-                "complex one into two, and keep untrained arrays in model_state"
-            )
+            expected = "floating point: split a complex one into two, and keep"
+            expected += " untrained arrays in model_state"
+            raise ValueError(f"parameter '{name}' is {dtype}; expected {expected}")
 
 
 def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
@@ -588,11 +614,6 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
     """
     with jax.numpy_dtype_promotion("standard"):
         return jax.tree.map(lambda p, u: (p + u).astype(p.dtype), params, updates)
-
-
-def _wide(dtype: np.dtype) -> np.dtype:
-    """Return the type for means: float32, or the numbers' own if that is wider."""
-    return dtype if dtype.kind in "fc" and dtype.itemsize > 2 else np.dtype(np.float32)
 
 
 def _zeros(params: PyTree) -> PyTree:
@@ -827,7 +848,7 @@ def merge(tree: PyTree) -> PyTree:
     return jax.tree.map(reshape, tree)
 
 
-def _sharding(mesh: jax.sharding.Mesh, *spec: str | None) -> Any:
+def _sharding(mesh: jax.sharding.Mesh, *spec: str | tuple | None) -> Any:
     """Return a sharding: array axes over the mesh's, or, without spec, copies."""
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
 
@@ -890,13 +911,32 @@ class TrainState(NamedTuple):
         return f"TrainState({', '.join(forms)})".replace("'", "")
 
 
-def _form(tree: PyTree) -> PyTree:
-    """Name type and shape of every leaf."""
+def _is_key(leaf: Any) -> bool:
+    """Return whether a leaf, or a leaf's form, is a typed random key."""
+    ours = isinstance(leaf, (Array, jax.ShapeDtypeStruct))
+    return ours and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _kind(leaf: Any) -> str:
+    """Name the type of a leaf, or of a leaf's form."""
+    if _is_key(leaf):
+        return f"key<{jax.random.key_impl(jnp.empty((), leaf.dtype))}>"
+    dtype = getattr(leaf, "dtype", type(leaf).__name__)
+    return getattr(dtype, "name", dtype)
+
+
+def _form(tree: PyTree, first: int = 0, typed: bool = True) -> PyTree:
+    """Name the type, and the shape from the first axis on, of every leaf."""
 
     def name(x):
-        return f"{getattr(x, 'dtype', type(x).__name__)}{[*np.shape(x)]}"
+        return f"{_kind(x) if typed else ''}{[*np.shape(x)[first:]]}"
 
     return jax.tree.map(name, tree)
+
+
+def _like(leaf: Any, *axes: int) -> jax.ShapeDtypeStruct:
+    """Return the form of a leaf with other axes in place of its first one."""
+    return jax.ShapeDtypeStruct((*axes, *leaf.shape[1:]), leaf.dtype)
 
 
 def _check_leaves(what: Any, found: dict, expected: dict, remedy: str = "") -> None:
@@ -907,13 +947,24 @@ def _check_leaves(what: Any, found: dict, expected: dict, remedy: str = "") -> N
             raise ValueError(f"{what}: leaf '{name}' is {form}; expected {own}{remedy}")
 
 
-def _check_form(what: str, made: PyTree, given: PyTree) -> None:
-    """Raise ValueError unless two trees have the same structure, shapes and types."""
-    made, given = _form(made), _form(given)
-    found: Any = jax.tree.structure(made)
-    if found != (like := jax.tree.structure(given)):
-        raise ValueError(f"{what} has the structure {found}; expected {like}")
-    _check_leaves(what, dict(_named(made)), dict(_named(given)))
+def _check_form(what, tree, like, remedy="", first=0, typed=True) -> None:
+    """Raise ValueError unless two trees have one structure, and leaves of one form."""
+
+    def form(x):
+        return np.shape(x)[first:], typed and getattr(x, "dtype", None)
+
+    both: Any = map(jax.tree.flatten, (tree, like))
+    (leaves, found), (own, expected) = both
+    if found == expected and [*map(form, leaves)] == [*map(form, own)]:
+        return  # without names, which take longer
+    ours, theirs = (dict(_named(_form(x, first, typed))) for x in (like, tree))
+    _check_leaves(what, theirs, ours, remedy)
+    if found != expected:  # without a leaf, as an empty part of an optimizer's state
+        same = zip(str(found), str(expected))
+        at = next((i for i, (x, y) in enumerate(same) if x != y and i > 60), 60) - 60
+        found, expected = str(found)[at : at + 120], str(expected)[at : at + 120]
+        text = f"{what} has the structure ...{found}...; expected ...{expected}..."
+        raise ValueError(text + remedy)
 
 
 def train_state(
@@ -960,10 +1011,9 @@ def _full_loss(loss_fn, more, has_aux, stateful) -> Callable:
         value, rest = result if has_aux or stateful else (result, ())
         shapes = [jnp.shape(x) for x in jax.tree.leaves(value)]
         if shapes != [()]:
-            raise ValueError(
-                f"loss_fn returns a loss of shapes {shapes}; expected one number, the "
-                "mean over examples; use has_aux=True to return more"
-            )
+            expected = "one number, the mean over examples; use has_aux=True for more"
+            found = f"loss_fn returns a loss of shapes {shapes}"
+            raise ValueError(f"{found}; expected {expected}")
         if not stateful:
             rest = model_state, rest
         elif not has_aux:
@@ -988,23 +1038,13 @@ def _num_parts(batch: PyTree, model_state: PyTree, microbatch: int | str | None)
         return 1
     _check_axes("batch", batch)
     if rows % microbatch:
-        raise ValueError(
-            f"a device's batch of {rows} does not divide into micro-batches of "
-            f"{microbatch}; use a divisor of {rows}"
-        )
+        found = f"a device's batch of {rows} does not divide into micro-batches of"
+        raise ValueError(f"{found} {microbatch}; use a divisor of {rows}")
     if jax.tree.leaves(model_state):
-        raise ValueError(
-            f"microbatch={microbatch} would compute the model state, such as batch "
-            f"statistics, from parts of a batch of {rows}; use microbatch=None"
-        )
+        found = f"microbatch={microbatch} would compute the model state, such as batch"
+        parts = f"from parts of a batch of {rows}"
+        raise ValueError(f"{found} statistics, {parts}; use microbatch=None")
     return rows // microbatch
-
-
-def _average(tree: PyTree, axis: str, groups: list | None = None) -> PyTree:
-    """Average over replicas, in float32 at least; leaves keep their types."""
-    wide = jax.tree.map(lambda x: x.astype(_wide(x.dtype)), tree)
-    means = lax.pmean(wide, axis, axis_index_groups=groups)
-    return jax.tree.map(lambda mean, x: mean.astype(x.dtype), means, tree)
 
 
 def _scan(f: Callable, carry: PyTree, xs: PyTree) -> tuple:
@@ -1027,103 +1067,65 @@ def _over_shards(rows: PyTree, shards: int) -> PyTree:
     return jax.tree.map(lambda x: lax.with_sharding_constraint(x, spec), rows)
 
 
-# A trainer sets this to the compiler options of the program that it traces.
-_compiler_options: Any = contextvars.ContextVar("compiler_options", default=None)
+def _make_step(shards, loss_fn, optimizer, more, *options) -> Callable:
+    """Make the training step: (part, state, *batch) -> (state, metrics).
 
-
-def _trace(f: Callable, *args) -> tuple:
-    """Trace f once; return its program and its result's form.
-
-    On a CPU, the program has fast convolutions.  f may take gradients; nothing can
-    differentiate the program.
-    """
-    # A new function each time, since JAX caches traces by function.
-    program, made = jax.make_jaxpr(lambda *args: f(*args), return_shape=True)(*args)
-    if _fast_convolutions:
-        program = _fast_convolutions.rewrite(program, _compiler_options.get())
-    run, form = core.jaxpr_as_fun(program), jax.tree.structure(made)
-    return lambda *args: jax.tree.unflatten(form, run(*jax.tree.leaves(args))), made
-
-
-def _fast(f: Callable) -> Callable:
-    """Return f with fast convolutions on CPUs."""
-    return lambda *args: _trace(f, *args)[0](*args)
-
-
-def _make_step(average, part, shards, loss_fn, optimizer, more, *options) -> Callable:
-    """Make the training step: (state, *batch) -> (state, metrics).
-
-    average(tree) averages over the model's replicas.  Each replica sees a part of the
-    batch, and part() is that part's number, from 0.  Each is on S = shards devices.
-    The loss takes `more` as its last arguments.  The options are make_sync_update's,
-    in their order.
+    Each of the model's replicas sees a part of the batch, whose number is `part`, from
+    0.  Each is on S = shards devices.  The loss takes `more` as its last arguments.
+    The options are make_sync_update's, in their order.
     """
     has_aux, stateful, microbatch, skip_nonfinite = options
     loss_fn = _full_loss(loss_fn, more, has_aux, stateful)
-    loss_and_grads = _fast(jax.value_and_grad(loss_fn, has_aux=True))
+    loss_and_grads = jax.value_and_grad(loss_fn, has_aux=True)
     if microbatch not in (None, "auto"):
         _count("microbatch", microbatch)
-    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-        raise ValueError(
-            f"optimizer is {type(optimizer).__name__}; expected one with init and "
-            "update, such as sgd(0.1)"
-        )
-    parameters = inspect.signature(optimizer.update).parameters.values()
+    both = operator.attrgetter("init", "update")
+    expected = "expected one with init and update, such as sgd(0.1)"
+    _, update = _call("optimizer", expected, both, optimizer)
+    parameters = inspect.signature(update).parameters.values()
     takes_value = any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in parameters)
 
-    def step(state, *batch):
+    def step(part, state, *batch):
         params, _, model_state, key = state
         _check_params(params, jnp.inexact)
         num_parts = _num_parts(batch, model_state, microbatch)
-        if stateful:
-            if key is None:
-                raise ValueError(
-                    "stateful=True needs a random key, but the state has none; make it "
-                    "with train_state(..., key=key)"
-                )
-            key, loss_key = jax.random.split(key)
+        if stateful and key is None:
+            remedy = "make it with train_state(..., key=key)"
+            raise ValueError(f"stateful=True needs a state with a key; {remedy}")
+        key, loss_key = jax.random.split(key) if stateful else (key, None)
 
         def add(total, numbered_rows):
             # Each part of the batch, on any replica, draws its own numbers.
             i, rows = numbered_rows
-            rows_key = None
-            if stateful:
-                rows_key = jax.random.fold_in(loss_key, part() * num_parts + i)
+            number = part * num_parts + i
+            rows_key = jax.random.fold_in(loss_key, number) if stateful else None
             rows = _over_shards(rows, shards)
             result, grads = loss_and_grads(params, model_state, rows_key, *rows)
             total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
             return total, result
 
         def mean(x):  # over the parts
-            x = x.astype(_wide(x.dtype))
-            return x.mean(axis=0) if num_parts > 1 else x[0]
+            return x.astype(_wide(x.dtype)).mean(axis=0)
 
-        def cut(x):
-            return split(x, num_parts) if num_parts > 1 else x[None]
-
-        parts = jnp.arange(num_parts, dtype=jnp.int32), jax.tree.map(cut, batch)
-        context = contextvars.copy_context()  # limits the change to this trace
-        context.run(_replica_mean.set, average)
-        total, results = context.run(_scan, add, _zeros(params), parts)
+        rows = jax.tree.map(lambda x: x[None], batch)
+        rows = split(batch, num_parts) if num_parts > 1 else rows
+        parts = jnp.arange(num_parts, dtype=jnp.int32), rows
+        total, results = _scan(add, _zeros(params), parts)
         loss, (new_model_state, aux) = results
         loss, aux = jax.tree.map(mean, (loss, aux))
         new_model_state = jax.tree.map(lambda x: x[0], new_model_state)  # one part
         grads = jax.tree.map(lambda g: g / num_parts, total)
-        grads, loss, aux = average((grads, loss, aux))
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         _check_form("the model state of loss_fn", new_model_state, model_state)
-        new_model_state = jax.tree.map(
-            # Counts and keys have no mean, and all replicas advance them alike.
-            lambda x: average(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x,
-            new_model_state,
-        )
+        means = _average((grads, loss, aux, new_model_state))
+        grads, loss, aux, new_model_state = means
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         more = {"value": loss} if takes_value else {}
 
-        def optimize(state_and_grads):
-            params, opt_state, grads = state_and_grads
+        def optimize(old, grads, new_model_state):
+            params, opt_state, _ = old
             updates, new = optimizer.update(grads, opt_state, params, **more)
             _check_form("the optimizer's new state", new, opt_state)
-            return apply_updates(params, updates), new
+            return apply_updates(params, updates), new, new_model_state
 
         ok: Any = True
         if skip_nonfinite:  # replicas have the same averages, so they skip together
@@ -1134,26 +1136,22 @@ def _make_step(average, part, shards, loss_fn, optimizer, more, *options) -> Cal
         # On CPU, XLA cannot see that this branch is always taken, so it compiles the
         # optimizer by itself; otherwise bits would depend on fusion, and so on K.  (In
         # a loop of one turn, XLA would move parts out of it, and use one thread.)  On
-        # an accelerator XLA sees it, and removes the branch, as it would be slow there.
+        # an accelerator XLA sees it, and removes the branch, as it would be slow there:
+        # a step that is skipped selects each array in place of the branch.
         hide = lax.optimization_barrier
-        taken = lax.platform_dependent(ok, cpu=hide, default=lambda x: True)
+        taken, kept = lax.platform_dependent(
+            ok, cpu=lambda ok: (hide(ok), True), default=lambda ok: (True, ok)
+        )
         given = (
             "it is given gradients, a state that its own init made, parameters and, by "
             "name, value=loss; docs/coming-from.md#l-bfgs shows how to give it more"
         )
-        given_all = *state[:2], grads
-        branch = lax.cond, taken, optimize, lambda given: given[:2], given_all
-        new = _call("the optimizer's update", given, *branch)
-
-        def keep_or_take(new, old):
-            return jax.tree.map(lambda x, y: jnp.where(ok, x, y), new, old)
-
+        branches = optimize, lambda old, *_: old
+        args = state[:3], grads, new_model_state
+        new = _call("the optimizer's update", given, lax.cond, taken, *branches, *args)
         if skip_nonfinite:
-            both, branched = (new, state[:2]), lambda new, old: new
-            new = lax.platform_dependent(*both, cpu=branched, default=keep_or_take)
-            new_model_state = keep_or_take(new_model_state, model_state)
-        state = TrainState(*new, new_model_state, key)
-        return state, (loss, aux) if has_aux else loss
+            new = jax.tree.map(lambda x, y: jnp.where(kept, x, y), new, state[:3])
+        return TrainState(*new, key), (loss, aux) if has_aux else loss
 
     return step
 
@@ -1212,10 +1210,9 @@ def _numbers(what: str, x: Any) -> Any:
     remedy, kind = "convert it, as by x.astype(numpy.float32)", np.empty(0, given.dtype)
     held = given.astype(_call(what, remedy, jnp.result_type, kind), copy=False)
     if held is not given and held.dtype.kind in "iu" and (held != given).any():
-        raise ValueError(
-            f"{what}: found {given[held != given][0]}, beyond {held.dtype}, JAX's "
-            f"type for {given.dtype}; use smaller numbers, or set jax_enable_x64"
-        )
+        found = f"found {given[held != given][0]}, beyond {held.dtype}, JAX's type for"
+        remedy = "use smaller numbers, or set jax_enable_x64"
+        raise ValueError(f"{what}: {found} {given.dtype}; {remedy}")
     return held
 
 
@@ -1236,15 +1233,11 @@ def _check_keys(key_data: Any, members: Sequence[int] | np.ndarray) -> None:
     first: dict = {}  # a member's or a key's first index
     for i, (member, row) in enumerate(zip(members, rows)):
         if rows[j := first.setdefault(member, i)] != row:
-            raise ValueError(
-                f"replicas {j} and {i} have different keys, so they would drift apart; "
-                "make them with replicate(train_state(...))"
-            )
+            remedy = "they would drift apart: make them by replicate(train_state(...))"
+            raise ValueError(f"replicas {j} and {i} have different keys; {remedy}")
         if members[j := first.setdefault(row, i)] != member:
-            raise ValueError(
-                f"members {j} and {i} have equal keys, so they would draw the same "
-                f"numbers; use jax.random.split(key, {len(rows)})"
-            )
+            found = f"members {j} and {i} have equal keys, so they would draw the same"
+            raise ValueError(f"{found} numbers; use jax.random.split(key, {len(rows)})")
 
 
 def _no_mesh() -> Any:
@@ -1285,22 +1278,15 @@ def gather_processes(x: Any) -> np.ndarray:
     return _gather_devices(np.asarray(x)[None])
 
 
-def _is_key(leaf: Any) -> bool:
-    """Return whether a leaf, or a leaf's form, is a typed random key."""
-    ours = isinstance(leaf, (Array, jax.ShapeDtypeStruct))
-    return ours and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def _is_consumed(state: PyTree) -> bool:
     leaves = jax.tree.leaves(state)
     return any(isinstance(x, Array) and x.is_deleted() for x in leaves)
 
 
-def _alike(tree: PyTree, other: PyTree, same: Callable) -> bool:
-    """Return whether two trees have one structure, and the same leaf in each place."""
-    both: Any = map(jax.tree.flatten, (tree, other))
-    (leaves, form), (others, like) = both
-    return form == like and all(map(same, leaves, others))
+def _identity(tree: PyTree) -> tuple:
+    """Return which leaves a tree holds, and its structure."""
+    leaves, structure = jax.tree.flatten(tree)
+    return [*map(id, leaves)], structure
 
 
 def _check_state(state: Any) -> None:
@@ -1322,21 +1308,19 @@ def _check_apart(state: PyTree) -> None:
             buffer = x.addressable_data(0).unsafe_buffer_pointer()
         if (j := first.setdefault(buffer, i)) < i:
             names = [name for name, _ in _named(state)]
-            raise ValueError(
-                f"leaves '{names[j]}' and '{names[i]}' of the state share one buffer, "
-                "which cannot be reused for both; copy one with jax.numpy.copy"
-            )
+            remedy = "which cannot be reused for both; copy one with jax.numpy.copy"
+            both = f"leaves '{names[j]}' and '{names[i]}' of the state"
+            raise ValueError(f"{both} share one buffer, {remedy}")
 
 
-def _admit(owner: Any, state: Any, place: Callable, consume: bool = True) -> TrainState:
-    """Check a state before a program takes it, and return it on the devices.
+def _is_latest(owner: Any, state: Any) -> bool:
+    """Return whether the owner's last step returned this state, which needs no check.
 
-    The state that the owner's last step returned is known.  Any other is placed by
-    place(state, consume), which raises for a state that does not fit the owner.  If the
-    program will consume it, no two of its leaves may share a buffer.
+    Raises ValueError for any other that is not a state outside of `jax.jit`, and for
+    one that was consumed.
     """
     latest = owner.latest
-    known = latest and (state is latest or _alike(state, latest, operator.is_))
+    known = latest and (state is latest or _identity(state) == _identity(latest))
     if not known:
         _check_state(state)
     if _is_consumed(state):
@@ -1345,12 +1329,7 @@ def _admit(owner: Any, state: Any, place: Callable, consume: bool = True) -> Tra
             "that this call returned, state, metrics = update(state, ...), which a "
             "trainer keeps as trainer.latest, or, if the call failed, with a saved one"
         )
-    if known:
-        return state
-    state = place(state, consume)
-    if consume:
-        _check_apart(state)
-    return state
+    return bool(known)
 
 
 def _consume(owner: Any, program: Callable, state: PyTree, *rest) -> tuple:
@@ -1390,29 +1369,31 @@ def _consume(owner: Any, program: Callable, state: PyTree, *rest) -> tuple:
 
 def _make_update(replicas: bool, *args) -> Callable:
     """Map the step over the devices; check and place states that it did not return."""
-    axis = "devices" if replicas else "members"
-    average = functools.partial(_average, axis=axis) if replicas else _alone
+    axis, step = "replicas" if replicas else "members", _make_step(1, *args)
 
-    def part():
-        return lax.axis_index(axis) if replicas else 0
+    def on_device(*args):
+        return step(lax.axis_index(axis) if replicas else 0, *args)
 
-    step = _make_step(average, part, 1, *args)
-    pmapped = jax.pmap(step, axis_name=axis, donate_argnums=0)
-
+    fast = _fast_convolutions.fast(on_device)
+    pmapped = jax.pmap(fast, axis_name=axis, donate_argnums=0)
     form = "the number of devices in all of them: replicate or split them"
 
-    def place(state, _):
+    def admit(state):
+        if _is_latest(update, state):
+            return state
         _check_axes("state", state, expected=form)
         if state.key is not None:
             keys = _gather_devices(_key_data(state.key))
             _check_keys(keys, np.zeros(len(keys)) if replicas else range(len(keys)))
         num_devices = np.shape(jax.tree.leaves(state)[0])[0]
         sharding = _device_sharding(num_devices, axis)
-        return jax.device_put(_private("state", state), sharding)
+        state = jax.device_put(_private("state", state), sharding)
+        _check_apart(state)
+        return state
 
     def update(state, *batch):
         """Take a step: (state, metrics).  `state` is consumed."""
-        state = _admit(update, state, place)
+        state = admit(state)
         _check_axes("state and the batch", (state, batch), expected=form)
         alone = replicas and jax.default_backend() == "cpu"
         program = functools.partial(_run, pmapped, alone)
@@ -1547,18 +1528,6 @@ def layout(members: int, num_devices: int, num_processes: int = 1) -> Layout:
     return Layout(members, -(-members // shared) * replicas, shared, replicas)
 
 
-def _axis(layout: Layout, train: bool) -> str:
-    """Name the device axis of a program by the replicas that `replica_mean` averages.
-
-    JAX caches traces of a function by the names and sizes of the axes around it.  So a
-    trace that averages over R replicas is not reused for one that averages over other
-    replicas, or over none, as in every program that does not train.
-    """
-    if layout.replicas == 1 or not train:
-        return "members"
-    return "devices" if layout.members == 1 else f"replicas by {layout.replicas}"
-
-
 def _on_data(function: Callable, leaf: Array) -> Array:
     """Apply a function of an array to a leaf, or to the data of a typed random key."""
     if not _is_key(leaf):
@@ -1589,6 +1558,12 @@ class _Places:
 
     With S shards, S neighboring devices take the place of one.  They divide the leaves
     of states and of the frozen tree among them, and hold copies of other arrays.
+
+        to_slots    members [K, ...]       -> by slot, each in the slots of its replicas
+        from_slots  arrays by slot         -> members [K, ...], their first replicas
+        share       a batch                -> its parts by slot, or whole everywhere
+        put         a tree                 -> on the devices, with a given sharding
+        give        a program's arguments  -> the same, but NumPy's where it puts them
     """
 
     layout: Layout
@@ -1614,12 +1589,16 @@ class _Places:
         return True
 
     def shardings(self, train: bool) -> tuple:
-        """Return the shardings of a program's arrays: by slot, and everywhere."""
-        axis, grid = _axis(self.layout, train), np.array(self.devices)
-        mesh = jax.sharding.Mesh(grid, (axis,))
-        if self.shards > 1:
-            mesh = jax.sharding.Mesh(grid.reshape(-1, self.shards), (axis, "shards"))
-        return _sharding(mesh, axis), _sharding(mesh)
+        """Return the shardings of a program's arrays: by slot, and everywhere.
+
+        Only programs that train have an axis of replicas: see `_average`.
+        """
+        axes = {"replicas": self.layout.replicas if train else 1, "shards": self.shards}
+        axes = {"members": -1} | {name: n for name, n in axes.items() if n > 1}
+        grid = np.reshape(self.devices, [*axes.values()])
+        mesh = jax.sharding.Mesh(grid, [*axes])
+        by_slot = tuple(name for name in axes if name != "shards")
+        return _sharding(mesh, by_slot), _sharding(mesh)
 
     @functools.cached_property
     def by_slot(self) -> Any:
@@ -1646,14 +1625,14 @@ class _Places:
     def put(self, tree: PyTree, sharding: Any, divide: bool = False) -> PyTree:
         """Put a tree, the same in every process, on the devices.
 
-        With `divide`, the devices of a slot divide its leaves.  For absent devices,
-        return its form there.  No other function moves a trainer's arrays to devices,
-        but a program puts NumPy's arguments itself: see `give`.
+        With `divide`, the devices of a slot divide its leaves.  For absent devices, and
+        for a form, return the form there.  No other function moves a trainer's arrays
+        to devices, but a program puts NumPy's arguments itself: see `give`.
         """
 
         def put(x):
             where = self.divide(x, sharding) if divide else sharding
-            if self.absent:
+            if self.absent or isinstance(x, jax.ShapeDtypeStruct):
                 return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
             if jax.process_count() == 1:
                 return jax.device_put(x, where)
@@ -1668,62 +1647,71 @@ class _Places:
         return jax.tree.map(put, tree)
 
     def give(self, arguments: PyTree, sharding: Any) -> PyTree:
-        """Copy arguments of a program, JAX's arrays to the devices.
+        """Put arguments of a program, but leave NumPy's arrays to the program itself.
 
-        In a single process, without shards, the program puts NumPy's itself, which
-        takes less time.
+        That takes less time, and works in a single process without shards.  The program
+        may share the arrays' memory, so they are copies of a user's arrays.
         """
-        single = jax.process_count() == self.shards == 1
+        by_program = jax.process_count() == self.shards == 1
 
-        def copy(x):
-            x = x if isinstance(x, Array) else np.array(x)
-            return x if single and isinstance(x, np.ndarray) else self.put(x, sharding)
+        def give(x):
+            there = by_program and not isinstance(x, Array)
+            return x if there else self.put(x, sharding)
 
-        return jax.tree.map(copy, arguments)
+        return jax.tree.map(give, arguments)
 
-    def lay(self, what: str, tree: PyTree) -> PyTree:
+    def to_slots(self, what: str, tree: PyTree) -> PyTree:
         """Lay members [K, ...] into their slots, [D * M, ...]."""
         member, _ = self.slots
 
-        def lay(x):
-            slots = np.asarray(_numbers(what, x))[member]
-            slots = self.put(slots, self.by_slot, divide=True)
-            return jax.block_until_ready(slots)  # so one leaf at a time is on the host
+        def lay(x):  # one leaf at a time is on the host
+            slots = _on_data(lambda x: np.asarray(_numbers(what, x))[member], x)
+            return jax.block_until_ready(self.put(slots, self.by_slot, divide=True))
 
-        return jax.tree.map(functools.partial(_on_data, lay), tree)
+        return jax.tree.map(lay, tree)
 
-    def deal(self, name: str, batch: PyTree, axis: int, own: bool = False) -> tuple:
-        """Give each slot its part of a batch: of_slot, of_all, the number of parts.
+    def share(self, name: str, batch: PyTree, axis: int, own: bool = False) -> tuple:
+        """Give each slot its part of a batch, and the part's number: of_slot, of_all.
 
-        The first two are dicts of that name, as `_over_members` takes them; where all
-        slots have the whole batch, it is in of_all.  The B examples of each leaf are on
-        the given axis; with `own`, members are on the first.  There are P = gcd(B, R)
-        parts.  If P < R, R / P replicas have the same part, and the mean over replicas
-        is still the mean over the batch.
+        They are dicts, as `_over_members` takes them; where all slots have the whole
+        batch, it is in of_all.  The B examples of each leaf are on the given axis; with
+        `own`, members are on the first.  There are P = gcd(B, R) parts.  If P < R,
+        R / P replicas have the same part, and the mean over replicas is still the mean
+        over the batch; this warns of it.
         """
         (member, replica), replicas = self.slots, self.layout.replicas
         if replicas == 1 and not own:
-            return {}, {name: batch}, 1
-        parts = math.gcd(jax.tree.leaves(batch)[0].shape[axis], replicas)
-        at = (member, replica % parts) if own else replica % parts
+            return {}, {name: batch}
+        size = jax.tree.leaves(batch)[0].shape[axis]
+        if (parts := math.gcd(size, replicas)) < replicas:
+            whole = size - size % replicas or replicas
+            warnings.warn(
+                f"a batch of {size} is divided into {parts} parts, not {replicas}, "
+                f"so some of a member's replicas do the same work; multiples of "
+                f"{replicas}, such as {whole}, use them all",
+                stacklevel=4,
+            )
+        part = np.int32(replica % parts)
+        at = (member, part) if own else part
 
         def cut(x):  # to [P, ..., B / P, ...], or [K, P, ..., B / P, ...]
+            if parts == 1 and len(x) == len(member) == self.layout.members:
+                return x  # each member's own
             return np.moveaxis(_split_axis(x, axis, parts), axis, int(own))[at]
 
-        return {name: jax.tree.map(cut, batch)}, {}, parts
+        return {name: jax.tree.map(cut, batch), "part": part}, {}
 
-    def take(self, tree: PyTree, *steps: int) -> PyTree:
+    def from_slots(self, tree: PyTree, *steps: int) -> PyTree:
         """Take each member's first replica out of the slots: [D * M, ...] to [K, ...].
 
         With `steps`, the second axis is cut to that length.  The result is on the first
-        device, or on the host where a slot is in parts or in another process.
+        device, or on the host where a slot is in another process.
         """
         lengths, replicas = (self.layout.members, *steps), self.layout.replicas
 
         def take(x):
-            if isinstance(x, Array):
-                whole = x.sharding.shard_shape(x.shape)[1:] == x.shape[1:]
-                x = x if whole and x.is_fully_addressable else _gather_devices(x)
+            if isinstance(x, Array) and not x.is_fully_addressable:
+                x = _gather_devices(x)
             if isinstance(x, np.ndarray):  # copied, since JAX's own is read-only
                 return np.array(x[::replicas][tuple(map(slice, lengths))])
             firsts = x.addressable_shards[:: replicas * self.shards]
@@ -1737,9 +1725,14 @@ class _Places:
         return jax.tree.map(take, tree)
 
 
-def _check_draws(key: Any, at_once: int) -> None:
+def _is_rbg(key: Any) -> bool:
+    """Return whether draws from a key, if there is one, change under `vmap`."""
+    return key is not None and "rbg" in str(jax.random.key_impl(key))
+
+
+def _check_draws(key: Any, at_once: int | None) -> None:
     """Raise ValueError for keys whose draws change if members are together."""
-    if at_once > 1 and key is not None and "rbg" in str(jax.random.key_impl(key)):
+    if at_once and at_once > 1 and _is_rbg(key):
         raise ValueError(
             f"at_once={at_once} with keys of {jax.random.key_impl(key)}: their draws "
             "change under vmap; use threefry2x32, JAX's default, or at_once=1"
@@ -1754,9 +1747,26 @@ else:  # JAX 0.5
     _shard_map = functools.partial(shard_map, check_rep=False)
 
 
-# On a GPU, XLA would keep all members' kernels twice, in cuDNN's order and in JAX's, so
-# states are flat between the members there.  On a TPU, flattening would copy them.
-_FLAT_ON = ("gpu",)
+_TRAINING = "update", "epoch"  # functions whose programs reuse the state's buffers
+# On these platforms, XLA would keep all members' kernels twice, in cuDNN's order and in
+# JAX's, so states are flat between the members (on a TPU, flattening would copy them).
+# And the host waits before each turn of a loop whose length the program does not hold,
+# so most steps are taken in loops of _TURNS.
+_GPU, _TURNS = ("gpu",), 32
+
+
+def _fits(program: Any, args: tuple, by_slot: Any) -> bool:
+    """Return whether a program leaves a fifth of the memory that its devices have free.
+
+    Convolutions take some beside it, of which it does not tell.  The call that follows
+    does not compile it again.  `by_slot` is the sharding of states.
+    """
+    with _no_mesh():
+        found = program.lower(*args).compile().memory_analysis()
+    made = found.output_size_in_bytes - found.alias_size_in_bytes
+    stats = [x for d in by_slot.addressable_devices if (x := d.memory_stats())]
+    free = min((x["bytes_limit"] - x["bytes_in_use"] for x in stats), default=math.inf)
+    return bool(gather_processes(found.temp_size_in_bytes + made <= 0.8 * free).all())
 
 
 def _in_turn(f, states, of_slot, places, train, at_once) -> tuple:
@@ -1769,7 +1779,7 @@ def _in_turn(f, states, of_slot, places, train, at_once) -> tuple:
     slots = places.layout.members_per_device
     together = min(at_once, slots)
     whole = slots - slots % together
-    flat = places.platform in _FLAT_ON and together < slots and places.shards == 1
+    flat = places.platform in _GPU and together < slots and places.shards == 1
 
     def advance(kept, start, count=together):
         axes = () if together == 1 else (count,)
@@ -1799,31 +1809,34 @@ def _in_turn(f, states, of_slot, places, train, at_once) -> tuple:
     return jax.tree.map(lambda x, y: x.reshape(y.shape), kept, states), results
 
 
-def _over_members(f: Callable, places: _Places, train: bool, at_once: int) -> Callable:
+def _over_members(f: Callable, places: _Places, at_once: int) -> Callable:
     """Map f(state, **of_slot, **of_all), of one member on one device, over all slots.
 
     The result is a program of state, of_slot and of_all; the last two are dicts of f's
     arguments.  Leaves of state and of_slot are by slot, and so are the leaves that f
-    returns; of_all is everywhere.  With `train`, the state's buffers are reused, and
+    returns; of_all is everywhere.  In training, the state's buffers are reused, and
     replicas wait for each other.
 
     This maps as `jax.pmap` does, but the program is freed with the function returned,
     while JAX (0.10, 0.12) keeps a program of `pmap` for good, with all that f holds.
     """
+    train = f.__name__ in _TRAINING
     by_slot, everywhere = places.shardings(train)
     given = by_slot, by_slot, everywhere
+    how: dict = dict(in_shardings=given, out_shardings=by_slot)
+    options = _fast_convolutions.compiler_options(places.platform)
+    fast = _fast_convolutions.fast(f, options)  # on CPUs, whatever f takes gradients of
 
     def on_device(state, of_slot, of_all):
         def in_slot(state, of_slot):
-            return f(state, **of_slot, **of_all)
+            return fast(state, **of_slot, **of_all)
 
         both = _in_turn(in_slot, state, of_slot, places, train, at_once)
         return both if train else both[1]
 
     specs = dict(in_specs=tuple(x.spec for x in given), out_specs=by_slot.spec)
-    how: dict = dict(in_shardings=given, out_shardings=by_slot)
     if places.shards > 1:  # XLA divides the work of a slot as its arrays are divided
-        specs, how = specs | {"axis_names": {*by_slot.spec}}, {}
+        specs, how = specs | {"axis_names": {*by_slot.mesh.axis_names} - {"shards"}}, {}
     mapped = _shard_map(on_device, mesh=by_slot.mesh, **specs)
 
     def divided(*args):
@@ -1833,55 +1846,48 @@ def _over_members(f: Callable, places: _Places, train: bool, at_once: int) -> Ca
         metrics = lax.with_sharding_constraint(metrics, by_slot)
         return (states, metrics) if train else states
 
-    program = mapped if places.shards == 1 else divided
-    if _fast_convolutions:
-        how["compiler_options"] = _fast_convolutions.compiler_options(places.platform)
-
-    def traced(*args):
-        context = contextvars.copy_context()  # limits the change to this trace
-        context.run(_compiler_options.set, how.get("compiler_options"))
-        return context.run(program, *args)
-
-    return jax.jit(traced, donate_argnums=(0,) if train else (), **how)
+    how |= {"donate_argnums": (0,) if train else (), "compiler_options": options}
+    return jax.jit(mapped if places.shards == 1 else divided, **how)
 
 
-def _near(x: np.ndarray, y: np.ndarray) -> bool:
-    """Return whether arrays are equal, or floats that differ by rounding alone."""
+def _near(x: np.ndarray, y: np.ndarray, like: np.ndarray) -> bool:
+    """Return whether arrays are equal, or floats that differ by rounding alone.
+
+    Rounding is relative to the largest number in the same column of `like`, [..., C].
+    """
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return np.array_equal(x, y)
     rounding = float(jnp.finfo(x.dtype).eps) ** 0.5
-    x, y = (z.astype(_wide(z.dtype)) for z in (x, y))
-    size = np.abs(x[np.isfinite(x)]).max(initial=0)
+    x, y, like = (z.astype(_wide(z.dtype)) for z in (x, y, like))
+    size = np.where(np.isfinite(like), np.abs(like), 0)
+    size = size.max(axis=tuple(range(max(2, size.ndim - 1))), initial=0)
     return np.allclose(x, y, rtol=0, atol=rounding * size, equal_nan=True)
 
 
-_STEPS = 256  # orders are padded to a multiple of this, so that most share a program
+_STEPS = 256  # orders of up to so many steps share a program
 
 
 def _padded(order: Any, members: int, num_rows: int) -> tuple[np.ndarray, int]:
     """Check an order [steps, B] or [K, steps, B]; return it as int32, and its steps.
 
-    It is padded with steps of zeros to a multiple of `_STEPS`.
+    It is padded with steps of zeros to `_STEPS`, or a multiple of half as many.
     """
     order = np.asarray(_numbers("order", order))
     fits = order.ndim == 2 or (order.ndim == 3 and len(order) == members)
     if not (fits and order.size and order.dtype.kind in "iu"):
-        raise ValueError(
-            f"order has shape {order.shape}; expected integers, rows of the data, "
-            f"[steps, B], or [K, steps, B] with K = {members}, and not empty"
-        )
+        expected = "integers, rows of the data, [steps, B], or [K, steps, B] with K ="
+        found = f"order has shape {order.shape}"
+        raise ValueError(f"{found}; expected {expected} {members}, and not empty")
     # On a device, a row outside the data would be clamped without an error.
     if not 0 <= order.min() <= order.max() < num_rows:
-        raise ValueError(
-            f"order holds rows {order.min()} to {order.max()}; the data have rows 0 to "
-            f"{num_rows - 1}"
-        )
+        found = f"order holds rows {order.min()} to {order.max()}"
+        raise ValueError(f"{found}; the data have rows 0 to {num_rows - 1}")
     num_steps, axes = order.shape[-2], [(0, 0)] * order.ndim
-    axes[-2] = 0, -num_steps % _STEPS
+    axes[-2] = 0, max(_STEPS - num_steps, -num_steps % (_STEPS // 2))
     return np.pad(order.astype(np.int32, copy=False), axes), num_steps
 
 
-def _scan_first(f: Callable, carry: PyTree, xs: PyTree, count: Array) -> tuple:
+def _scan_first(f, carry, xs, count, platform) -> tuple:
     """Scan the first `count` of xs; results for the others are 0.
 
     `count` is traced, so one program serves every count up to the length of xs.
@@ -1895,52 +1901,52 @@ def _scan_first(f: Callable, carry: PyTree, xs: PyTree, count: Array) -> tuple:
         carry, y = run(carry, at(i))
         return carry, jax.tree.map(lambda ys, y: ys.at[i].set(y), ys, y)
 
-    run, (_, shapes) = _trace(f, carry, at(0))
+    run = jax.jit(f, inline=True)  # f is traced once for all uses
+    _, shapes = run.eval_shape(carry, at(0))
     length = len(jax.tree.leaves(xs)[0])
     ys = jax.tree.map(lambda y: jnp.zeros((length, *y.shape), y.dtype), shapes)
-    return lax.fori_loop(0, count, advance, (carry, ys))
+    both, done = (carry, ys), 0
+    if platform in _GPU and length >= _TURNS:
+
+        def several(i, both):
+            turn = lambda j, both: advance(i * _TURNS + j, both)  # noqa: E731
+            return lax.fori_loop(0, _TURNS, turn, both)
+
+        both = lax.fori_loop(0, count // _TURNS, several, both)
+        done = count // _TURNS * _TURNS
+    return lax.fori_loop(done, count, advance, both)
 
 
 def _check_made(made: PyTree, stateful: bool) -> None:
     """Raise ValueError unless init_fn returned a tree of arrays."""
     if stateful and (type(made) is not tuple or len(made) != 2):
-        raise ValueError(
-            f"init_fn returns {type(made).__name__}; with stateful=True, expected the "
-            "tuple (params, model_state)"
-        )
+        expected = "with stateful=True, expected the tuple (params, model_state)"
+        raise ValueError(f"init_fn returns {type(made).__name__}; {expected}")
     for name, leaf in _named(made):
         if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
-            raise ValueError(
-                f"init_fn returns {type(leaf).__name__} at '{name}'; expected a tree "
-                "of arrays: split off other leaves (equinox.partition, flax.nnx.split)"
-            )
+            expected = "a tree of arrays: split off other leaves (equinox.partition, "
+            found = f"init_fn returns {type(leaf).__name__} at '{name}'"
+            raise ValueError(f"{found}; expected {expected}flax.nnx.split)")
         _numbers("leaves that init_fn returns", leaf)
 
 
-# A device predicts at most _BLOCK_CHUNKS chunks per call of a program, and so many that
-# their inputs and outputs take about _BLOCK_BYTES.
+# A chunk has so many examples on a CPU, and more elsewhere, up to the second number.
+_CHUNK = 32, 4096
+# A block has at most _BLOCK_CHUNKS chunks, whose inputs and outputs take about
+# _BLOCK_BYTES on a CPU.  Elsewhere, a chunk may take so many, and a block four times.
 _BLOCK_CHUNKS, _BLOCK_BYTES = 128, 2**22
 
+_ARRAYS = "hyper", "frozen", "latest", "_known"  # a trainer's, that members lack
 
-class _Member(NamedTuple):
+
+class _Member(types.SimpleNamespace):
     """A member's work on one device, which a trainer maps over all of its members.
 
-    The fields are the trainer's.  Each function takes the member's state, its hyper,
-    the frozen tree, and its other arguments by name.  Hyper and the frozen tree are
-    each in a tuple, which is empty if there is none.
+    It has the trainer's functions and options, and not its arrays, which programs would
+    hold.  Each function takes the member's state, its hyper, the frozen tree, and its
+    other arguments by name.  Hyper and the frozen tree are each in a tuple, which is
+    empty if there is none.
     """
-
-    layout: Layout
-    init_fn: InitFn
-    loss_fn: LossFn
-    optimizer: OptimizerLike | Callable
-    apply_fn: ApplyFn | None
-    output: Callable | None
-    has_aux: bool
-    stateful: bool
-    microbatch: int | str | None
-    skip_nonfinite: bool
-    shards: int
 
     def make_optimizer(self, *hyper):
         form = "with hyper, expected a function, such as lambda h: sgd(h)"
@@ -1948,18 +1954,10 @@ class _Member(NamedTuple):
         own = hyper and callable(make)
         return _call("optimizer", form, make, *hyper) if own else make
 
-    def make_step(self, parts, hyper, frozen):
-        """Make the step of a replica, for a batch that is divided into `parts`."""
-        axis, replicas = _axis(self.layout, train=True), self.layout.replicas
-        average = _alone
-        if replicas > 1:
-            groups = np.arange(self.layout.devices).reshape(-1, replicas).tolist()
-            average = functools.partial(_average, axis=axis, groups=groups)
+    def make_step(self, hyper, frozen):
         options = self.has_aux, self.stateful, self.microbatch, self.skip_nonfinite
-        optimizer = self.make_optimizer(*hyper)
-        args = self.loss_fn, optimizer, (*hyper, *frozen), *options
-        args = self.shards, *args
-        return _make_step(average, lambda: lax.axis_index(axis) % parts, *args)
+        functions = self.loss_fn, self.make_optimizer(*hyper)
+        return _make_step(self.shards, *functions, (*hyper, *frozen), *options)
 
     def init(self, _, hyper, frozen, number, key):
         init_key, key = jax.random.split(jax.random.fold_in(key, number))
@@ -1969,29 +1967,30 @@ class _Member(NamedTuple):
         optimizer = self.make_optimizer(*hyper)
         return train_state(params, optimizer, model_state=model_state, key=key)
 
-    def update(self, state, hyper, frozen, batch, parts=1):
-        return self.make_step(parts, hyper, frozen)(state, *batch)
+    def update(self, state, hyper, frozen, batch, part=0):
+        return self.make_step(hyper, frozen)(part, state, *batch)
 
-    def epoch(self, state, hyper, frozen, order, data, num_steps, parts=1):
-        step = self.make_step(parts, hyper, frozen)
+    def epoch(self, state, hyper, frozen, order, data, num_steps, part=0):
+        step = self.make_step(hyper, frozen)
 
         def train_on(state, rows):
-            return step(state, *jax.tree.map(lambda x: x[rows], data))
+            return step(part, state, *jax.tree.map(lambda x: x[rows], data))
 
-        return _scan_first(train_on, state, order, num_steps)
+        return _scan_first(train_on, state, order, num_steps, self.platform)
 
-    def predict(self, model, hyper, frozen, chunks, count):
+    def predict(self, model, hyper, frozen, chunks, count, part=0):
         def predict(carry, inputs):
             inputs = _over_shards(inputs, self.shards)
-            return self.predict_chunk(model, (*hyper, *frozen), carry, inputs)
+            return carry, self.outputs(model, hyper, frozen, inputs)
 
-        return _scan_first(predict, (), chunks, count)[1]
+        return _scan_first(predict, (), chunks, count, self.platform)[1]
 
-    def predict_chunk(self, model, more, carry, inputs):
+    def outputs(self, model, hyper, frozen, inputs):
+        """Return what a member predicts for a chunk."""
         given = f"for inputs {_form(inputs)}, filled up to a chunk"
         given += "; one example x is given as x[None]"
-        apply = _fast(self.apply_fn)
-        outputs = _call("apply_fn", given, apply, *model, inputs, *more)
+        more = *hyper, *frozen
+        outputs = _call("apply_fn", given, self.apply_fn, *model, inputs, *more)
         if self.output is jax.nn.softmax:
             logits = isinstance(outputs, Array) and outputs.ndim > 1
             if not (logits and outputs.shape[-1] > 1):
@@ -2005,13 +2004,7 @@ class _Member(NamedTuple):
         chunk = jax.tree.leaves(inputs)[0].shape[0]
         expected = f"{chunk}, an entry per example of the chunk, in every leaf"
         _check_axes("outputs", outputs, chunk, expected=expected)
-        return carry, outputs
-
-    def chunk_of_all(self, model, hyper, frozen, inputs):
-        """Return a chunk of inputs, and the outputs of all members on one device."""
-        model, hyper = jax.tree.map(lambda x: x[0], (model, hyper))
-        _, outputs = self.predict_chunk(model, (*hyper, *frozen), (), inputs)
-        return inputs, [outputs] * self.layout.members_per_device
+        return outputs
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -2091,15 +2084,21 @@ class Trainer:
     stateful: bool = False  # the loss takes a model state and a key, and returns one
     microbatch: int | str | None = None  # examples per device at a time; None is all
     skip_nonfinite: bool = False  # a step that is not finite changes nothing
-    chunk: int = 32  # examples that a device predicts at a time
-    at_once: int = 1  # members of a device that are computed together
+    chunk: int | None = None  # examples that a device predicts at a time
+    at_once: int | None = None  # members of a device that are computed together
     frozen: PyTree = None  # arrays that members share and none trains
     shards: int = 1  # devices that hold one member together
     latest: TrainState | None = dataclasses.field(init=False, default=None)
+    # What earlier calls made or found out, by
+    #   (function, together)     its program, for so many members together
+    #   (function, its input)    how many members are together: `_together`
+    #   ("sizes", inputs)        of chunks and blocks: `_sizes`
+    #   ("independent", inputs)  True, if no example changes another
+    _known: dict = dataclasses.field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        _count("chunk", self.chunk)
-        _count("at_once", self.at_once)
+        _count("chunk", 1 if self.chunk is None else self.chunk)
+        _count("at_once", 1 if self.at_once is None else self.at_once)
         if not callable(self.init_fn):
             found = f"init_fn is {type(self.init_fn).__name__}; expected a function"
             raise ValueError(f"{found}; each architecture takes a trainer of its own")
@@ -2107,16 +2106,17 @@ class Trainer:
         own = jax.tree.map(on_host, (self.hyper,) if self._hyper else ())
         for i in range(self.layout.members if own else 1):  # raises if one cannot be
             hyper = jax.tree.map(operator.itemgetter(i), own)
-            self._member.make_step(1, hyper, self._frozen)
+            self._member.make_step(hyper, self._frozen)
 
     def __repr__(self) -> str:  # on one line, without arrays and addresses
         made_of = self.init_fn, self.loss_fn
         names = [getattr(f, "__name__", type(f).__name__) for f in made_of]
-        return f"Trainer({', '.join(names)}, {self.layout}, shards={self.shards})"
+        given = f"shards={self.shards}, at_once={self._together()}"
+        return f"Trainer({', '.join(names)}, {self.layout}, {given})"
 
     def __getstate__(self) -> dict:  # a copy makes programs of its own
-        own = "_programs", "_places"
-        return {name: x for name, x in vars(self).items() if name not in own}
+        own = {name: x for name, x in vars(self).items() if name != "_places"}
+        return own | {"_known": {}}
 
     @functools.cached_property
     def _places(self) -> _Places:
@@ -2134,14 +2134,11 @@ class Trainer:
             found = f"devices is {len(given)}; {processes} processes use all of their"
             raise ValueError(f"{found} {jax.device_count()}, and each has as many")
         if len(given) % (shards := _count("shards", self.shards)):
-            remedy = f"use a divisor, such as {math.gcd(shards, len(given))}"
-            raise ValueError(
-                f"{shards=} does not divide {len(given)} devices; {remedy}"
-            )
-        if shards > 1 and jax.__version_info__ < (0, 8):
-            raise ValueError(
-                f"{shards=} takes JAX 0.8 or newer; this is {jax.__version__}"
-            )
+            found = f"{shards=} does not divide {len(given)} devices"
+            divisor = math.gcd(shards, len(given))
+            raise ValueError(f"{found}; use a divisor, such as {divisor}")
+        if shards > 1 and (version := jax.__version_info__) < (0, 8):
+            raise ValueError(f"{shards=} takes JAX 0.8 or newer; this is {version}")
         used = layout(self.members, len(given) // shards, processes)
         return _Places(used, given[: used.devices * shards], shards)
 
@@ -2152,10 +2149,12 @@ class Trainer:
 
     @functools.cached_property
     def _member(self) -> _Member:
-        member = _Member(*(getattr(self, name) for name in _Member._fields))
-        # Micro-batches are for a CPU's cache.
-        other = self.microbatch == "auto" and self._places.platform != "cpu"
-        return member._replace(microbatch=None) if other else member
+        names = {x.name for x in dataclasses.fields(self)} - {*_ARRAYS}
+        own = {name: getattr(self, name) for name in names}
+        own["platform"] = self._places.platform
+        if self.microbatch == "auto" and own["platform"] != "cpu":
+            own["microbatch"] = None  # micro-batches are for a CPU's cache
+        return _Member(**own)
 
     @functools.cached_property
     def _hyper(self) -> tuple:
@@ -2164,7 +2163,7 @@ class Trainer:
             return ()
         expected = f"arrays [K, ...], an entry for each of the {self.members} members"
         _check_axes("hyper", self.hyper, self.members, expected=expected)
-        return (self._places.lay("hyper", self.hyper),)
+        return (self._places.to_slots("hyper", self.hyper),)
 
     @functools.cached_property
     def _frozen(self) -> tuple:
@@ -2174,28 +2173,41 @@ class Trainer:
         frozen, places = _private("frozen", self.frozen), self._places
         return (places.put(frozen, places.everywhere, divide=True),)
 
-    @functools.cached_property
-    def _programs(self) -> dict:
-        """Compiled programs, by the name of the function that each maps."""
-        return {}
-
-    @functools.cached_property
-    def _independent(self) -> set:
-        """The forms of chunks whose examples are known not to change each other."""
-        return set()
-
     # `_init`, `_update`, `_epoch` and `_predict` check a method's arguments, and return
     # its work, (f, state, of_slot, of_all): f is one of `_Member`'s functions, and the
     # arguments are as in `_over_members`.  `_do` runs the work, and `lower` lowers it.
 
     def _program(self, f, state, of_slot, of_all):
-        """Return the program of some work, whether it trains, and its arguments."""
-        name, train = f.__name__, f.__name__ in ("update", "epoch")
-        if (programs := self._programs).get(name) is None:
-            programs[name] = _over_members(f, self._places, train, self.at_once)
+        """Return the program of some work, and its arguments."""
         of_slot = {"hyper": self._hyper, **of_slot}
         of_all = {"frozen": self._frozen, **of_all}
-        return programs[name], train, (state, of_slot, of_all)
+        args = state, of_slot, of_all
+        return self._mapped(f, self._together(f, args)), args
+
+    def _mapped(self, f, together):
+        if (key := (f.__name__, together)) not in self._known:
+            self._known[key] = _over_members(f, self._places, together)
+        return self._known[key]
+
+    def _together(self, f=None, args=(None,)):
+        """Return how many of a device's members are computed together.
+
+        By default it is one on a CPU, in `init`, and for keys whose draws would change;
+        elsewhere all, or as many as fit.
+        """
+        most, known = self.layout.members_per_device, self._known
+        if self.at_once:
+            return min(self.at_once, most)
+        if self._places.platform == "cpu" or _is_rbg(getattr(args[0], "key", None)):
+            return 1
+        if f is None or self._places.absent:
+            return known.get("together", most)
+        if (key := (f.__name__, str(_form(args[1:])))) not in known:
+            where, most = self._places.by_slot, 1 if f.__name__ == "init" else most
+            while most > 1 and not _fits(self._mapped(f, most), args, where):
+                most = -(-most // 2)
+            known[key] = known["together"] = most
+        return known[key]
 
     def _do(self, f, state, of_slot, of_all):
         """Call f(state, hyper, frozen, **of_slot, **of_all), of one member, for all."""
@@ -2204,59 +2216,68 @@ class Trainer:
             raise ValueError(f"{found}; use Trainer.lower")
         of_slot = places.give(of_slot, places.by_slot)
         of_all = places.give(of_all, places.everywhere)
-        program, train, args = self._program(f, state, of_slot, of_all)
+        program, args = self._program(f, state, of_slot, of_all)
+        train = f.__name__ in _TRAINING
         meet = places.shards > 1 or (train and self.layout.replicas > 1)
         call = functools.partial(_run, program, meet and places.platform == "cpu")
-        return _consume(self, call, *args) if train else call(*args)
+        try:
+            return _consume(self, call, *args) if train else call(*args)
+        except jax.errors.JaxRuntimeError as error:
+            if not self.at_once or "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            remedy = "use fewer, or None for as many as fit"
+            raise RuntimeError(f"at_once={self.at_once}: {error}; {remedy}") from error
+
+    def _form_made(self, key):
+        """Return the form of the state that init makes, leaves [D * M, ...]."""
+        program, args = self._program(*self._init(key))
+        with _no_mesh():
+            return jax.eval_shape(program, *args)
 
     @functools.cached_property
-    def _like(self) -> TrainState:
+    def _made(self) -> TrainState:
         with jax.transfer_guard("allow"):
-            return self.like()
+            return self._form_made(jax.random.key(0))
 
-    def _check_members(self, state, trains=False):
-        """Raise ValueError unless the members have the form of those that init makes.
+    def _check_members(self, state, members, expected, trains=False):
+        """Raise ValueError unless these members are as init makes them.
 
         Types and the optimizer's state matter where the members are to be trained.
         """
-        part = {"key": None} | ({} if trains else {"opt_state": ()})
-        both = [each._replace(**part) for each in (state, self._like)]
-
-        def same(x, own):
-            typed = not trains or getattr(x, "dtype", None) == own.dtype
-            return typed and np.shape(x)[1:] == own.shape[1:]
-
-        if _alike(*both, same):
-            return  # without names, which take longer
-
-        def named(x):
-            shape = [*np.shape(x)[1:]]
-            return f"{_kind(_numbers('state', x))} {shape}" if trains else shape
-
-        found, own = ({name: named(x) for name, x in _named(each)} for each in both)
-        remedy = ", as the trainer's init returns it"
-        _check_leaves("a state of another trainer", found, own, remedy)
-
-    def _place_state(self, state, trains=False):
-        """Check that a state belongs to these slots, and put it there."""
-        members, _ = self._places.slots
-        expected = f"this trainer's {len(members)}: use init, or gather and scatter"
+        what = "a state of another trainer"
         _check_axes("state", state, len(members), expected=expected)
         if state.key is not None:
             _check_draws(state.key, self.at_once)
-            both = _gather_devices(_key_data(state.key)), members
-            _call("a state of another trainer", expected, _check_keys, *both)
-        self._check_members(state, trains)
-        places = self._places
+            keys = _gather_devices(_key_data(state.key))
+            _call(what, expected, _check_keys, keys, members)
+        part = {"key": None} | ({} if trains else {"opt_state": ()})
+        both = (each._replace(**part) for each in (state, self._made))
+        remedy = ", as the trainer's init returns it"
+        _check_form(what, *both, remedy, first=1, typed=trains)
 
-        def there(x):
+    def _admit(self, state, trains=False):
+        """Check a state, and return it in its slots: the one door for states.
+
+        The latest one needs no check.  Where a state is to be trained, its types and
+        the optimizer's state matter too, and no two leaves may share a buffer.
+        """
+        if _is_latest(self, state):
+            return state
+        places, (members, _) = self._places, self._places.slots
+        expected = f"this trainer's {len(members)}: use init, or gather and scatter"
+        state = jax.tree.map(functools.partial(_numbers, "state"), state)
+        self._check_members(state, members, expected, trains)
+
+        def there(x):  # as init and scatter put it
             now, at = getattr(x, "sharding", None), places.divide(x, places.by_slot)
             alike = getattr(now, "mesh", None) == at.mesh  # otherwise traces differ
             return alike and now.is_equivalent_to(at, x.ndim)
 
-        if all(map(there, jax.tree.leaves(state))):
-            return state  # as init and scatter put it
-        return places.put(_private("state", state), places.by_slot, divide=True)
+        if not all(map(there, jax.tree.leaves(state))):
+            state = places.put(_private("state", state), places.by_slot, divide=True)
+        if trains:
+            _check_apart(state)
+        return state
 
     # Making and moving the members
 
@@ -2304,15 +2325,14 @@ class Trainer:
                     name, remedy = jax.tree_util.keystr(path), "go on from a checkpoint"
                     if name.startswith(".model_state") and own.dtype.kind in "biu":
                         remedy += ", or, if it depends on the batch, make it a float"
-                    raise RuntimeError(
-                        f"replicas differ: {name} on device {devices[i]} differs "
-                        f"from its copy on {devices[first]}; {remedy}"
-                    )
-            return self._places.take(copies)
+                    found = f"{name} on device {devices[i]} differs from its copy on"
+                    found = f"replicas differ: {found} {devices[first]}"
+                    raise RuntimeError(f"{found}; {remedy}")
+            return self._places.from_slots(copies)
 
         return jax.tree.map_with_path(
             lambda path, x: _on_data(functools.partial(gather, path), x),
-            _admit(self, state, self._place_state, consume=False),
+            self._admit(state),
         )
 
     def like(self, key: Array | None = None) -> TrainState:
@@ -2322,18 +2342,8 @@ class Trainer:
         kind of `key`, by default the kind of `jax.random.key(0)`.
         """
 
-        return self._state_form(self.members, jax.random.key(0) if key is None else key)
-
-    def _state_form(self, length, key, where=lambda x: None):
-        """Return the form of a state, leaves [length, ...], with sharding where(x)."""
-
-        def form(x):
-            shape = length, *x.shape[1:]
-            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=where(x))
-
-        program, _, args = self._program(*self._init(key))
-        with _no_mesh():
-            return jax.tree.map(form, jax.eval_shape(program, *args))
+        made = self._made if key is None else self._form_made(key)
+        return jax.tree.map(lambda x: _like(x, self.members), made)
 
     def scatter(self, gathered: TrainState) -> TrainState:
         """Put members, leaves [K, ...], on the devices: the inverse of `gather`.
@@ -2344,12 +2354,9 @@ class Trainer:
         """
         _check_state(gathered)
         expected = f"the trainer's {self.members} members"
-        _check_axes("members' state", gathered, self.members, expected=expected)
-        if gathered.key is not None:
-            _check_keys(_key_data(gathered.key), range(self.members))
-        self._check_members(gathered)
+        self._check_members(gathered, range(self.members), expected)
         object.__setattr__(self, "latest", None)
-        return self._places.lay("members' state", gathered)
+        return self._places.to_slots("members' state", gathered)
 
     def lower(self, method: str, *args: PyTree, **options: Any) -> jax.stages.Lowered:
         """Lower the program of init, update, epoch or predict; run and place nothing.
@@ -2372,16 +2379,14 @@ class Trainer:
             return np.broadcast_to(np.zeros((), jnp.result_type(x)), np.shape(x))
 
         if method != "init":
-            places, key = self._places, jax.random.key(0)
-            where = functools.partial(places.divide, sharding=places.by_slot)
-            state = self._state_form(len(places.slots[0]), key, where)
+            places = self._places
             args, options = jax.tree.map(zeros, (args, options))
-            args = state, *args
+            args = places.put(self._made, places.by_slot, divide=True), *args
         work = getattr(self, f"_{method}")(*args, **options)
-        _, work = next(work) if method == "predict" else (None, work)
+        *_, work = next(work) if method == "predict" else (work,)
         f, state, *given = work
         given = jax.eval_shape(lambda *given: given, *given)  # forms, also of keys
-        program, _, args = self._program(f, state, *given)
+        program, args = self._program(f, state, *given)
         with _no_mesh():
             return program.lower(*args)
 
@@ -2406,12 +2411,11 @@ class Trainer:
         Raises ValueError for a batch that is empty or does not divide into
         micro-batches.
         """
-        state = _admit(self, state, self._place_state)
+        state = self._admit(state, trains=True)
         work = self._update(state, *batch, per_member=per_member)
-        if not per_member:
-            self._warn_if_equal(state)
+        self._warn_if_equal(state, own=per_member)
         state, metrics = self._do(*work)
-        return state, self._places.take(metrics)
+        return state, self._places.from_slots(metrics)
 
     def _update(self, state, *batch, per_member=False):
         if per_member:
@@ -2419,23 +2423,9 @@ class Trainer:
             _check_axes("batch", batch, self.members, None, expected=expected)
         else:
             _check_axes("batch", batch)
-        batch = jax.tree.map(functools.partial(_numbers, "batch"), batch)
-        given = self._deal("batch", batch, int(per_member), per_member)
+        batch = _private("batch", batch)
+        given = self._places.share("batch", batch, int(per_member), per_member)
         return self._member.update, state, *given
-
-    def _deal(self, name, batch, axis, own):
-        """Deal a batch to train on: of_slot and of_all, with the number of parts."""
-        replicas, size = self.layout.replicas, jax.tree.leaves(batch)[0].shape[axis]
-        of_slot, of_all, parts = self._places.deal(name, batch, axis, own)
-        if parts < replicas:
-            whole = size - size % replicas or replicas
-            warnings.warn(
-                f"a batch of {size} is divided into {parts} parts, not {replicas}, "
-                f"so some of a member's replicas do the same work; multiples of "
-                f"{replicas}, such as {whole}, use them all",
-                stacklevel=4,
-            )
-        return of_slot, of_all | ({"parts": np.int32(parts)} if replicas > 1 else {})
 
     def epoch(
         self, state: TrainState, data: tuple | list, order: ArrayLike
@@ -2455,13 +2445,14 @@ class Trainer:
         Raises ValueError for an order that is empty or has rows outside the data, and
         for data of several lengths.
         """
-        state = _admit(self, state, self._place_state)
+        state = self._admit(state, trains=True)
         f, state, of_slot, of_all = self._epoch(state, data, order)
         of_all["data"] = self.place(of_all["data"])  # as a trace depends on it
         order = np.asarray(order)
-        self._warn_if_equal(state, order)
+        own = order.ndim == 3 and (order != order[:1]).any()
+        self._warn_if_equal(state, own)
         state, metrics = self._do(f, state, of_slot, of_all)
-        return state, self._places.take(metrics, order.shape[-2])
+        return state, self._places.from_slots(metrics, order.shape[-2])
 
     def _epoch(self, state, data, order):
         if not isinstance(data, (tuple, list)):
@@ -2470,7 +2461,8 @@ class Trainer:
         _check_axes("data", data)
         num_rows = np.shape(jax.tree.leaves(data)[0])[0]
         rows, num_steps = _padded(order, self.members, num_rows)
-        given, of_all = self._deal("order", rows, rows.ndim - 1, rows.ndim == 3)
+        own = rows.ndim == 3
+        given, of_all = self._places.share("order", rows, rows.ndim - 1, own)
         of_all |= {"data": tuple(data), "num_steps": np.int32(num_steps)}
         return self._member.epoch, state, given, of_all
 
@@ -2483,24 +2475,19 @@ class Trainer:
         """
         return self._places.put(_private("data", data), self._places.everywhere)
 
-    def _warn_if_equal(self, state, order=()):
-        known = self.members == 1 or self.hyper is not None or self.stateful
-        orders = order if np.ndim(order) == 3 else ()  # each member's own
-        differ = known or any((x != orders[0]).any() for x in orders)
+    def _warn_if_equal(self, state, own):
+        differ = own or self.members == 1 or self.hyper is not None or self.stateful
         if differ or self.latest is not None:  # warn at the first step alone
             return
 
         def equal(leaf):
-            members = jax.device_get(self._places.take(leaf))
-            return len({x.tobytes() for x in members}) == 1
+            return len({x.tobytes() for x in _gather_devices(leaf)}) == 1
 
         if all(map(equal, jax.tree.leaves(state.params))):
-            warnings.warn(
-                f"the {self.members} members have equal weights, see the same batches "
-                "and use no random key, so they stay equal; have init_fn draw from its "
-                "key, or give each member its own order or batches",
-                stacklevel=3,
-            )
+            found = "members have equal weights, see the same batches and use no random"
+            remedy = "have init_fn draw from its key, or give each its own batches"
+            text = f"the {self.members} {found} key, so they stay equal; {remedy}"
+            warnings.warn(text, stacklevel=3)
 
     # Predicting
 
@@ -2532,16 +2519,16 @@ class Trainer:
         blocks = self._blocks(state, inputs)
         return jax.tree.map(lambda *x: np.concatenate(x, axis=1), *blocks)
 
-    def _blocks(self, state, inputs):
+    def _blocks(self, state, inputs, tried=False):
         """Yield the members' outputs for the inputs, a block at a time, [K, n, ...]."""
-        state = _admit(self, state, self._place_state, consume=False)
+        state = self._admit(state)
         computing = collections.deque()
         for n, work in self._predict(state, inputs):
             computing.append((functools.partial(self._join, n), self._do(*work)))
             if len(computing) > 1:  # the devices are a block ahead
                 yield jax.tree.map(*computing.popleft())
-            elif n > 1:
-                self._check_independence(n, work, computing[0][1])
+            elif n > 1 and not tried:
+                self._check_independence(state, inputs, *computing[0])
         yield jax.tree.map(*computing.pop())
 
     def _join(self, n, x):  # [D * M, chunks, chunk, ...] -> [K, n, ...]
@@ -2550,34 +2537,33 @@ class Trainer:
         x = x.reshape(len(x), math.prod(x.shape[1:4]), *x.shape[4:])
         return x[: self.members, :n]
 
-    def _check_independence(self, n, work, made):
-        """Raise ValueError if the first example's outputs depend on other examples.
+    def _check_independence(self, state, inputs, join, made):
+        """Raise ValueError if the outputs of an example depend on other examples.
 
-        Each program, once, computes the first chunk with others in their places.
+        Inputs of each form are tried once: the first and the last example of a chunk,
+        each among copies of itself.
         """
-        f, model, *given = work
-        axis = 1 + bool(given[0])  # leaves are [chunks, chunk, ...], or [slots, ...]
-        chunks = {**given[0], **given[1]}["chunks"]
-        if (form := str(_form(chunks))) in self._independent:
+        inputs = jax.tree.map(functools.partial(_array, "inputs"), inputs)
+        if (key := ("independent", str(_form(inputs, first=1)))) in self._known:
             return
-        rows = np.zeros(jax.tree.leaves(chunks)[0].shape[axis], int)
-        rows[1:] = (min(n, len(rows)) - 1) // 2
+        most = self.layout.replicas * jax.tree.leaves(made)[0].shape[2]
+        made = jax.tree.map(join, made)
+        count = min(most, len(jax.tree.leaves(made)[0][0]))
+        for i, name in (0, "first"), (count - 1, "last"):
 
-        def take(x):
-            return _on_data(lambda x: np.asarray(x).take(rows, axis), x)
+            def repeat(x, i=i):
+                return np.repeat(np.asarray(x[i : i + 1]), count, axis=0)
 
-        chunks = jax.tree.map(take, chunks)
-        of_slot, of_all = ({"chunks": chunks} if "chunks" in x else {} for x in given)
-        again = self._do(f, model, of_slot, of_all | {"count": np.int32(1)})
-        for x, y in zip(*map(jax.tree.leaves, (made, again))):
-            x, y = (self._join(1, each) for each in (x, y))
-            if not _near(x, y):
-                raise ValueError(
-                    "apply_fn's output for the first example changes with the others; "
-                    "inputs are [N, ...], x[None] for one example x, and predicting "
-                    "uses no batch statistics: train=False"
-                )
-        self._independent.add(form)
+            copies = jax.tree.map(functools.partial(_on_data, repeat), inputs)
+            (again,) = self._blocks(state, copies, tried=True)
+            for x, y in zip(*map(jax.tree.leaves, (made, again))):
+                if not _near(x[:, i], y[:, i], like=x):
+                    raise ValueError(
+                        f"apply_fn's output for the {name} example changes with the "
+                        "others; inputs are [N, ...], x[None] for one example x, and "
+                        "predicting uses no batch statistics: train=False"
+                    )
+        self._known[key] = True
 
     def _predict(self, state, inputs):
         """Yield the number of examples and the work of each block of the inputs.
@@ -2593,42 +2579,46 @@ class Trainer:
         replicas = self.layout.replicas
         # Few rows fill one chunk of a power of two; all larger numbers share a program.
         chunk, chunks = 2 ** math.ceil(math.log2(-(-num_rows // replicas))), 1
-        if chunk >= self.chunk:
-            chunk, chunks = self.chunk, self._block_chunks(model, inputs)
+        if chunk >= (self.chunk or _CHUNK[0]):
+            most, more = self._sizes(model, inputs)
+            chunk, chunks = (most, more) if chunk >= most else (chunk, 1)
         turn, size = replicas * chunk, replicas * chunk * chunks
 
-        def fill(x):  # [n, ...] -> [chunks, R * chunk, ...]
-            x = np.asarray(_numbers("inputs", x))
+        def block(start, x):  # of rows [N, ...]: [chunks, R * chunk, ...]
+            x = np.array(_numbers("inputs", x[start : start + size]))
             if len(x) < size:
                 x = np.pad(x, [(0, size - len(x)), *[(0, 0)] * (x.ndim - 1)])
             return x.reshape(chunks, turn, *x.shape[1:])
 
-        def block(start):
-            end = start + size
-            return jax.tree.map(lambda x: _on_data(fill, x[start:end]), inputs)
-
         for start in range(0, num_rows, size):
-            n = min(size, num_rows - start)
-            of_slot, of_all, _ = self._places.deal("chunks", block(start), axis=1)
+            n, cut = min(size, num_rows - start), functools.partial(block, start)
+            rows = jax.tree.map(functools.partial(_on_data, cut), inputs)
+            of_slot, of_all = self._places.share("chunks", rows, axis=1)
             of_all["count"] = np.int32(-(-n // turn))
             yield n, (self._member.predict, model, of_slot, of_all)
 
-    def _block_chunks(self, model, inputs) -> int:
-        """Return the number of chunks per replica in a block, for bounded memory.
+    def _sizes(self, model, inputs):
+        """Return how many examples a chunk has, and how many chunks a block.
 
-        It does not depend on the number of rows, so one program serves all.
+        They depend on the form of the inputs, not on the number, so one program serves
+        all numbers.
         """
-        if "forms" not in self._programs:  # JAX caches traces by function
-            self._programs["forms"] = jax.jit(self._member.chunk_of_all).eval_shape
+        if (key := ("sizes", str(_form(inputs, first=1)))) in self._known:
+            return self._known[key]
+        least, most = (self.chunk,) * 2 if self.chunk else _CHUNK
 
-        def form(x):
-            row = _numbers("inputs", x[:1])
-            return jax.ShapeDtypeStruct((self.chunk, *row.shape[1:]), row.dtype)
-
-        chunk = jax.tree.map(form, inputs)
-        both = self._programs["forms"](model, self._hyper, self._frozen, chunk)
-        num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(both))
-        return max(1, min(_BLOCK_CHUNKS, _BLOCK_BYTES // max(1, num_bytes)))
+        rows = jax.tree.map(lambda x: _like(_numbers("inputs", x[:1]), least), inputs)
+        own = jax.tree.map(_like, (model, self._hyper))
+        with _no_mesh():
+            made = jax.eval_shape(self._member.outputs, *own, self._frozen, rows)
+        arrays = jax.tree.leaves((rows, [made] * self.layout.members_per_device))
+        chunk, size = least, sum(x.size * x.dtype.itemsize for x in arrays) or 1
+        on_cpu = self._places.platform == "cpu"
+        while 2 * chunk <= most and 2 * size <= _BLOCK_BYTES and not on_cpu:
+            chunk, size = 2 * chunk, 2 * size
+        chunks = _BLOCK_BYTES * (1 if on_cpu else 4) // size
+        self._known[key] = chunk, max(1, min(_BLOCK_CHUNKS, chunks))
+        return self._known[key]
 
 
 del Trainer.output  # a default; help() would explain JAX's softmax for the attribute
@@ -2802,13 +2792,6 @@ def _by_path(tree: PyTree) -> dict[str, Any]:
     return leaves
 
 
-def _kind(leaf: Any) -> str:
-    """Name the type of a leaf, or of a leaf's form."""
-    if _is_key(leaf):
-        return f"key<{jax.random.key_impl(jnp.empty((), leaf.dtype))}>"
-    return leaf.dtype.name
-
-
 def _storable(leaf: Any) -> np.ndarray:
     """Return a leaf as it is stored: keys as their data, exotic types as bytes."""
     leaf = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
@@ -2894,11 +2877,6 @@ def _unpack(file: Any) -> dict[str, Any]:
     return {name: _restored(x, kinds[name]) for name, x in arrays.items()}
 
 
-def _forms(leaves: dict[str, Any]) -> dict[str, str]:
-    """Name the type and shape of each leaf."""
-    return {name: f"{_kind(x)} {[*x.shape]}" for name, x in leaves.items()}
-
-
 def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
     """Read a file of `save`: as a tree like `like`, or as a dict of leaves by path.
 
@@ -2925,10 +2903,10 @@ def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
         raise ValueError(f"{path}: {error}") from error
     if like is None:
         return leaves
-    ours, theirs = _forms(_by_path(like)), _forms(leaves)
+    ours = _by_path(like)
     remedy = "; gather a state before you save it, or give its kind of key to like"
     end = f"{remedy}: see help(load)" if isinstance(like, TrainState) else ""
-    _check_leaves(path, theirs, ours, end)
+    _check_leaves(path, _form(leaves), _form(ours), end)
     return jax.tree.unflatten(jax.tree.structure(like), [leaves[n] for n in ours])
 
 

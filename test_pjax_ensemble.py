@@ -1273,7 +1273,9 @@ def test_only_training_averages_whatever_came_before(
     keep, earlier, members, devices, monkeypatch
 ):
     xs, ys = (x[:12] for x in norm_batch(0))
-    monkeypatch.setattr(pe, "_near", lambda *_: True)  # takes statistics of a chunk
+    monkeypatch.setattr(
+        pe, "_near", lambda *_, like: True
+    )  # takes statistics of a chunk
 
     def ends(keep):
         def forward(params, stats, xs):
@@ -1541,16 +1543,21 @@ def test_programs_lowered_for_other_platforms_keep_their_convolutions():
         assert found == expected
 
 
+@pytest.mark.usefixtures("optimized")  # otherwise no select is removed
 def test_a_step_that_is_skipped_takes_a_branch_on_cpus_and_selects_elsewhere():
     def lower(program, _, *args):
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-        for name, selects in ("cuda", True), ("cpu", jax.__version_info__ < (0, 10)):
-            text = export.export(program, platforms=[name])(*shapes).mlir_module()
-            kept = [x for x in text.split("\n") if ".select" in x and "64x6xf32" in x]
-            assert bool(kept) == selects
+        cuda = export.export(program, platforms=["cuda"])(*shapes).mlir_module()
+        cpu = program.lower(*args).compile().as_text()
+        for text, name, shape in (
+            (cuda, ".select", "64x6xf32"),
+            (cpu, " select(", "64,6]"),
+        ):
+            kept = [x for x in text.split("\n") if name in x and shape in x]
+            assert bool(kept) == (text is cuda)
         raise InterruptedError  # the program need not run
 
-    trainer, state = begin(net_trainer(1, 1, skip_nonfinite=True))
+    trainer, state = begin(net_trainer.__wrapped__(1, 1, skip_nonfinite=True))
     with mock.patch.object(pe, "_run", lower), pytest.raises(InterruptedError):
         trainer.update(state, *image_data())
 
@@ -1658,7 +1665,7 @@ def test_hyper_may_hold_random_keys_beside_a_plain_optimizer():
 def test_states_kept_flat_between_members_have_the_same_bits():
     ends, reshaped, (batch,) = [], [], net_batches(1)
     for flat in (), ("cpu",):
-        with mock.patch.object(pe, "_FLAT_ON", flat):
+        with mock.patch.object(pe, "_GPU", flat):
             trainer, state = begin(noisy_trainer.__wrapped__(3, 1, at_once=2))
             text = trainer.lower("update", *batch).as_text()
             state, losses = trainer.update(state, *batch)
@@ -1759,7 +1766,7 @@ def test_a_member_in_shards_equals_one_on_a_device(
     for leaf in jax.tree.leaves(state[:3]):
         here, size = leaf.addressable_data(0)[0].size, leaf[0].size
         assert here == size // (shards if size >= 1024 else 1)
-    moved = trainer._place_state(jax.device_put(state, jax.devices()[0]))
+    moved = trainer._admit(jax.device_put(state, jax.devices()[0]))
     assert moved.params.heads.weight.sharding.is_equivalent_to(weights.sharding, 4)
     steps = [x.lower("update", *image_data()).as_text() for x in (trainer, whole)]
     loops, others = (step.count("stablehlo.while") for step in steps)
@@ -1937,9 +1944,10 @@ def test_a_block_of_predictions_is_bounded_by_its_inputs_and_outputs(monkeypatch
     # A chunk takes 2 x 64 bytes and returns 2 x 4 floats for each of two members.
     for most, expected in ((191, 8), (192 + 191, 8), (2 * 192, 4), (4 * 192, 2)):
         monkeypatch.setattr(pe, "_BLOCK_BYTES", most)
+        trainer._known.pop(("sizes", "uint8[8, 8, 1]"), None)
         calls.clear()
         trainer.predict_members(state, image_data()[0][:16])
-        assert len(calls) == expected + (most != 192 + 191)  # a new program's check
+        assert len(calls) == expected + 2 * (most == 191)  # a new form is tried twice
 
 
 @pytest.mark.parametrize("members, devices", [(1, 1), (1, 2), (3, 2)])
@@ -2316,7 +2324,7 @@ def test_members_of_other_shapes_or_names_enter_no_trainer():
 
     trainer, data = net_trainer(2, 2), image_data()
     other, state = begin(pe.make_trainer(wider, net_loss, SGD, members=2, devices=2))
-    message = r"trainer: leaf '.params.hidden.weight' is.* \[64, 7\]; exp.* 6\]"
+    message = r"trainer: leaf '.params.hidden.weight' is.*\[64, 7\]; exp.* 6\]"
     for call, *args in uses(trainer):
         assert re.search(message, said_by(ValueError, call, state, *args))
     assert re.search(message, said_by(ValueError, trainer.scatter, other.gather(state)))
@@ -2343,7 +2351,7 @@ def test_states_of_other_types_and_optimizers_predict_and_are_not_trained():
     for other, found in (
         (
             state._replace(params=half),
-            "hidden.weight' is float16 [64, 6]; expected flo",
+            "hidden.weight' is float16[64, 6]; expected flo",
         ),
         (state._replace(opt_state=()), ".opt_state.num_steps' is absent; expected int"),
     ):
@@ -2616,12 +2624,15 @@ def test_a_copy_of_a_trainer_works_without_the_original():
 def test_trainers_and_states_have_one_line_reprs_without_values():
     trainer, state = begin(net_trainer(3, 2))
     stands = "members=3, devices=2, members_per_device=2, replicas=1"
-    assert repr(trainer) == f"Trainer(net_init, net_loss, Layout({stands}), shards=1)"
+    assert (
+        repr(trainer)
+        == f"Trainer(net_init, net_loss, Layout({stands}), shards=1, at_once=1)"
+    )
     nameless = dataclasses.replace(trainer, init_fn=functools.partial(net_init))
     assert repr(nameless) == repr(trainer).replace("net_init", "partial")
     shown = repr(state)
     assert shown.startswith("TrainState(params=Net(hidden=Dense(weight=float32[4, 64, ")
-    assert shown.endswith("model_state=(), key=key<fry>[4])")
+    assert shown.endswith("model_state=(), key=key<threefry2x32>[4])")
     trainer.update(state, *net_batches(1)[0])
     assert repr(state) == shown  # though it is consumed
     assert "params=ndarray" not in repr(trainer.gather(trainer.latest))
@@ -2724,7 +2735,7 @@ def test_a_model_state_may_be_any_tree_and_keeps_its_form():
     "new, message",
     ({"n": 0.5, "m": 1}, r"leaf '\['n'\]' is float32\[\]; expected int32\[\]; "),
     ({"n": np.zeros(2, int), "m": 1}, r"'\['n'\]' is int32\[2\]; expected int32\[\]"),
-    ({"n": 1}, r"structure PyTreeDef\({'n': \*}\); expected .*'m': \*, 'n'"),
+    ({"n": 1}, r"leaf '\['m'\]' is absent; expected int32\[\]"),
 )
 def test_an_optimizer_keeps_the_form_of_its_state(new, message):
     def optimizer(step):
@@ -2803,13 +2814,13 @@ test_make_trainer_refuses_options_that_do_not_fit = refuses(
     (making(devices=[]), r"devices are \[\]; expected one or more, each once"),
     (making(devices=jax.devices()[:1] * 2), "devices are .* each once, of one plat"),
     (making(devices=[mock.Mock(platform=x) for x in "ab"]), "are .*of one platform"),
-    (making(optimizer=lambda h: SGD), "optimizer is function; expected one with init"),
+    (making(optimizer=lambda h: SGD), "optimizer: .*'init'; expected one with init"),
     (initializing([net_init]), "init_fn is list; expected a function; each architec"),
     (
         making(hyper=np.ones(2), optimizer=lambda: SGD),
         "optimizer: .*; with hyper, expected a function",
     ),
-    (making(hyper=np.ones(2), optimizer=3), "optimizer is int; expected one with init"),
+    (making(hyper=np.ones(2), optimizer=3), "optimizer: .*'int'.*; expected one with"),
     (making(hyper=np.ones(3)), r"\[\(3,\)\]; expected arrays \[K, ...\].* 2 members"),
     (making(hyper=np.array(["a", "b"])), "hyper: found ndarray of <U1; expected numb"),
     (making(hyper=[0.1, 0.2]), r"\[\(\)\]; expected arrays .*; a list holds numbers:"),
@@ -3188,12 +3199,12 @@ def test_safetensors_reads_a_checkpoint(tmp_path):
 
 @cases(
     "like, message",
-    ({"b": A, "k": K}, "leaf '['b']' is absent; expected float32 [2, 3]"),
-    ({"a": A.T, "k": K}, "leaf '['a']' is float32 [2, 3]; expected float32 [3, 2]"),
-    ({"a": A.astype(int), "k": K}, "'['a']' is float32 [2, 3]; expected int64 [2"),
-    ({"a": A, "k": jax.random.key(1, impl="rbg")}, "2> []; expected key<rbg> []"),
-    ({"a": A, "k": jax.random.key_data(K)}, "2> []; expected uint32 [2]"),
-    ((), "leaf '['a']' is float32 [2, 3]; expected absent"),
+    ({"b": A, "k": K}, "leaf '['b']' is absent; expected float32[2, 3]"),
+    ({"a": A.T, "k": K}, "leaf '['a']' is float32[2, 3]; expected float32[3, 2]"),
+    ({"a": A.astype(int), "k": K}, "'['a']' is float32[2, 3]; expected int64[2"),
+    ({"a": A, "k": jax.random.key(1, impl="rbg")}, "2>[]; expected key<rbg>[]"),
+    ({"a": A, "k": jax.random.key_data(K)}, "2>[]; expected uint32[2]"),
+    ((), "leaf '['a']' is float32[2, 3]; expected absent"),
 )
 def test_load_names_the_leaf_that_does_not_match(tmp_path, like, message):
     path = tmp_path / "x"
@@ -3206,7 +3217,7 @@ def test_a_state_saved_without_gather_can_still_be_loaded(tmp_path):
     trainer, state = begin(noisy_trainer(2, 4))
     path = tmp_path / "x"
     pe.save(path, state)
-    message = r"key<threefry2x32> \[4\]; .* \[2\]; gather a state before you save it"
+    message = r"key<threefry2x32>\[4\]; .*\[2\]; gather a state before you save it"
     like = trainer.like()._replace(params=(), opt_state=(), model_state=())
     pe.save(tmp_path / "key", state._replace(params=(), opt_state=(), model_state=()))
     assert re.search(message, said_by(ValueError, pe.load, tmp_path / "key", like))
@@ -3215,7 +3226,7 @@ def test_a_state_saved_without_gather_can_still_be_loaded(tmp_path):
     assert leaves_equal(found, trainer.gather(state))
     pe.save(path, found)
     said = said_by(ValueError, pe.load, path, trainer.like(jax.random.PRNGKey(0)))
-    expected = "leaf '.key' is key<threefry2x32> [2]; expected uint32 [2, 2]; gather"
+    expected = "leaf '.key' is key<threefry2x32>[2]; expected uint32[2, 2]; gather"
     assert expected in said and "give its kind of key to like: see help" in said
 
 
