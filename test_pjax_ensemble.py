@@ -1956,17 +1956,117 @@ def test_outputs_that_depend_on_other_examples_are_refused(members, devices):
 
     def predict(count, apply_fn):
         how = dict(members=members, devices=devices, chunk=8, apply_fn=apply_fn)
-        trainer, state = begin(net_trainer(**how))
+        trainer, state = begin(net_trainer.__wrapped__(**how, output=None))
         trainer.predict(state, images[:1])
         trainer.predict(state, images[:count])
 
-    for change in (lambda x: x - x.mean(axis=0, keepdims=True), lambda x: x[::-1]):
-        wrong = lambda p, x, f=change: net(p, f(x))  # noqa: E731
+    def recurrent(x):  # [T, N, F], given [N, T, F]
+        return jax.lax.scan(lambda y, x: (y + x / 2, y), x[0], x)[1]
+
+    def tiny(x):  # in one small column alone
+        return x.at[:, 0].set(1e-9 * x[:, 0] + 1e-9 * x[0, 0])
+
+    before = lambda x: x - x.mean(0, keepdims=True), lambda x: x - x[:1], recurrent
+    wrong = [lambda p, x, f=f: net(p, f(x)) for f in (*before, lambda x: x[::-1])]
+    after = lambda x: x - x[-1:], tiny, lambda x: jnp.cumsum(x, 0)
+    wrong += [lambda p, x, f=f: f(net(p, x)) for f in after]
+    for apply_fn in wrong:
         for count in (4, 17):
-            assert "train=False" in said_by(ValueError, predict, count, wrong)
+            assert "train=False" in said_by(ValueError, predict, count, apply_fn)
     drawn = jax.random.normal(KEY, (8, 4))  # a draw of its own for each row
     nan = jnp.array([[jnp.nan, jnp.inf, 0, 0]])
     predict(17, lambda p, x: net(p, x) + drawn[: len(x)] + nan)
+
+
+@contextlib.contextmanager
+def on_gpu():
+    """Have trainers take the ways of a GPU, on this CPU."""
+    gpu = mock.patch.multiple(pe._Places, platform="gpu", absent=False)
+    with gpu, mock.patch.object(fc, "compiler_options", lambda platform: None):
+        yield
+
+
+@cases("most, together", (5, 5), (4, 3), (1, 1))
+def test_accelerators_compute_as_many_members_at_once_as_fit(most, together):
+    traces = []
+
+    def counted(*args):
+        traces.append(1)
+        return net_loss(*args)
+
+    def fits(program, args, by_slot, real=pe._fits):
+        of_program = [n for (_, n), x in trainer._known.items() if x is program]
+        return real(program, args, by_slot) and max(of_program) <= most
+
+    trainer, options = net_trainer.__wrapped__(5, 1, counted), dict(at_once=together)
+    with on_gpu(), mock.patch.object(pe, "_fits", fits):
+        assert "at_once=5" in repr(trainer)
+        found = take_steps(*begin(trainer))
+        assert f"at_once={together}" in repr(trainer)
+    once = len(traces)
+    assert_close(found, take_steps(*begin(net_trainer(5, 1, **options))))
+    tried = {5: 1, 3: 2, 1: 4}[together]  # of 5, 3, 2 and 1 together
+    assert once == 2 * tried - (together == 1) + 1
+
+
+def test_accelerators_compute_members_in_turn_where_keys_would_draw_other_numbers():
+    trainer, key = noisy_trainer.__wrapped__(3, 1), jax.random.key(0, impl="rbg")
+    with on_gpu():
+        found = trainer.update(trainer.init(key), *net_batches(1)[0])
+    in_turn = noisy_trainer(3, 1)
+    expected = in_turn.update(in_turn.init(key), *net_batches(1)[0])
+    assert leaves_equal(found, expected)
+
+
+def test_a_program_fits_if_a_fifth_of_every_devices_memory_stays_free():
+    program, x = jax.jit(lambda x: jnp.sort(x) + 1), np.zeros(1000, np.float32)
+    made = program.lower(x).compile().memory_analysis()
+    need = made.temp_size_in_bytes + made.output_size_in_bytes
+
+    def fits(*free):
+        stats = [n and {"bytes_limit": n + 7, "bytes_in_use": 7} for n in free]
+        devices = [types.SimpleNamespace(memory_stats=lambda x=x: x) for x in stats]
+        return pe._fits(
+            program, (x,), types.SimpleNamespace(addressable_devices=devices)
+        )
+
+    assert need >= 4000 and fits(None)  # a CPU does not tell
+    assert fits(2 * need, 1.25 * need) and not fits(2 * need, 1.24 * need)
+
+
+def test_more_members_at_once_than_fit_are_named():
+    trainer, state = begin(net_trainer(2, 1, at_once=2))
+    full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 bytes")
+    with mock.patch.object(pe, "_run", side_effect=full):
+        with pytest.raises(RuntimeError, match="^at_once=2: RES.*; use fewer, or None"):
+            trainer.predict(state, image_data()[0])
+        with pytest.raises(jax.errors.JaxRuntimeError, match="^RESOURCE"):
+            net_trainer(2, 1).predict(state, image_data()[0])
+
+
+def test_accelerators_predict_larger_chunks_of_the_same_outputs():
+    (trainer, state), images = begin(net_trainer.__wrapped__(3, 1)), image_data()[0]
+    images = np.tile(images, (30, 1, 1, 1))  # 7,200 of 64 bytes each, 48 of outputs
+    with on_gpu(), mock.patch.object(pe, "_BLOCK_BYTES", 112 * 512):
+        found = trainer.predict_members(state, images)
+        few = [trainer.predict_members(state, images[:n]) for n in (20, 40)]
+    assert trainer._known["sizes", "uint8[8, 8, 1]"] == (512, 4)
+    expected = net_trainer(3, 1).predict_members(state, images)
+    assert_close([found, *few], [expected, expected[:, :20], expected[:, :40]])
+    with on_gpu():
+        net_trainer(3, 1, chunk=16).predict(state, images[:100])
+    assert net_trainer(3, 1, chunk=16)._known["sizes", "uint8[8, 8, 1]"] == (16, 128)
+
+
+def test_steps_in_loops_of_known_length_have_the_same_bits():
+    rows, ends, loops = np.arange(70)[:, None] * [1, 2, 3], [], []
+    for ways in contextlib.nullcontext, on_gpu:
+        with ways():
+            trainer, state = begin(noisy_trainer.__wrapped__(2, 1, at_once=1))
+            text = trainer.lower("epoch", image_data(), rows).as_text()
+            loops.append(text.count("stablehlo.while"))
+            ends.append(trainer.epoch(state, image_data(), rows))
+    assert leaves_equal(*ends) and loops[1] - loops[0] == 2
 
 
 def tree_init(key):
