@@ -18,6 +18,7 @@ import cheaper
 import cifar10
 import devices as machines
 import faults
+import gpu
 import interrupts as interruptions
 import jax
 import jax.numpy as jnp
@@ -144,6 +145,38 @@ def test_compiled_programs_are_counted_turn_by_turn():
         "small", devices, "update", 1, 1
     )
     assert meetings and megabytes == f"{553 * 4 / 1e6:.2f}"
+
+
+@pytest.mark.once
+def test_gpu_tables_have_every_row_and_say_what_is_wrong(monkeypatch, capsys):
+    tables = {
+        name: dict(getattr(gpu, name)) for name in ("NETWORKS", "SPEEDS", "SIZES")
+    }
+    for name, table in tables.items():
+        monkeypatch.setattr(gpu, name, table)
+    monkeypatch.setattr(accelerators, "NETWORKS", gpu.NETWORKS)
+    gpu.shrink()
+    for name in "cnn", "wide", "resnet", "resnet16":  # which take longer to compile
+        gpu.NETWORKS[name] = gpu.NETWORKS["small"]
+    monkeypatch.setattr(gpu, "RIGHT", ("small",))
+    monkeypatch.setattr(
+        gpu, "apart", lambda task, *args, **_: getattr(gpu, task)(*args)
+    )
+    answers = {"cells": "2"}, {"cells": ["5", "6", "7"]}, SystemExit("PyTorch ended")
+    how = dict(launch=mock.Mock(), answer=mock.Mock(side_effect=answers))
+    found = gpu.do_tasks()
+    monkeypatch.setattr(gpu, "do_tasks", lambda: found)
+    with mock.patch.multiple(speed, **how):
+        assert gpu.main([]) == 0
+    rows = re.findall(r"^\| (.*?) \| (.*) \|$", capsys.readouterr().out, re.MULTILINE)
+    rows = dict(rows)
+    names = [*gpu.LOSSES, *gpu.BITS, *gpu.MEMORY, *gpu.SPEEDS]
+    assert [name for name in rows if name in names] == names
+    assert {rows[title] for title in gpu.LOSSES} == {"0.0e+00"}
+    assert {rows[title] for title in gpu.BITS} == {"equal"}
+    monkeypatch.setitem(gpu.LOSSES, "twelve losses, float32", ("float32", 12, 0.0))
+    assert gpu.print_tasks(found) == 1
+    assert "| ValueError: wrong by 0.0e+00 |" in capsys.readouterr().out
 
 
 @posix

@@ -69,6 +69,11 @@ def next_steps(order, steps):
     return np.stack(list(itertools.islice(order, steps)), axis=1)
 
 
+def say(message):
+    """Print a message to the process that asks for rounds."""
+    print(json.dumps(message), flush=True)
+
+
 def timed(run, steps):
     start = time.perf_counter()
     loss = run(steps)
@@ -93,9 +98,9 @@ def serve(run, args, packages, per_step=None, time_compile=False):
         hello["device"] = jax.devices()[0].device_kind
     if time_compile:
         hello["compile_seconds"] = first["seconds"] - timed(run, args.steps)["seconds"]
-    print(json.dumps(hello), flush=True)
+    say(hello)
     for _ in sys.stdin:
-        print(json.dumps(timed(run, args.steps)), flush=True)
+        say(timed(run, args.steps))
 
 
 def serve_epochs(train, state, num_rows, args, packages):

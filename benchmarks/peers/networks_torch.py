@@ -12,17 +12,18 @@ import transformer_torch
 from torch import nn
 
 
-def conv_norm(ins, outs, window=3, stride=1, groups=1, conv=nn.Conv2d):
-    norm = nn.BatchNorm2d if conv is nn.Conv2d else nn.BatchNorm1d
+def conv_norm(
+    ins, outs, window=3, stride=1, groups=1, conv=nn.Conv2d, norm=nn.BatchNorm2d
+):
     how = dict(stride=stride, padding=window // 2, groups=groups, bias=False)
     return nn.Sequential(conv(ins, outs, window, **how), norm(outs), nn.ReLU())
 
 
 class Block(nn.Module):
-    def __init__(self, ins, outs, stride):
+    def __init__(self, ins, outs, stride, norm):
         super().__init__()
-        self.first = conv_norm(ins, outs, 3, stride)
-        self.second = conv_norm(outs, outs)[:2]
+        self.first = conv_norm(ins, outs, 3, stride, norm=norm)
+        self.second = conv_norm(outs, outs, norm=norm)[:2]
         self.stride, self.more = stride, outs - ins
 
     def forward(self, x):
@@ -47,13 +48,13 @@ class Head(nn.Module):
         return self.last(self.norm(x.flatten(2).mean(2)))
 
 
-def resnet():
+def resnet(norm=nn.BatchNorm2d):
     blocks, width = [], 16
     for i, outs in enumerate((16, 32, 64)):
         for j in range(3):
-            blocks.append(Block(width, outs, 2 if i and not j else 1))
+            blocks.append(Block(width, outs, 2 if i and not j else 1, norm))
             width = outs
-    return nn.Sequential(conv_norm(3, 16), *blocks, Head(64))
+    return nn.Sequential(conv_norm(3, 16, norm=norm), *blocks, Head(64))
 
 
 class WideBlock(nn.Module):
@@ -223,7 +224,8 @@ def batch_norm_cnn():
 def signals():
     layers, ins = [], 4
     for width in networks.SIGNALS:
-        layers.append(conv_norm(ins, width, 7, 2, conv=nn.Conv1d))
+        how = dict(conv=nn.Conv1d, norm=nn.BatchNorm1d)
+        layers.append(conv_norm(ins, width, 7, 2, **how))
         ins = width
     return nn.Sequential(*layers, Head(ins))
 

@@ -32,26 +32,28 @@ class Adapted(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, width, heads):
         super().__init__()
-        pairs = (1, 3), (1, 1), (1, 4), (4, 1)
-        layers = [nn.Linear(a * MODEL, b * MODEL, bias=False) for a, b in pairs]
+        self.heads, pairs = heads, ((1, 3), (1, 1), (1, 4), (4, 1))
+        layers = [nn.Linear(a * width, b * width, bias=False) for a, b in pairs]
         self.qkv, self.out, self.up, self.down = layers
 
     def forward(self, h):
         parts = self.qkv(standardize(h)).chunk(3, -1)
-        parts = [x.unflatten(-1, (HEADS, -1)).transpose(1, 2) for x in parts]
+        parts = [x.unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in parts]
         z = F.scaled_dot_product_attention(*parts, is_causal=True)
         h = h + self.out(z.transpose(1, 2).flatten(2))
         return h + self.down(F.gelu(self.up(standardize(h)), approximate="tanh"))
 
 
 class Language(nn.Module):
-    def __init__(self):
+    def __init__(self, words, width, heads, layers=2, tied=False):
         super().__init__()
-        self.words = nn.Embedding(TOKENS, MODEL)
-        self.blocks = nn.Sequential(Block(), Block())
-        self.out = nn.Linear(MODEL, TOKENS, bias=False)
+        self.words = nn.Embedding(words, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.out = nn.Linear(width, words, bias=False)
+        if tied:
+            self.out.weight = self.words.weight
 
     def forward(self, x):
         return self.out(standardize(self.blocks(self.words(x)))).flatten(0, 1)
@@ -102,7 +104,7 @@ def make(name, rng):
         return nn.Sequential(words, last), cross_entropy, bags, 256
     if name.startswith("language"):
         texts = tuple(rng.integers(TOKENS, size=(2, 40, LENGTH)))
-        return Language(), cross_entropy, texts, 4
+        return Language(TOKENS, MODEL, HEADS), cross_entropy, texts, 4
     if "leaves" in name:
         ones = (np.ones((80, 4), np.float32),)
         return Leaves(int(name.split()[0])), lambda z: z, ones, 8
