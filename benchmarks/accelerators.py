@@ -34,15 +34,14 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import speed  # which finds the modules
 from jax.experimental import topologies
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import pjax_ensemble as pe
 import train_mnist as tm
 
@@ -419,7 +418,8 @@ def main() -> None:
         args.devices = [COMPILERS[compiler][0] for compiler in there]
     os.environ |= SETTINGS | os.environ
     jax.config.update("jax_platforms", "cpu")
-    print(f"| devices | network | program | K | at once | {COLUMNS} |\n|{'---|' * 17}")
+    names = "devices | network | program | K | at once"
+    speed.print_head(*names.split(" | "), *COLUMNS.split(" | "))
     failures = 0
     for name in args.devices or known:
         devices = devices_of(name)
@@ -435,7 +435,7 @@ def main() -> None:
                 except jax.errors.JaxRuntimeError as error:
                     failures += "RESOURCE_EXHAUSTED" not in str(error)
                     cells = [f"does not compile: {str(error).splitlines()[0]}"]
-                print("|", " | ".join(map(str, [*what, *cells])), "|", flush=True)
+                speed.print_row(*what, *cells)
     sys.exit(failures > 0)
 
 

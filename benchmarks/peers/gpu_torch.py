@@ -9,11 +9,9 @@ import functools
 import sys
 import time
 
-import common  # finds gpu
+import common
 import gpu
 import networks_torch
-import parameters_torch
-import small_torch
 import torch
 import torch.nn.functional as F
 import torch_members
@@ -26,6 +24,20 @@ WAYS = {
 }
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = [8192, 512, 8, 8]  # of the transformer: words, width, heads, layers
+
+
+class Language(nn.Module):
+    def __init__(self, words, width, heads, layers):
+        super().__init__()
+        self.words, how = nn.Embedding(words, width), dict(norm_first=True)
+        how |= dict(dropout=0.0, activation=F.gelu, batch_first=True)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, **how)
+        self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width))
+
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], x.device)
+        x = self.layers(self.words(x), mask, is_causal=True)
+        return F.linear(x, self.words.weight)
 
 
 class Net(nn.Module):
@@ -44,15 +56,10 @@ class Net(nn.Module):
 def make_model(name):
     norm = functools.partial(nn.GroupNorm, 8)
     resnet = functools.partial(networks_torch.resnet, norm)
-    language = functools.partial(parameters_torch.Language, tied=True)
-    networks = dict(cnn=networks_torch.cnn, small=small_torch.make_model)
+    networks = dict(cnn=networks_torch.cnn, small=networks_torch.small)
     networks |= dict(resnet=resnet, resnet16=resnet)
-    networks["transformer"] = functools.partial(language, *SIZES)
+    networks["transformer"] = functools.partial(Language, *SIZES)
     return Net(networks[name](), name == "resnet16").to(DEVICE)
-
-
-def loss_of(logits, y):
-    return F.cross_entropy(logits, y.flatten())
 
 
 def measure(name, members, steps, way):
@@ -67,7 +74,8 @@ def measure(name, members, steps, way):
     models = [make_model(name) for _ in range(members)]
     if "resnet" in name and way != "vmap":
         models = [model.to(memory_format=torch.channels_last) for model in models]
-    step = WAYS[way](models, loss_of, functools.partial(kind, fused=True, **how))
+    optimizer = functools.partial(kind, fused=True, **how)
+    step = WAYS[way](models, torch_members.cross_entropy, optimizer)
 
     def run():
         for rows in order.unbind(1):
