@@ -148,20 +148,21 @@ def twelve_steps(name, members, **how):
 
 
 def memory(name, way):
-    """Return a cell of MB: as promised for an update, at most, and a member's state."""
+    """Return a cell of MB: of a member's state, as promised for an update, at most."""
     device, trainer = jax.devices()[0], make(name, SIZES["memory"], **WAYS[way])
     batch = [x[: NETWORKS[name].batch] for x in draw(name)]
     promised = trainer.lower("update", *batch).compile().memory_analysis()
-    before = device.memory_stats() or {"bytes_in_use": 0}
+    before = device.memory_stats()  # None on a CPU
     state = trainer.init(key(0))
     for _ in range(3):
         state, _ = trainer.update(state, *batch)
     jax.block_until_ready(state)
-    one = sum(x.nbytes for x in jax.tree.leaves(state[:2])) / trainer.members
-    after = device.memory_stats() or {"peak_bytes_in_use": 0}  # CPUs do not count it
-    most = after["peak_bytes_in_use"] - before["bytes_in_use"]
-    sizes = [number(x / 1e6) for x in (accelerators.bytes_of(promised), most, one)]
-    return "{}, {}; a state has {}".format(*sizes)
+    sizes = [sum(x.nbytes for x in jax.tree.leaves(state[:2])) / trainer.members]
+    sizes.append(accelerators.bytes_of(promised))
+    if before:
+        peak = device.memory_stats()["peak_bytes_in_use"]
+        sizes.append(peak - before["bytes_in_use"])
+    return ", ".join(number(x / 1e6) for x in sizes)
 
 
 def apart(task, *args, **env):
@@ -208,7 +209,8 @@ def print_tasks(found):
         speed.print_row(title, *cells)
         wrong += sum(": " in cell for cell in cells)  # a reason
     print()
-    speed.print_head(f"{SIZES['memory']} members, MB promised and at most", *WAYS)
+    title = f"{SIZES['memory']} members; MB of a state, promised, and at most"
+    speed.print_head(title, *WAYS)
     for name in MEMORY:
         speed.print_row(name, *(attempt(found[name, way]) for way in WAYS))
     return wrong
@@ -310,9 +312,7 @@ def print_speeds():
     print(f"\nPyTorch: {(release := answer())}\n")
     cases = () if ": " in release else SPEEDS.items()
     peers = {title: answer() for title, case in cases if case[0] == "epoch"}
-    names = [
-        f"{who}{way}" for who in ("by hand", "trainer") for way in ("", ", in turn")
-    ]
+    names = "by hand", "by hand, in turn", "trainer", "trainer, in turn"
     speed.print_head("ms per step", *names, "PyTorch, loop", "vmap", "CUDA graph")
     for title, case in SPEEDS.items():
         both = attempt(measure, *case), peers.get(title, "")
