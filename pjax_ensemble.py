@@ -1726,8 +1726,9 @@ class _Places:
 
 
 def _is_rbg(key: Any) -> bool:
-    """Return whether draws from a key, if there is one, change under `vmap`."""
-    return key is not None and "rbg" in str(jax.random.key_impl(key))
+    """Return whether draws from a key, or a key's form, change under `vmap`."""
+    kind = _kind(key) if _is_key(key) else jax.config.values["jax_default_prng_impl"]
+    return key is not None and "rbg" in kind
 
 
 def _check_draws(key: Any, at_once: int | None) -> None:
