@@ -2181,31 +2181,32 @@ class Trainer:
 
     def _program(self, f, state, of_slot, of_all):
         """Return the program of some work, and its arguments."""
+        given = of_slot, of_all
         of_slot = {"hyper": self._hyper, **of_slot}
-        of_all = {"frozen": self._frozen, **of_all}
-        args = state, of_slot, of_all
-        return self._mapped(f, self._together(f, args)), args
+        args = state, of_slot, {"frozen": self._frozen, **of_all}
+        return self._mapped(f, self._together(f, args, given)), args
 
     def _mapped(self, f, together):
         if (key := (f.__name__, together)) not in self._known:
             self._known[key] = _over_members(f, self._places, together)
         return self._known[key]
 
-    def _together(self, f=None, args=(None,)):
+    def _together(self, f=None, args=(None,), given=()):
         """Return how many of a device's members are computed together.
 
         By default it is one on a CPU, in `init`, and for keys whose draws would change;
         elsewhere all, or as many as fit.
         """
         most, known = self.layout.members_per_device, self._known
+        in_turn = self._places.platform == "cpu" or f == self._member.init
         if self.at_once:
             return min(self.at_once, most)
-        if self._places.platform == "cpu" or _is_rbg(getattr(args[0], "key", None)):
+        if in_turn or _is_rbg(getattr(args[0], "key", None)):
             return 1
         if f is None or self._places.absent:
             return known.get(("any", "together"), most)
-        if (key := (f.__name__, str(_form(args[1:])))) not in known:
-            where, most = self._places.by_slot, 1 if f.__name__ == "init" else most
+        if (key := (f.__name__, str(_form(given)))) not in known:
+            where = self._places.by_slot
             while most > 1 and not _fits(self._mapped(f, most), args, where):
                 most = -(-most // 2)
             known[key] = known["any", "together"] = most
