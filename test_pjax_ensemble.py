@@ -759,6 +759,19 @@ def noisy_loss(params, model_state, key, images, labels):
     return loss, jax.tree.map(lambda count: count + 1, model_state)
 
 
+def noting(seen):
+    """Make the net and its loss, which note type and shape of the images they see."""
+
+    def apply_fn(params, images):
+        seen.append((images.dtype.name, *images.shape))
+        return net(params, images)
+
+    def loss_fn(params, images, labels):
+        return cross_entropy(apply_fn(params, images), labels).mean()
+
+    return dict(loss_fn=loss_fn, apply_fn=apply_fn)
+
+
 net_and_gradients = jax.jit(jax.value_and_grad(net_loss))
 NUM_IMAGES = 240
 
@@ -877,10 +890,6 @@ def test_step_equals_one_on_the_whole_batch(way, name):
 def test_step_traces_its_loss_once_and_reuses_its_state(way):
     traces, counts = [], []
 
-    def counted(*args):
-        traces.append(1)
-        return net_loss(*args)
-
     def batches():
         for batch in net_batches(4):
             counts.append(len(traces))
@@ -888,7 +897,7 @@ def test_step_traces_its_loss_once_and_reuses_its_state(way):
 
     first = members_state(keys_of(0, way.members))
     with mock.patch.object(pe, "_check_apart") as look:
-        train(way, counted, first, batches(), microbatch=4)
+        train(way, noting(traces)["loss_fn"], first, batches(), microbatch=4)
     assert counts[0] == 0 < counts[1] == counts[2] == counts[3]
     assert look.call_count == 1  # update's own results are not checked again
 
@@ -1032,6 +1041,18 @@ def aligned(array):
     return shared
 
 
+def program_of(call, *args, **options):
+    """Return the program that a call would run, and its arguments."""
+    with mock.patch.object(pe, "_run", side_effect=InterruptedError) as run:
+        said_by(InterruptedError, call, *args, **options)
+    program, _, *given = run.call_args.args
+    return program, given
+
+
+def shapes_of(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
 def placed(x):
     return net_trainer(1, 2).place(x)
 
@@ -1042,9 +1063,7 @@ def losses_by_hand(x):
 
 def batch_of_a_step(x):
     trainer, state = begin(net_trainer.__wrapped__(3, 2))
-    with mock.patch.object(pe, "_run", side_effect=InterruptedError) as run:
-        said_by(InterruptedError, trainer.update, state, x, image_data()[1])
-    return run.call_args.args[-1]["batch"][0]
+    return program_of(trainer.update, state, x, image_data()[1])[1][-1]["batch"][0]
 
 
 @pytest.mark.parametrize("use", [placed, losses_by_hand, batch_of_a_step])
@@ -1139,6 +1158,10 @@ def one_number(num_devices=D, **kwargs):
     return pe.replicate(pe.train_state(jnp.float32(1), SGD, **kwargs), num_devices)
 
 
+def integers():
+    return pe.replicate(pe.train_state([jnp.int32(3)], optax.sgd(0.1)))
+
+
 sync, ensemble = pe.make_sync_update, pe.make_ensemble_update
 counting = functools.partial(one_number, model_state=jnp.zeros(3))
 REFUSED_STEPS = [
@@ -1150,6 +1173,13 @@ REFUSED_STEPS = [
     (sync, one_number, dict(microbatch=0), (D, 8), "microbatch is 0; expected an int"),
     (sync, one_number, dict(stateful=True), (D, 1), r"train_state\(..., key=key\)"),
     (sync, one_number, dict(microbatch="all"), (D, 8), "'all'; expected an int"),
+    (
+        sync,
+        integers,
+        dict(optimizer=optax.sgd(0.1)),
+        8,
+        r"'\[0\]' is int32; expected fl",
+    ),
     (sync, one_number, {}, 16, r"axes .* \[\(8,\), \(16,\)\]; expected the number of"),
     (sync, lambda: one_number(2), {}, (D, 2), r"axes .* \[\(2,\), \(8,\)\]; expected"),
     (sync, lambda: one_number().params, {}, (D, 2), "state is ArrayImpl; expected a"),
@@ -1161,7 +1191,7 @@ REFUSED_STEPS = [
 def test_a_refused_update_keeps_its_state(make, make_state, options, shape, message):
     state = make_state()
     with pytest.raises(ValueError, match=message):
-        make(product, SGD, **options)(state, np.ones(shape))
+        make(product, **(dict(optimizer=SGD) | options))(state, np.ones(shape))
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
 
 
@@ -1178,18 +1208,6 @@ def test_a_batch_is_cut_only_if_its_leaves_are_of_one_length():
             assert message in said_by(ValueError, update, state, x, class_weights)
         else:
             assert_close(update(one_number(2), x, class_weights)[1], np.float32([4, 4]))
-
-
-def test_integer_parameters_are_named_under_any_optimizer():
-    def init(key):
-        return {"n": jnp.int32(3), "w": jnp.ones(2)}
-
-    def loss_fn(params, x):
-        return (params["w"] * x).mean()
-
-    made = pe.make_trainer(init, loss_fn, optax.sgd(0.1), members=1, devices=1)
-    said = said_by(ValueError, made.update, made.init(KEY), np.ones((3, 2)))
-    assert said.startswith("parameter '['n']' is int32; expected floating point: ")
 
 
 def norm_init(key):
@@ -1213,17 +1231,6 @@ def norm_batch(step):
     # Rows differ between devices, so a part's statistics are not the batch's.
     xs = randn(step, 48, 2, 3) + np.arange(48)[:, None, None]
     return xs, randn(100 + step, 48, 2, 5)
-
-
-def test_replicas_normalize_by_the_statistics_of_the_global_batch():
-    ends, key = [], jax.random.key(0)
-    batches = [norm_batch(step) for step in range(5)]
-    for devices in (1, D):
-        way, stats = Way("sync", 1, devices), norm_init(key)[1]
-        first = members_state([key], lambda key: norm_init(key)[0], model_state=stats)
-        ends.append(train(way, norm_loss(norm_forward), first, batches, stateful=True))
-    # The normalization removes the bias before it, whose gradient is only rounding.
-    jax.tree.map(functools.partial(assert_allclose, rtol=1e-4, atol=1e-5), *ends)
 
 
 def test_replica_mean_makes_floats_and_changes_nothing_else_outside_of_a_step():
@@ -1273,9 +1280,8 @@ def test_only_training_averages_whatever_came_before(
     keep, earlier, members, devices, monkeypatch
 ):
     xs, ys = (x[:12] for x in norm_batch(0))
-    monkeypatch.setattr(
-        pe, "_near", lambda *_, like: True
-    )  # takes statistics of a chunk
+    # Predicting takes statistics of a chunk.
+    monkeypatch.setattr(pe, "_near", lambda *_, like: True)
 
     def ends(keep):
         def forward(params, stats, xs):
@@ -1343,20 +1349,15 @@ every_layout = pytest.mark.parametrize("members, devices", LAYOUTS)
 
 @functools.cache  # a trainer takes its compiled programs along
 def net_trainer(members, devices=None, loss_fn=net_loss, optimizer=SGD, **options):
-    options = dict(apply_fn=net, devices=devices, members=members) | options
-    return pe.make_trainer(net_init, loss_fn, optimizer, **options)
+    given = dict(members=members, devices=devices, loss_fn=loss_fn, optimizer=optimizer)
+    given |= dict(init_fn=net_init, apply_fn=net) | options
+    return pe.make_trainer(**given)
 
 
-@functools.cache
-def noisy_trainer(members, devices, **more):
-    """Make a trainer of the net whose model state counts its steps."""
-
-    def init(key):
-        return net_init(key), jnp.zeros((), jnp.int32)
-
-    options = dict(members=members, devices=devices, stateful=True)
-    options |= dict(apply_fn=lambda p, _, x: net(p, x)) | more
-    return pe.make_trainer(init, noisy_loss, pe.adam(0.01), **options)
+# This trainer of the net draws noise, and its model state counts its steps.
+NOISY = dict(init_fn=lambda key: (net_init(key), jnp.zeros((), jnp.int32)))
+NOISY |= dict(loss_fn=noisy_loss, optimizer=pe.adam(0.01), stateful=True)
+NOISY["apply_fn"] = lambda params, _, images: net(params, images)
 
 
 def uses(trainer):
@@ -1419,16 +1420,16 @@ def test_type_checker_finds_wrong_calls_and_no_others(tmp_path):
 
 
 def test_keys_that_draw_differently_under_vmap_work_only_without_at_once():
-    one, key = noisy_trainer(3, 1), jax.random.key(7, impl="rbg")
+    key, other = (jax.random.key(7, impl=name) for name in ("rbg", "unsafe_rbg"))
+    one, two = (net_trainer(3, 1, at_once=n, **NOISY) for n in (1, 2))
     state, (batch,) = one.init(key), net_batches(1)
-    two, other = noisy_trainer(3, 1, at_once=2), jax.random.key(7, impl="unsafe_rbg")
     with mock.patch.object(pe, "_run") as run:
         said = [said_by(ValueError, two.init, each) for each in (key, other)]
         said += [said_by(ValueError, f, state, *args) for f, *args in uses(two)[:2]]
     assert all(re.search("at_once=2 with keys of (unsafe_)?rbg", each) for each in said)
     assert not run.called
     ended = one.gather(one.update(state, *batch)[0])  # the state still works
-    five = noisy_trainer(5, 3)
+    five = net_trainer(5, 3, **NOISY)
     among_five = five.gather(five.update(five.init(key), *batch)[0])
     assert leaves_equal(ended, jax.tree.map(lambda x: x[:3], among_five))
 
@@ -1443,11 +1444,6 @@ def test_init_makes_member_i_from_the_key_and_i_alone():
     init_key, key = jax.random.split(jax.random.fold_in(key, 3))
     assert ends[0].key[3] == key
     assert leaves_equal(member(ends[0].params, 3), jax.jit(net_init)(init_key))
-
-
-def cnn_loss(params, images, labels):
-    logits = pe.cnn(params, images.astype(jnp.float32) / 255)
-    return cross_entropy(logits, labels).mean()
 
 
 @functools.cache
@@ -1483,21 +1479,14 @@ def test_an_optimizer_rounds_alike_for_a_member_alone_and_beside_another(make, d
 
 def test_every_program_traces_the_users_function_once_and_anew():
     calls, data = [], [x[:4] for x in image_data()]
-
-    def count(params, images):  # could read a global that has changed since
-        calls.append(images.shape)
-        return net(params, images)
-
-    def loss_fn(params, images, labels):
-        return cross_entropy(count(params, images), labels).mean()
-
     given = ("update", *data), ("epoch", data, np.zeros((2, 4), int))
+    functions = noting(calls)  # which could read a global that has changed since
     for _ in range(2):
-        trainer = net_trainer.__wrapped__(2, 2, loss_fn, apply_fn=count)
+        trainer = net_trainer.__wrapped__(2, 2, **functions)
         for method, *args in (*given, ("predict", data[0])):
             calls.clear()
             trainer.lower(method, *args)
-            assert calls == [(4, 8, 8, 1)], method
+            assert calls == [("uint8", 4, 8, 8, 1)], method
 
 
 def test_effects_of_a_rewritten_function_happen_once_per_member_and_step():
@@ -1519,59 +1508,38 @@ def test_effects_of_a_rewritten_function_happen_once_per_member_and_step():
 
 
 def test_programs_lowered_for_other_platforms_keep_their_convolutions():
-    def lower(program, _, *args):
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-        for name in expected:
-            text = export.export(program, platforms=[name])(*shapes).mlir_module()
-            found[name] = text.count("stablehlo.convolution")
-            # Two members are at once; on a CPU they convolve one after another.
-            assert ("_group_count = 2" in text) == (name != "cpu")
-        raise InterruptedError  # the program need not run
-
     form = {"image_shape": (8, 8, 1), "classes": range(4)}
     made = tm.make_trainer(tm.RECIPES["cnn"]._replace(at_once=2), 4, 2, 10, form)
     state, (images, labels) = made.init(jax.random.key(0)), net_batches(1, 4)[0]
     # The network has two convolutions; a step adds their three gradients.
     calls = (made.update, 5, images, labels), (made.predict, 2, images)
+    old = jax.__version_info__ < (0, 10)  # it lowers the branch for CPUs too
     for call, count, *args in calls:
-        if jax.__version_info__ < (0, 10):  # it lowers the branch for CPUs too
-            found, expected = {}, dict.fromkeys(("cuda", "tpu"), 2 * count)
-        else:
-            found, expected = {}, dict.fromkeys(("cuda", "tpu", "cpu"), count)
-        with mock.patch.object(pe, "_run", lower), pytest.raises(InterruptedError):
-            call(state, *args)
-        assert found == expected
+        program, given = program_of(call, state, *args)
+        for name in ("cuda", "tpu", "cpu")[: 2 if old else 3]:
+            lowered = export.export(program, platforms=[name])(*shapes_of(given))
+            text = lowered.mlir_module()
+            assert text.count("stablehlo.convolution") == (2 * count if old else count)
+            # Two members are at once; on a CPU they convolve one after another.
+            assert ("_group_count = 2" in text) == (name != "cpu")
 
 
 @pytest.mark.usefixtures("optimized")  # otherwise no select is removed
 def test_a_step_that_is_skipped_takes_a_branch_on_cpus_and_selects_elsewhere():
-    def lower(program, _, *args):
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-        cuda = export.export(program, platforms=["cuda"])(*shapes).mlir_module()
-        cpu = program.lower(*args).compile().as_text()
-        for text, name, shape in (
-            (cuda, ".select", "64x6xf32"),
-            (cpu, " select(", "64,6]"),
-        ):
-            kept = [x for x in text.split("\n") if name in x and shape in x]
-            assert bool(kept) == (text is cuda)
-        raise InterruptedError  # the program need not run
-
     trainer, state = begin(net_trainer.__wrapped__(1, 1, skip_nonfinite=True))
-    with mock.patch.object(pe, "_run", lower), pytest.raises(InterruptedError):
-        trainer.update(state, *image_data())
+    program, args = program_of(trainer.update, state, *image_data())
+    cuda = export.export(program, platforms=["cuda"])(*shapes_of(args)).mlir_module()
+    cpu = program.lower(*args).compile().as_text()
+    assert re.search(r"\.select.*64x6xf32", cuda)
+    assert not re.search(r"64,6\].* select\(", cpu)
 
 
 def test_a_lowered_program_is_the_one_that_runs():
-    def text_of(program, alone, *args):
-        texts.append(program.lower(*args).as_text())
-        raise InterruptedError  # the program need not run
-
-    trainer = noisy_trainer.__wrapped__(2, 4, chunk=8)
-    (batch,), order, texts = net_batches(1), orders(1)[0], []
+    trainer = net_trainer.__wrapped__(2, 4, chunk=8, **NOISY)
+    (batch,), order = net_batches(1), orders(1)[0]
     own = [np.stack([x] * 2) for x in batch]
-    forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (batch, own))
-    state = noisy_trainer(2, 4).init(KEY)
+    forms = shapes_of((batch, own))
+    state = net_trainer(2, 4, **NOISY).init(KEY)
     for method, *args, same, options in (
         ("init", KEY, (KEY,), {}),
         ("update", state, *batch, forms[0], {}),
@@ -1579,9 +1547,9 @@ def test_a_lowered_program_is_the_one_that_runs():
         ("epoch", state, image_data(), order, (image_data(), order), {}),
         ("predict", state, batch[0], forms[0][:1], {}),
     ):
-        with mock.patch.object(pe, "_run", text_of), pytest.raises(InterruptedError):
-            getattr(trainer, method)(*args, **options)
-        assert trainer.lower(method, *same, **options).as_text() == texts.pop()
+        program, given = program_of(getattr(trainer, method), *args, **options)
+        text = program.lower(*given).as_text()
+        assert trainer.lower(method, *same, **options).as_text() == text
 
 
 def test_lower_takes_shapes_alone_and_moves_no_data():
@@ -1666,7 +1634,7 @@ def test_states_kept_flat_between_members_have_the_same_bits():
     ends, reshaped, (batch,) = [], [], net_batches(1)
     for flat in (), ("cpu",):
         with mock.patch.object(pe, "_GPU", flat):
-            trainer, state = begin(noisy_trainer.__wrapped__(3, 1, at_once=2))
+            trainer, state = begin(net_trainer.__wrapped__(3, 1, at_once=2, **NOISY))
             text = trainer.lower("update", *batch).as_text()
             state, losses = trainer.update(state, *batch)
             probs = trainer.predict_members(state, batch[0])
@@ -1733,9 +1701,7 @@ def take_steps(trainer, state):
     return metrics, last, first, probs, gathered[:3]
 
 
-needs_shards = pytest.mark.skipif(
-    jax.__version_info__ < (0, 8), reason="JAX before 0.8"
-)
+needs_shards = pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="old JAX")
 
 
 def test_a_scan_of_one_turn_is_no_loop_and_gives_the_same():
@@ -1813,20 +1779,9 @@ def test_a_loss_may_divide_its_arrays_over_shards_by_itself():
     assert half.argument_size_in_bytes < 0.65 * whole.argument_size_in_bytes
 
 
-def in_shards(shards):
-    return lambda: net_trainer.__wrapped__(2, 8, shards=shards)
-
-
-test_shards_that_do_not_fit_are_refused = refuses(
-    (in_shards(3), "shards=3 does not divide 8 devices; use a divisor, such as 1"),
-    (in_shards(12), "shards=12 does not divide 8 devices; use a divisor, such as 4"),
-    *out_of_range("shards", None, lambda v: in_shards(v)(), 0, True, 2.0),
-)
-
-
 def test_shards_take_a_newer_jax(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 7, 2))
-    assert "shards=2 takes JAX 0.8 or n" in said_by(ValueError, in_shards(2))
+    assert "shards=2 takes JAX 0.8 or n" in said_by(ValueError, making(shards=2))
 
 
 def test_a_trainer_uses_the_devices_that_it_is_given():
@@ -1875,16 +1830,7 @@ def test_predictions_of_any_type_have_float32_means(name):
 @cases("members, devices", (1, 1), *LAYOUTS)
 def test_a_program_is_traced_once_for_every_kind_of_state_and_epoch(members, devices):
     traces, (batch,), order = [], net_batches(1), orders(members)
-
-    def counted(params, images):
-        traces.append(images.dtype)
-        return net(params, images)
-
-    def loss_fn(params, images, labels):
-        return cross_entropy(counted(params, images), labels).mean()
-
-    options = dict(loss_fn=loss_fn, apply_fn=counted)
-    trainer = net_trainer.__wrapped__(members, devices, **options)
+    trainer = net_trainer.__wrapped__(members, devices, **noting(traces))
     data = trainer.place(image_data())
 
     def use(state, steps, data=data):
@@ -1901,21 +1847,16 @@ def test_a_program_is_traced_once_for_every_kind_of_state_and_epoch(members, dev
     state = use(trainer.scatter(trainer.gather(use(state, 1))), 3, image_data())
     elsewhere = jax.device_put(jax.device_get(state._replace(key=None)))
     use(elsewhere._replace(key=state.key), 1)
-    assert len(traces) == known and set(traces) == {np.dtype("uint8")}
+    assert len(traces) == known and {dtype for dtype, *_ in traces} == {"uint8"}
 
 
 def test_predicting_compiles_few_programs_and_holds_one_chunk_at_a_time():
     shapes = []
-
-    def apply_fn(params, images):
-        shapes.append(images.shape)
-        return net(params, images)
-
-    trainer, state = begin(net_trainer(2, 4, apply_fn=apply_fn, chunk=5))
+    trainer, state = begin(net_trainer(2, 4, **noting(shapes), chunk=5))
     # Each of two replicas pads few rows to a power of two, and cuts more into fives.
     for count in (1, 3, 10, 23):
         assert trainer.predict(state, image_data()[0][:count]).shape == (count, 4)
-    assert [*dict.fromkeys(len_of for len_of, *_ in shapes)] == [1, 2, 5]
+    assert [*dict.fromkeys(count for _, count, *_ in shapes)] == [1, 2, 5]
     traced = len(shapes)
     for count in (2, 4, 9, 11, 31, 40):
         trainer.predict(state, image_data()[0][:count])
@@ -2162,7 +2103,7 @@ def test_a_trainer_warns_of_batches_that_leave_replicas_idle():
 
 def test_at_once_changes_no_bit_when_members_share_no_device():
     for args in (("init", KEY), ("epoch", image_data(), orders(1)[0])):
-        one, two = (noisy_trainer(2, 4, at_once=n).lower(*args) for n in (1, 2))
+        one, two = (net_trainer(2, 4, at_once=n, **NOISY).lower(*args) for n in (1, 2))
         assert one.as_text() == two.as_text()
 
 
@@ -2251,7 +2192,7 @@ def test_members_that_share_a_device_are_in_memory_once(optimized, method, at_on
 
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
 def test_choose_members_takes_each_member_with_its_key_from_either_state(make):
-    trainer = noisy_trainer(4, 2)
+    trainer = net_trainer(4, 2, **NOISY)
     old = trainer.gather(trainer.init(make(3)))
     before = jax.tree.map(np.copy, old._replace(key=None))
     new = trainer.gather(trainer.init(make(4)))
@@ -2349,10 +2290,7 @@ def test_states_of_other_types_and_optimizers_predict_and_are_not_trained():
     state = trainer.gather(trainer.init(KEY))
     half = state.params._replace(hidden=jax.tree.map(np.float16, state.params.hidden))
     for other, found in (
-        (
-            state._replace(params=half),
-            "hidden.weight' is float16[64, 6]; expected flo",
-        ),
+        (state._replace(params=half), "hidden.weight' is float16[64, 6]; expected fl"),
         (state._replace(opt_state=()), ".opt_state.num_steps' is absent; expected int"),
     ):
         placed = trainer.scatter(other)
@@ -2567,7 +2505,7 @@ def test_a_program_that_fails_leaves_other_programs_intact():
 @cases("members, devices", *LAYOUTS[1:])
 def test_a_trainer_moves_its_arguments_under_a_transfer_guard(members, devices):
     with jax.transfer_guard("disallow"):
-        use_all(noisy_trainer.__wrapped__(members, devices), *net_batches(1)[0])
+        use_all(net_trainer.__wrapped__(members, devices, **NOISY), *net_batches(1)[0])
         plain = net_trainer.__wrapped__(members, devices)
         plain.update(plain.init(KEY), *net_batches(1)[0])  # compares the members
 
@@ -2577,7 +2515,7 @@ def test_a_mesh_that_is_set_for_the_whole_program_changes_nothing():
     def run():
         (batch,) = net_batches(1)
         by_hand = sync(net_loss, SGD)(one_net(), *pe.split(batch))
-        trainer = noisy_trainer.__wrapped__(3, 2)
+        trainer = net_trainer.__wrapped__(3, 2, **NOISY)
         trainer.lower("update", *batch)
         return use_all(trainer, *map(jnp.asarray, batch)), by_hand
 
@@ -2624,10 +2562,8 @@ def test_a_copy_of_a_trainer_works_without_the_original():
 def test_trainers_and_states_have_one_line_reprs_without_values():
     trainer, state = begin(net_trainer(3, 2))
     stands = "members=3, devices=2, members_per_device=2, replicas=1"
-    assert (
-        repr(trainer)
-        == f"Trainer(net_init, net_loss, Layout({stands}), shards=1, at_once=1)"
-    )
+    shown = f"Trainer(net_init, net_loss, Layout({stands}), shards=1, at_once=1)"
+    assert repr(trainer) == shown
     nameless = dataclasses.replace(trainer, init_fn=functools.partial(net_init))
     assert repr(nameless) == repr(trainer).replace("net_init", "partial")
     shown = repr(state)
@@ -2811,15 +2747,15 @@ test_make_trainer_refuses_options_that_do_not_fit = refuses(
     *out_of_range("at_once", None, lambda n: making(at_once=n)(), -1, 1.5, True, "2"),
     *out_of_range("microbatch", None, lambda n: making(microbatch=n)(), 0, "all"),
     (making(devices=9), "9 devices requested, 8 available"),
+    (making(shards=3), "shards=3 does not divide 8 devices; use a divisor, such as 1"),
+    (making(shards=12), "shards=12 does not .* 8 devices; use a divisor, such as 4"),
+    *out_of_range("shards", None, lambda n: making(shards=n)(), 0, True, 2.0),
     (making(devices=[]), r"devices are \[\]; expected one or more, each once"),
     (making(devices=jax.devices()[:1] * 2), "devices are .* each once, of one plat"),
     (making(devices=[mock.Mock(platform=x) for x in "ab"]), "are .*of one platform"),
     (making(optimizer=lambda h: SGD), "optimizer: .*'init'; expected one with init"),
     (initializing([net_init]), "init_fn is list; expected a function; each architec"),
-    (
-        making(hyper=np.ones(2), optimizer=lambda: SGD),
-        "optimizer: .*; with hyper, expected a function",
-    ),
+    (making(hyper=np.ones(2), optimizer=lambda: SGD), "r: .*; with hyper, expected a"),
     (making(hyper=np.ones(2), optimizer=3), "optimizer: .*'int'.*; expected one with"),
     (making(hyper=np.ones(3)), r"\[\(3,\)\]; expected arrays \[K, ...\].* 2 members"),
     (making(hyper=np.array(["a", "b"])), "hyper: found ndarray of <U1; expected numb"),
@@ -3149,8 +3085,7 @@ EVERYTHING |= {"": [], "é'\"\n": A}
 def test_a_tree_comes_back_bit_by_bit_and_gives_the_same_file(tmp_path, tree):
     path, again = (tmp_path / name for name in "xy")
     pe.save(path, tree)
-    forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-    for like in (tree, forms):
+    for like in (tree, shapes_of(tree)):
         assert_same_leaves(pe.load(path, like), tree)
     found, leaves = pe.load(path), jax.tree_util.tree_leaves_with_path(tree)
     expected = {jax.tree_util.keystr(place): leaf for place, leaf in leaves}
@@ -3214,7 +3149,7 @@ def test_load_names_the_leaf_that_does_not_match(tmp_path, like, message):
 
 
 def test_a_state_saved_without_gather_can_still_be_loaded(tmp_path):
-    trainer, state = begin(noisy_trainer(2, 4))
+    trainer, state = begin(net_trainer(2, 4, **NOISY))
     path = tmp_path / "x"
     pe.save(path, state)
     message = r"key<threefry2x32>\[4\]; .*\[2\]; gather a state before you save it"
