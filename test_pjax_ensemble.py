@@ -1644,61 +1644,86 @@ def test_states_kept_flat_between_members_have_the_same_bits():
     assert leaves_equal(*ends) and reshaped[0] < reshaped[1]
 
 
+# The members' hyperparameters; each of the user's functions uses one or more.  The
+# spread is the scale of the initial weights.
+OWN = "spread", "decay", "rate", "temperature"
+Own = NamedTuple("Own", [(name, float) for name in OWN])
+HYPER = Own(*np.float32(np.random.default_rng(5).uniform(0.1, 0.9, size=(4, 10))))
+FROZEN = randn(3, 32, 32) / 6
+
+
 class Parts(NamedTuple):
     conv: pe.Conv  # [3, 3, 1, 32]
-    norm: pe.BatchNorm
     heads: pe.Dense  # [32, 96], queries, keys and values
     last: pe.Dense  # [32, 4]
 
 
 @functools.cache
-def divided_trainer(members, devices, shards, loss=lambda x: x, **more):
-    """Make a trainer of convolution, batch statistics, attention and dropout.
+def full_trainer(which, devices, at_once=1, *, statistics=False, **options):
+    """Make a trainer of some members of HYPER, with every option of a trainer.
 
-    Its frozen tree is a matrix, and members have their own rates.
+    Every function uses the member's own numbers.  Some of the second member's batches
+    make its loss nan.  The network has a convolution, attention, a frozen matrix, and
+    dropout or batch statistics.  If `frozen` is None, functions hold the matrix.
     """
+    norm, stats = pe.batch_norm_init(32)
+    closed_over = np.array(FROZEN)
+    # A softmax divides, so its bits depend on whether there is more than one device.
+    attend = jax.nn.softmax if statistics else jax.nn.relu
 
-    def init(key, rate, frozen):
-        keys, (norm, stats) = jax.random.split(key, 3), pe.batch_norm_init(32)
-        conv = pe.conv_init(keys[0], 1, 32, bias=False)
-        dense = pe.dense_init(keys[1], 32, 96), pe.dense_init(keys[2], 32, 4)
-        return Parts(conv, norm, *dense), stats
-
-    def forward(params, stats, images, frozen, key=None):
+    def forward(params, stats, images, rest, key=None):
         x = pe.conv(params.conv, images.astype(jnp.float32) / 255, stride=2)
-        x, stats = pe.batch_norm(params.norm, stats, x, training=key is not None)
-        x = loss(jax.nn.relu(x.reshape(len(x), -1, 32)))
+        if statistics:
+            x, stats = pe.batch_norm(norm, stats, x, training=key is not None)
+        x = jax.nn.relu(x.reshape(len(x), -1, 32))
         queries, keys, values = jnp.split(pe.dense(params.heads, x), 3, axis=-1)
-        weights = jax.nn.softmax(queries @ keys.swapaxes(1, 2) / 8)
-        x = pe.dropout(key, (weights @ values).mean(axis=1) @ frozen, 0.2)
+        weights = attend(queries @ keys.swapaxes(1, 2) / 8)
+        x = (weights @ values).mean(axis=1) @ (*rest, closed_over)[0]
+        x = x if statistics else pe.dropout(key, x)
         return pe.dense(params.last, x), stats
 
-    def loss_fn(params, stats, key, images, labels, rate, frozen):
-        logits, stats = forward(params, stats, images, frozen, key)
-        losses = cross_entropy(logits, labels)
-        return losses.mean(), (stats, pe.accuracy(logits, labels))
+    def init(key, h, *rest):
+        keys, scale = (
+            jax.random.split(key, 3),
+            h.spread + (*rest, closed_over)[0].mean(),
+        )
+        conv = pe.conv_init(keys[0], 1, 32, bias=False)
+        dense = pe.dense_init(keys[1], 32, 96), pe.dense_init(keys[2], 32, 4)
+        params = jax.tree.map(lambda x: scale * x, Parts(conv, *dense))
+        return params, stats if statistics else ()
 
-    def apply(params, stats, images, rate, frozen):
-        return forward(params, stats, images, frozen)[0]
+    def loss_fn(params, stats, key, images, labels, h, *rest):
+        logits, stats = forward(params, stats, images, rest, key)
+        penalty = h.decay * sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
+        spoiled = (h.rate == HYPER.rate[1]) & (images[:, 0, 0, 0] > 250)
+        losses = jnp.where(spoiled, jnp.nan, cross_entropy(logits, labels) + penalty)
+        return losses.mean(), (stats, {"penalty": penalty, "label": labels.mean()})
 
-    options = dict(members=members, devices=devices, shards=shards, apply_fn=apply)
-    options |= dict(hyper=np.linspace(0.05, 0.1, members), frozen=randn(3, 32, 32) / 6)
-    options |= dict(stateful=True, has_aux=True, skip_nonfinite=True, chunk=8) | more
-    return pe.make_trainer(init, loss_fn, pe.sgd, **options)
+    def apply_fn(params, stats, inputs, h, *rest):
+        logits, _ = forward(params, stats, inputs["images"], rest)
+        return logits / h.temperature * inputs["scale"][:, None]
+
+    def optimizer(h):
+        return pe.sgd(pe.cosine_schedule(0.1 * h.rate, 20), momentum=h.rate)
+
+    options = dict(frozen=FROZEN, chunk=4) | options
+    options |= dict(hyper=jax.tree.map(lambda x: x[[*which]], HYPER), devices=devices)
+    options |= dict(members=len(which), at_once=at_once, apply_fn=apply_fn)
+    options |= dict(stateful=True, has_aux=True, skip_nonfinite=True)
+    return pe.make_trainer(init, loss_fn, optimizer, **options)
 
 
 def take_steps(trainer, state):
     """Return all that a trainer's calls return, from a state on."""
-    images, _ = data = image_data()
-    members, few = trainer.layout.members, [x[:10] for x in data]
-    first = trainer.predict(state, images[:1])
+    data, members = image_data(), trainer.layout.members
+    inputs = {"images": data[0][:37], "scale": randn(0, 37)}
+    first = trainer.predict(state, jax.tree.map(lambda x: x[:1], inputs))
     state, metrics = trainer.epoch(state, data, orders(members)[:, :2])
-    own = [np.stack([x] * members) for x in few]
+    own = [np.stack([x[:10]] * members) for x in data]
     state, last = trainer.update(state, *own, per_member=True)
     assert trainer.latest is state
-    probs = trainer.predict_members(state, images[:37])
-    gathered = trainer.gather(state)
-    return metrics, last, first, probs, gathered[:3]
+    probs = trainer.predict_members(state, inputs)
+    return metrics, last, first, probs, trainer.gather(state)[:3]
 
 
 needs_shards = pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="old JAX")
@@ -1715,15 +1740,19 @@ def test_a_scan_of_one_turn_is_no_loop_and_gives_the_same():
         assert_close(lowered.compile()(xs), jax.lax.scan(add, jnp.zeros(2), xs))
 
 
+IN_SHARDS = ((0, 2), 2, 1, dict(statistics=True)), ((0, 2, 3), 4, 2, {})
+
+
 @needs_shards
-@cases("members, devices, shards, at_once", (2, 8, 2, 1), (3, 8, 4, 2))
+@cases("which, shards, at_once, kind", *IN_SHARDS)
 @pytest.mark.filterwarnings("ignore:a batch of 10 is divided")
 def test_a_member_in_shards_equals_one_on_a_device(
-    members, devices, shards, at_once, tmp_path
+    which, shards, at_once, kind, tmp_path
 ):
-    trainer, state = begin(divided_trainer(members, devices, shards, at_once=at_once))
-    together = dict(at_once=at_once)  # on CPUs it adds loops of its own
-    whole, start = begin(divided_trainer(members, devices // shards, 1, **together))
+    make = functools.partial(full_trainer, which, at_once=at_once, chunk=8, **kind)
+    trainer, state = begin(make(devices=8, shards=shards))
+    # At once on CPUs adds loops of its own.
+    whole, start = begin(make(devices=8 // shards))
     assert trainer.layout == whole.layout
     (frozen,), weights = trainer._frozen, state.params.heads.weight
     assert [*weights.sharding.spec[1:]] == [None, "shards"]  # the longest axis
@@ -1978,57 +2007,6 @@ def test_a_batch_may_come_from_any_devices(per_member):
     assert leaves_equal(ends[0], ends[1]) and leaves_equal(ends[0], ends[2])
 
 
-# The members' hyperparameters; each of the user's functions uses one or more.  The
-# spread is the scale of the initial weights.
-OWN = "spread", "decay", "rate", "temperature"
-Own = NamedTuple("Own", [(name, float) for name in OWN])
-
-
-HYPER = Own(*np.float32(np.random.default_rng(5).uniform(0.1, 0.9, size=(4, 10))))
-
-
-@functools.cache
-def full_trainer(which, devices, at_once=1, *, statistics=False, **options):
-    """Make a trainer of some members of HYPER, with every option of a trainer.
-
-    Every function uses the member's own numbers.  Some of the second member's batches
-    make its loss nan.  The network has dropout or batch statistics.
-    """
-    norm, stats = pe.batch_norm_init(6)
-
-    def forward(params, stats, images, key=None):
-        x = images.reshape(len(images), -1) / 255
-        x = jax.nn.relu(pe.dense(params.hidden, x))
-        if statistics:
-            x, stats = pe.batch_norm(norm, stats, x, training=key is not None)
-        else:
-            x = pe.dropout(key, x)
-        return pe.dense(params.dense, x), stats
-
-    def init(key, h):
-        params = jax.tree.map(lambda x: h.spread * x, net_init(key))
-        return params, stats if statistics else ()
-
-    def loss_fn(params, stats, key, images, labels, h):
-        logits, stats = forward(params, stats, images, key)
-        penalty = h.decay * sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
-        spoiled = (h.rate == HYPER.rate[1]) & (images[:, 0, 0, 0] > 250)
-        losses = jnp.where(spoiled, jnp.nan, cross_entropy(logits, labels) + penalty)
-        return losses.mean(), (stats, {"penalty": penalty, "label": labels.mean()})
-
-    def apply_fn(params, stats, inputs, h):
-        logits, _ = forward(params, stats, inputs["images"])
-        return logits / h.temperature * inputs["scale"][:, None]
-
-    def optimizer(h):
-        return pe.sgd(pe.cosine_schedule(0.1 * h.rate, 20), momentum=h.rate)
-
-    options |= dict(hyper=jax.tree.map(lambda x: x[[*which]], HYPER), devices=devices)
-    options |= dict(members=len(which), at_once=at_once, apply_fn=apply_fn, chunk=4)
-    options |= dict(stateful=True, has_aux=True, skip_nonfinite=True)
-    return pe.make_trainer(init, loss_fn, optimizer, **options)
-
-
 # Member 1 takes its steps in these places: the other members, devices, at_once, the
 # number of steps (1 is by `update`), and whether each member has rows of its own.
 PLACES = [
@@ -2127,40 +2105,19 @@ def test_at_once_is_the_number_of_members_in_one_vmap(at_once, together):
 
 @cases("members, devices, at_once", (4, 2, 2), (2, 4, 1))
 def test_frozen_arrays_are_copied_shared_and_not_trained(members, devices, at_once):
-    frozen = jax.tree.map(aligned, jax.device_get(net_init(jax.random.key(9)).hidden))
-    closed_over = jax.tree.map(np.array, frozen)
-
-    def full(params, backbone):
-        return Net(backbone, params)
-
-    def make(**more):
-        def backbone(rest):
-            return rest[-1] if more else closed_over
-
-        def loss_fn(params, images, labels, h, *rest):
-            return net_loss(full(params, backbone(rest)), images, labels) + 0 * h
-
-        def init(key, h, *rest):
-            weight, bias = backbone(rest)
-            head = pe.Dense(weight[:6, :4], bias[:4])
-            return jax.tree.map(jnp.add, pe.dense_init(key, 6, 4), head)
-
-        options = dict(members=members, devices=devices, at_once=at_once, **more)
-        options |= dict(hyper=np.float32(np.linspace(0.1, 0.4, members)), chunk=2)
-        options["apply_fn"] = lambda p, x, h, *rest: net(full(p, backbone(rest)), x)
-        return pe.make_trainer(init, loss_fn, pe.sgd, **options)
-
-    ends, images = [], image_data()[0][:9]
-    trainers = make(frozen=frozen), make()
-    frozen.weight[:] = np.nan  # the trainer has a copy
+    frozen, ends, make = aligned(FROZEN), [], full_trainer.__wrapped__
+    options = dict(which=(0, 2, 3, 4)[:members], devices=devices, at_once=at_once)
+    trainers = [make(**options, frozen=each) for each in (frozen, None)]
+    frozen[:] = np.nan  # the trainer has a copy
+    inputs = {"images": image_data()[0][:9], "scale": randn(0, 9)}
     for trainer in trainers:
         state, losses = trainer.epoch(trainer.init(KEY), image_data(), orders(1)[0])
-        probs = trainer.predict_members(state, images)
+        probs = trainer.predict_members(state, inputs)
         gathered = trainer.gather(state)
         assert repr(trainer.like()) == repr(gathered)
         ends.append((losses, probs, gathered[:3]))
     assert_close(*ends)
-    given = ("init", KEY), ("update", *image_data()), ("predict", images)
+    given = ("init", KEY), ("update", *image_data()), ("predict", inputs)
     for args in (*given, ("epoch", image_data(), orders(1)[0])):
         assert not re.search("dense<[^>]{999}", trainers[0].lower(*args).as_text())
 
