@@ -2420,43 +2420,34 @@ def test_updates_keep_other_interrupt_handlers_and_run_in_threads(interrupts):
     assert signal.getsignal(signal.SIGINT) is second
 
 
-FAILING = """
-import jax, numpy as np, pjax_ensemble as pe
-jax.config.update("jax_num_cpu_devices", 2)
+def train_beside_a_program_that_fails():
+    def fail(_):
+        raise RuntimeError("a callback")
 
-def fail(_):
-    raise RuntimeError("a callback")
-
-def begin(fails):
-    def loss_fn(w, x):
-        loss = (w * x).mean()
-        if fails:
-            jax.debug.callback(fail, jax.lax.stop_gradient(loss))
+    def failing(*args):
+        loss = net_loss(*args)
+        jax.debug.callback(fail, jax.lax.stop_gradient(loss))
         return loss
-    init = lambda key: jax.random.normal(key, (3,))
-    trainer = pe.make_trainer(init, loss_fn, pe.sgd(0.1), members=1)
-    return trainer, trainer.init(jax.random.key(0))
 
-x, losses = np.ones((2, 3), np.float32), []
-for fails in (False, True):
-    other, state = begin(False)
-    if fails:
-        trainer, bad = begin(True)
-        for said in ("RuntimeError: a callback", "failed, with a saved one"):
-            try:
-                jax.block_until_ready(trainer.update(bad, x))
-            except Exception as error:
-                print(said in str(error))
-    for _ in range(2):
-        state, loss = other.update(state, x)
-        losses.append(loss.item())
-assert losses[:2] == losses[2:], losses
-"""
+    ends, (batch,) = [], net_batches(1)
+    for fails in False, True:
+        trainer, state = begin(net_trainer(1, 2))
+        if fails:
+            other, bad = begin(net_trainer(1, 2, failing))
+            for said in "RuntimeError: a callback", "failed, with a saved one":
+                with pytest.raises((RuntimeError, ValueError), match=said):
+                    jax.block_until_ready(other.update(bad, *batch))
+        for _ in range(2):
+            state, loss = trainer.update(state, *batch)
+        ends.append((loss, trainer.gather(state)))
+    assert leaves_equal(*ends)
+    print("intact")
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="JAX 0.5 fails by itself")
 def test_a_program_that_fails_leaves_other_programs_intact():
-    assert run_python(FAILING) == "True\nTrue\n"
+    code = f"import {__name__} as tests; tests.train_beside_a_program_that_fails()"
+    assert run_python(code) == "intact\n"  # a process of its own, since its end fails
 
 
 @cases("members, devices", *LAYOUTS[1:])
@@ -2808,99 +2799,94 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         assert "was consumed by an" in said_by(ValueError, call, state, *args)
 
 
-PROCESS = """
-import sys, warnings
-import jax, numpy as np
-index, count, local, port, folder = *map(int, sys.argv[1:5]), sys.argv[5]
-if count > 1:  # otherwise this runs in pytest's process, which has 8 devices
-    jax.config.update("jax_num_cpu_devices", local)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", count, index)
-import pjax_ensemble as pe
+def one_process(index, count, local, port, folder):
+    """Train as one of `count` processes with `local` devices each; save all results."""
+    if count > 1:  # otherwise this runs in pytest's process, which has 8 devices
+        jax.config.update("jax_num_cpu_devices", local)
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"localhost:{port}", count, index)
 
-def stateful_loss(params, model_state, key, xs, ys, rate):
-    xs = xs + 0.1 * rate * jax.random.normal(key, xs.shape)
-    return pe.softmax_cross_entropy(pe.dense(params, xs), ys).mean(), model_state
+    def init(key, *_):
+        return pe.dense_init(key, 6, 4)
 
-def scaled(params, _, inputs, rate):
-    return pe.dense(params, inputs["xs"]), inputs["xs"][:, 0] * rate
+    def same(_):
+        return init(jax.random.key(0))
 
-rng = np.random.default_rng(0)
-xs, ys = rng.normal(size=(48, 6)).astype(np.float32), rng.integers(4, size=48)
-found = {}
-pe._WHOLE = 1
-layouts = [(1, 1), (5, 1)]  # replicas, and members that each have their own order
-if jax.__version_info__ >= (0, 8):
-    layouts.append((2, 4))  # a member in both processes
-for members, shards in layouts:
-    trainer = pe.make_trainer(lambda key, rate: (pe.dense_init(key, 6, 4), ()),
-        stateful_loss, pe.sgd, members=members, stateful=True, chunk=5, apply_fn=scaled,
-        output=None, devices=count * local, hyper=np.linspace(0.1, 0.5, members),
-        shards=shards)
-    order = pe.epoch_order(48, 12, members=members if members > 1 else None)
-    state = trainer.init(jax.random.key(1))
-    state, found[f"{members} losses"] = trainer.epoch(state, (xs, ys), order)
-    if members == 1:
-        text = trainer.lower("update", xs, ys).as_text()
-        found["1 program"] = np.frombuffer(text.encode(), np.uint8)
+    def loss_fn(params, xs, ys):
+        return pe.softmax_cross_entropy(pe.dense(params, xs), ys).mean()
+
+    def noisy_loss(params, model_state, key, xs, ys, rate):
+        xs = xs + 0.1 * rate * jax.random.normal(key, xs.shape)
+        return loss_fn(params, xs, ys), model_state
+
+    def scaled(params, _, inputs, rate):
+        return pe.dense(params, inputs["xs"]), inputs["xs"][:, 0] * rate
+
+    rng, found, pe._WHOLE = np.random.default_rng(0), {}, 1
+    xs, ys = rng.normal(size=(48, 6)).astype(np.float32), rng.integers(4, size=48)
+    layouts = [(1, 1), (5, 1)]  # replicas, and members that each have their own order
+    if jax.__version_info__ >= (0, 8):
+        layouts.append((2, 4))  # a member in both processes
+    on_all = functools.partial(pe.make_trainer, devices=count * local)
+    for members, shards in layouts:
+        options = dict(members=members, shards=shards, stateful=True, output=None)
+        options |= dict(chunk=5, apply_fn=scaled, hyper=np.linspace(0.1, 0.5, members))
+        trainer = on_all(lambda *args: (init(*args), ()), noisy_loss, pe.sgd, **options)
+        order = pe.epoch_order(48, 12, members=members if members > 1 else None)
+        state = trainer.init(jax.random.key(1))
+        state, found[f"{members} losses"] = trainer.epoch(state, (xs, ys), order)
+        if members == 1:
+            text = trainer.lower("update", xs, ys).as_text()
+            found["1 program"] = np.frombuffer(text.encode(), np.uint8)
+        assert state.params.weight.is_fully_addressable == (count == 1)
+        gathered = trainer.gather(state)
+        again = trainer.gather(trainer.scatter(gathered))
+        assert jax.tree.all(jax.tree.map(np.array_equal, gathered[:3], again[:3]))
+        found[f"{members} params"] = gathered.params.weight
+        for name in "predict", "predict_members":
+            logits, rates = getattr(trainer, name)(state, {"xs": xs})
+            found[f"{members} {name}"] = np.append(logits, rates[..., None], axis=-1)
+
+    optimizer = pe.sgd(0.1)
+    plain = on_all(same, loss_fn, optimizer, members=2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _, found["losses"] = plain.update(plain.init(jax.random.key(1)), xs, ys)
+    assert any("equal weights" in str(each.message) for each in told)
+
+    if len(layouts) > 2:  # a state of a trainer whose members have other shards
+        both = [on_all(init, loss_fn, optimizer, members=4, shards=n) for n in (1, 2)]
+        for theirs, ours in both, both[::-1]:
+            state, _ = ours.update(theirs.init(jax.random.key(2)), xs, ys)
+            found[f"into {ours.shards} shards"] = ours.gather(state).params.weight
+
+    update = pe.make_sync_update(loss_fn, optimizer)
+    one = pe.train_state(same(None), optimizer)
+    state, mine = pe.replicate(one, local), np.split(np.arange(48), count)[index]
+    for _ in range(3):
+        state, _ = update(state, *pe.split((xs[mine], ys[mine]), local))
+    found["sync update"] = np.asarray(pe.unreplicate(state.params).weight)
+    keys = jax.random.split(jax.random.key(5), local)  # equal in every process
+    state, said = pe.replicate(one, local)._replace(key=keys), ""
     try:
-        np.asarray(jax.tree.leaves(state.params)[0])
-        assert count == 1
-    except RuntimeError:  # each process has a part of it
-        assert count > 1
-    gathered = trainer.gather(state)
-    assert jax.tree.all(jax.tree.map(np.array_equal, gathered._replace(key=0),
-        trainer.gather(trainer.scatter(gathered))._replace(key=0)))
-    found[f"{members} params"] = gathered.params.weight
-    for name in "predict", "predict_members":
-        logits, rates = getattr(trainer, name)(state, {"xs": xs})
-        found[f"{members} {name}"] = np.append(logits, rates[..., None], axis=-1)
-
-def plain_loss(params, xs, ys):
-    return pe.softmax_cross_entropy(pe.dense(params, xs), ys).mean()
-
-optimizer, same = pe.sgd(0.1), pe.dense_init(jax.random.key(0), 6, 4)
-plain = pe.make_trainer(lambda key: same, plain_loss, optimizer, members=2,
-    devices=count * local)
-with warnings.catch_warnings(record=True) as told:
-    warnings.simplefilter("always")
-    _, found["losses"] = plain.update(plain.init(jax.random.key(1)), xs, ys)
-assert any("equal weights" in str(each.message) for each in told)
-
-if len(layouts) > 2:  # a state of a trainer whose members have other shards
-    both = [pe.make_trainer(lambda key: pe.dense_init(key, 6, 4), plain_loss, optimizer,
-        members=4, devices=count * local, shards=shards) for shards in (1, 2)]
-    for theirs, ours in both, both[::-1]:
-        state, _ = ours.update(theirs.init(jax.random.key(2)), xs, ys)
-        found[f"into {ours.shards} shards"] = ours.gather(state).params.weight
-
-update = pe.make_sync_update(plain_loss, optimizer)
-one = pe.train_state(same, optimizer)
-state = pe.replicate(one, local)
-mine = np.split(np.arange(48), count)[index]
-for _ in range(3):
-    state, loss = update(state, *pe.split((xs[mine], ys[mine]), local))
-found["sync update"] = np.asarray(pe.unreplicate(state.params).weight)
-keys = jax.random.split(jax.random.key(5), local)  # equal in every process
-state = pe.replicate(one, local)._replace(key=keys)
-update = pe.make_ensemble_update(plain_loss, optimizer)
-said = ""
-try:
-    update(state, *pe.replicate((xs, ys), local))
-except ValueError as error:
-    said = str(error)
-found["equal keys"] = f"members 0 and {local} have equal keys" in said
-np.savez(f"{folder}/{count} {index}.npz", **found)
-"""
+        pe.make_ensemble_update(loss_fn, optimizer)(
+            state, *pe.replicate((xs, ys), local)
+        )
+    except ValueError as error:
+        said = str(error)
+    found["equal keys"] = f"members 0 and {local} have equal keys" in said
+    np.savez(f"{folder}/{count} {index}.npz", **found)
 
 
 @linux
 def test_two_processes_equal_one_with_as_many_devices(tmp_path):
-    port = free_port()
-    runs = [start_python(PROCESS, i, 2, 2, port, tmp_path) for i in range(2)]
-    argv = mock.patch.object(sys, "argv", ["", "0", "1", "4", "0", str(tmp_path)])
-    with argv, mock.patch.object(pe, "_WHOLE", 1):
-        exec(PROCESS, {})
+    code = "import functools, jax, warnings, numpy as np, pjax_ensemble as pe\n"
+    code += inspect.getsource(one_process)
+    port, folder = free_port(), str(tmp_path)
+    calls = [f"one_process({i}, 2, 2, {port}, {folder!r})" for i in range(2)]
+    runs = [start_python(code + call) for call in calls]
+    with mock.patch.object(pe, "_WHOLE", 1):
+        one_process(0, 1, 4, port, folder)
     for run in runs:
         _, errors = run.communicate(timeout=300)
         assert run.returncode == 0, errors
