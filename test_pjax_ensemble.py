@@ -744,7 +744,7 @@ def net_init(key):
 
 
 def net(params, images):  # uint8
-    x = images.reshape(len(images), -1).astype(jnp.float32) / 255
+    x = images.reshape(len(images), -1).astype(float) / 255
     return pe.dense(params.dense, jax.nn.relu(pe.dense(params.hidden, x)))
 
 
@@ -975,21 +975,18 @@ def test_sync_averages_over_replicas():
         new["large"] = model_state["large"]
         return params * x.mean(), (new, {"largest": x.max()})
 
-    optimizer, x = pe.sgd(1.0, momentum=0.0), np.arange(16.0).reshape(D, 2)
+    descend, x = pe.sgd(1.0, momentum=0.0), np.arange(16.0)
     model_state = {"mean": 0.0, "steps": jnp.int32(2**30), "constant": 0.5}
     model_state["large"] = jnp.float16(3e4)  # the replicas' sum would be inf
-    options = dict(model_state=model_state, key=jax.random.key(0))
-    state = pe.train_state(jnp.float32(2), optimizer, **options)
-    update = pe.make_sync_update(loss_fn, optimizer, has_aux=True, stateful=True)
-    state, (loss, aux) = update(pe.replicate(state), x)
-    assert_allclose(loss, np.full(D, 2 * x.mean()))
-    assert_allclose(aux["largest"], np.full(D, np.arange(1, 16, 2).mean()))
-    assert_allclose(state.params, np.full(D, 2 - x.mean()))
-    assert_allclose(state.model_state["mean"], np.full(D, x.mean()))
-    assert_array_equal(state.model_state["steps"], np.full(D, 2**30 + 1))
-    kinds = [state.model_state[name].dtype.name for name in ("steps", "large")]
+    first = numbers(keys_of(0, 1), optimizer=descend, model_state=model_state)
+    options = dict(has_aux=True, stateful=True)
+    end, ((loss, aux),) = train(WAYS[0], loss_fn, first, [(x,)], descend, **options)
+    assert_allclose((loss, end.params), ([x.mean()], [1 - x.mean()]))
+    assert_allclose(aux["largest"], np.arange(1, 16, 2).mean())
+    new = {"mean": x.mean(), "steps": 2**30 + 1, "constant": 0.5, "large": 3e4}
+    assert jax.tree.map(np.ndarray.item, end.model_state) == new
+    kinds = [end.model_state[name].dtype.name for name in ("steps", "large")]
     assert kinds == ["int32", "float16"]
-    assert_array_equal(state.model_state["large"], np.full(D, 3e4, np.float16))
 
 
 @every_way
@@ -1145,8 +1142,8 @@ def product(params, x):
     return jnp.mean(params * x)
 
 
-def numbers(keys):
-    return members_state(keys, lambda key: jnp.float32(1))
+def numbers(keys, **options):
+    return members_state(keys, lambda key: jnp.float32(1), **options)
 
 
 def equal_keys(style):
@@ -1227,10 +1224,15 @@ def norm_loss(forward):
     return loss_fn
 
 
-def norm_batch(step):
+def norm_batch(count):
     # Rows differ between devices, so a part's statistics are not the batch's.
-    xs = randn(step, 48, 2, 3) + np.arange(48)[:, None, None]
-    return xs, randn(100 + step, 48, 2, 5)
+    xs = randn(0, 48, 2, 3) + np.arange(48)[:, None, None]
+    return xs[:count], randn(100, 48, 2, 5)[:count]
+
+
+def norm_members(keys):
+    stats = pe.batch_norm_init(5)[1]
+    return members_state(keys, lambda key: norm_init(key)[0], model_state=stats)
 
 
 def test_replica_mean_makes_floats_and_changes_nothing_else_outside_of_a_step():
@@ -1259,14 +1261,11 @@ KEEPING = {"jit": jax.jit, "checkpoint": jax.checkpoint, "scan": by_scan}
 
 def test_a_cached_trace_is_not_reused_for_another_number_of_replicas():
     forward = jax.jit(norm_forward)  # the trainers share this function's cached trace
-
-    key, (params, stats) = jax.random.key(0), norm_init(jax.random.key(0))
-    forward(params, stats, norm_batch(0)[0][:6])
+    forward(*norm_init(KEY), norm_batch(6)[0])
     ways = [Way("ensemble", D, D), *(Way("trainer", n, D) for n in (1, 2, 4))]
     for way in [*ways, Way("sync", 1, D)]:  # six examples on each device
-        batch = [x[: 6 * pe.layout(*way[1:]).replicas] for x in norm_batch(0)]
-        keys = jax.random.split(key, way.members)
-        first = members_state(keys, lambda key: norm_init(key)[0], model_state=stats)
+        batch = norm_batch(6 * pe.layout(*way[1:]).replicas)
+        first = norm_members(keys_of(0, way.members))
         losses = [norm_loss(f) for f in (forward, norm_forward)]
         assert_close(*[train(way, f, first, [batch], stateful=True)[1] for f in losses])
 
@@ -1279,7 +1278,7 @@ KEPT += ("checkpoint", "init", 2, 4), ("scan", "by hand", 1, 2)
 def test_only_training_averages_whatever_came_before(
     keep, earlier, members, devices, monkeypatch
 ):
-    xs, ys = (x[:12] for x in norm_batch(0))
+    xs, ys = norm_batch(12)
     # Predicting takes statistics of a chunk.
     monkeypatch.setattr(pe, "_near", lambda *_, like: True)
 
@@ -1304,11 +1303,8 @@ def test_only_training_averages_whatever_came_before(
         state = trainer.init(jax.random.key(0))
         before = trainer.predict(state, xs) if earlier == "predict" else ()
         if earlier == "by hand":
-            params, stats = norm_init(KEY)
-            first = pe.train_state(params, SGD, model_state=stats, key=KEY)
-            update = sync(norm_loss(forward), SGD, stateful=True)
-            first, batch = pe.replicate(first, devices), pe.split((xs, ys), devices)
-            _, before = update(first, *batch)
+            way, first = Way("sync", 1, devices), norm_members([KEY])
+            before = train(way, norm_loss(forward), first, [(xs, ys)], stateful=True)[1]
         state, losses = trainer.update(state, xs, ys)
         return before, losses, trainer.predict(state, xs)
 
@@ -1446,32 +1442,25 @@ def test_init_makes_member_i_from_the_key_and_i_alone():
     assert leaves_equal(member(ends[0].params, 3), jax.jit(net_init)(init_key))
 
 
-@functools.cache
-def line_trainer(members):
-    def init(key):
-        return {"w": jax.random.normal(key, ()), "b": jnp.zeros(())}
-
-    def loss_fn(params, xs, ys):
-        return jnp.mean((params["w"] * xs + params["b"] - ys) ** 2)
-
-    return pe.make_trainer(init, loss_fn, pe.adam(0.01), members=members, devices=1)
-
-
-LINE = randn(0, 96), randn(1, 96)
+LINE = dict(
+    init_fn=lambda key: {"w": jax.random.normal(key, ()), "b": jnp.zeros(())},
+    loss_fn=lambda p, xs, ys: jnp.mean((p["w"] * xs + p["b"] - ys) ** 2),
+    optimizer=pe.adam(0.01),
+)
 
 
 @pytest.mark.skipif(jax.__version_info__[:2] == (0, 10), reason="needs no such loop")
 @pytest.mark.usefixtures("optimized")  # otherwise nothing is fused
 @cases(
-    "make, data",  # without the step's branch, they round otherwise on AVX2:
-    (lambda k: net_trainer(k, 1, optimizer=optax.nadam(0.01)), image_data()),  # 0.5.0
-    (line_trainer, LINE),  # JAX 0.12
+    "options, data",  # without the step's branch, they round otherwise on AVX2:
+    (dict(optimizer=optax.nadam(0.01)), image_data()),  # JAX 0.5.0
+    (LINE, (randn(0, 96), randn(1, 96))),  # JAX 0.12
 )
-def test_an_optimizer_rounds_alike_for_a_member_alone_and_beside_another(make, data):
+def test_an_optimizer_rounds_alike_for_a_member_alone_and_beside_another(options, data):
     ends = []
     order = np.random.default_rng(0).integers(len(data[0]), size=(200, 24))
     for members in 1, 2:
-        trainer, state = begin(make(members), seed=5)
+        trainer, state = begin(net_trainer(members, 1, **options), seed=5)
         state, losses = trainer.epoch(state, data, order)
         ends.append(member((losses, trainer.gather(state)[:2]), 0))
     assert leaves_equal(*ends)
@@ -1570,14 +1559,17 @@ def test_lower_takes_shapes_alone_and_moves_no_data():
     assert "which cannot run; use T" in said_by(ValueError, trainer.init, KEY)
 
 
-class Frame:
-    """Make as much of an array as a frame does: it has a shape and converts itself."""
+class Labelled(np.lib.mixins.NDArrayOperatorsMixin):
+    """An array sliced by labels, as a pandas Series (below 3) with a float index is."""
 
-    def __init__(self, array):
-        self.array, self.shape = array, array.shape
+    def __init__(self, x):
+        self.x, self.shape = x, x.shape
 
     def __array__(self, dtype=None, copy=None):
-        return self.array if dtype is None else self.array.astype(dtype)
+        return self.x
+
+    def __getitem__(self, rows):
+        return Labelled(self.x[:0])
 
 
 def test_lower_takes_arguments_as_the_method_does():
@@ -1591,10 +1583,10 @@ def test_lower_takes_arguments_as_the_method_does():
     def text(*args, **named):
         return trainer.lower(*args, **named).as_text()
 
-    frame = Frame(images)
+    frame = Labelled(images)
     assert text("update", frame, keys) == text("update", images, keys)
     data = images, keys
-    assert text("epoch", order=Frame(order), data=data) == text("epoch", data, order)
+    assert text("epoch", order=Labelled(order), data=data) == text("epoch", data, order)
     assert text("predict", inputs=frame) == text("predict", images)
     assert text("init", key=KEY) == text("init", KEY)
 
@@ -2301,19 +2293,6 @@ def test_a_state_on_the_host_or_another_device_is_placed():
     sync(net_loss, SGD)(jax.tree.map(np.asarray, one_net()), *pe.split(batch))
 
 
-class Labelled(np.lib.mixins.NDArrayOperatorsMixin):
-    """An array sliced by labels, as a pandas Series (below 3) with a float index is."""
-
-    def __init__(self, x):
-        self.x, self.shape = x, x.shape
-
-    def __array__(self, dtype=None, copy=None):
-        return self.x
-
-    def __getitem__(self, rows):
-        return Labelled(self.x[:0])
-
-
 def foreign(images, labels):  # their byte order is foreign, too
     return Labelled(images.astype(">u2")), labels.astype(labels.dtype.newbyteorder())
 
@@ -2475,20 +2454,12 @@ def test_a_mesh_that_is_set_for_the_whole_program_changes_nothing():
 @cases("members, devices", *LAYOUTS[1:])
 def test_a_stateful_loss_needs_no_type_promotion(members, devices):
     with enable_x64(True), jax.numpy_dtype_promotion("strict"):
-
-        def init(key):
-            return jax.random.normal(key, (3,)), jnp.zeros((), int)
-
-        def loss_fn(w, count, key, x):
-            noise = jax.random.normal(key)
-            return jnp.square(x @ w).mean() + noise * w.sum(), count + 1
-
-        options = dict(members=members, devices=devices, stateful=True)
-        trainer, state = begin(pe.make_trainer(init, loss_fn, pe.adam(0.1), **options))
-        trainer.lower("update", np.ones((8, 3)))
-        state, losses = trainer.epoch(state, (np.ones((8, 3)),), np.arange(8)[None])
+        made = net_trainer.__wrapped__(members, devices, **NOISY)
+        (trainer, state), (batch,) = begin(made), net_batches(1)
+        trainer.lower("update", *batch)
+        state, losses = trainer.epoch(state, batch, np.arange(8)[None])
         ended = trainer.gather(state)
-        assert losses.dtype == ended.params.dtype == float
+        assert losses.dtype == ended.params.dense.weight.dtype == float
         assert ended.model_state.tolist() == [1] * members
 
 
@@ -2569,10 +2540,8 @@ def begin_stateful(model_state, advance, **options):
 
 
 def test_gather_leaves_no_copy_on_the_host():
-    def init(key):
-        return jax.random.normal(key, (2**16,))  # 256 KiB per member
-
-    trainer, state = begin(pe.make_trainer(init, None, SGD, members=4, devices=2))
+    init = functools.partial(jax.random.normal, shape=(2**16,))  # 256 KiB per member
+    trainer, state = begin(net_trainer(4, 2, init_fn=init))
     tracemalloc.start()
     try:
         trainer.gather(state)
@@ -3039,19 +3008,17 @@ def test_a_tree_comes_back_bit_by_bit_and_gives_the_same_file(tmp_path, tree):
     assert again.read_bytes() == path.read_bytes()
 
 
-class Tensor:
+class Tensor(Labelled):
     """An array of another library that has its own types, like PyTorch."""
 
-    dtype, shape = "torch.float32", (2, 3)
-
-    def __array__(self, dtype=None, copy=None):
-        return np.ones(self.shape, np.float32)
+    dtype = "torch.float32"
 
 
 def test_tensors_of_other_libraries_are_taken_and_saved_as_arrays(tmp_path):
-    assert pe.split(Tensor(), 2).shape == (2, 1, 3) and pe.merge(Tensor()).shape == (6,)
-    pe.save(tmp_path / "x", [Tensor()])
-    assert_same_leaves(pe.load(tmp_path / "x", [Tensor()]), [np.asarray(Tensor())])
+    tensor = Tensor(A)
+    assert pe.split(tensor, 2).shape == (2, 1, 3) and pe.merge(tensor).shape == (6,)
+    pe.save(tmp_path / "x", [tensor])
+    assert_same_leaves(pe.load(tmp_path / "x", [tensor]), [A])
 
 
 def test_safetensors_reads_a_checkpoint(tmp_path):
