@@ -1297,10 +1297,9 @@ def test_only_training_averages_whatever_came_before(
         def apply_fn(params, stats, xs):
             return forward(params, stats, xs)[0]
 
-        options = dict(members=members, devices=devices, apply_fn=apply_fn, chunk=6)
-        options |= dict(stateful=True, output=None)
-        trainer = pe.make_trainer(init, norm_loss(forward), SGD, **options)
-        state = trainer.init(jax.random.key(0))
+        options = dict(init_fn=init, apply_fn=apply_fn, chunk=6, output=None)
+        options |= dict(loss_fn=norm_loss(forward), stateful=True)
+        trainer, state = begin(net_trainer(members, devices, **options))
         before = trainer.predict(state, xs) if earlier == "predict" else ()
         if earlier == "by hand":
             way, first = Way("sync", 1, devices), norm_members([KEY])
@@ -1487,8 +1486,7 @@ def test_effects_of_a_rewritten_function_happen_once_per_member_and_step():
 
     seen, data = [], (image_data()[0], np.arange(NUM_IMAGES) % 4)
     init = functools.partial(jax.random.normal, shape=(4, 1, 3, 3))
-    made = pe.make_trainer(init, loss_fn, SGD, members=3, devices=1, at_once=2)
-    trainer, state = begin(made)
+    trainer, state = begin(net_trainer(3, 1, loss_fn, init_fn=init, at_once=2))
     order = np.arange(12).reshape(3, 2, 2)  # two members are together, one is alone
     state, _ = trainer.epoch(state, data, order)
     jax.block_until_ready(state.params)
@@ -1603,18 +1601,15 @@ def test_latest_is_none_from_init_and_scatter_on():
 
 def test_hyper_may_hold_random_keys_beside_a_plain_optimizer():
     def loss_fn(params, images, labels, h):
-        key = h["key"] if trainer is plain else jax.random.wrap_key_data(h["key"])
+        key = h["key"] if h["key"].ndim == 0 else jax.random.wrap_key_data(h["key"])
         return net_loss(params, images, labels) * jax.random.uniform(key)
 
     keys, losses = jax.random.split(jax.random.key(5), 3), []
-    options = dict(members=3, devices=2, loss_fn=loss_fn, apply_fn=None)
-    hyper = {"key": keys, "unused": np.ones(3)}
-    init = dict(init_fn=lambda key, h: net_init(key))
-    plain = pe.make_trainer(**init, **options, optimizer=SGD, hyper=hyper)
-    hyper = hyper | {"key": jax.random.key_data(keys)}
-    made = dict(optimizer=lambda h: SGD, hyper=hyper)
-    for trainer in plain, pe.make_trainer(**init, **options, **made):
-        state = trainer.init(KEY)
+    options = dict(init_fn=lambda key, h: net_init(key), apply_fn=None)
+    for optimizer, used in (SGD, keys), (lambda h: SGD, jax.random.key_data(keys)):
+        options["hyper"] = {"key": used, "unused": np.ones(3)}
+        made = net_trainer.__wrapped__(3, 2, loss_fn, optimizer, **options)
+        trainer, state = begin(made)
         for batch in net_batches(2):
             state, loss = trainer.update(state, *batch)
         losses.append(loss)
@@ -1917,8 +1912,8 @@ def test_outputs_that_depend_on_other_examples_are_refused(members, devices):
     images = randn(0, 17, 64)  # more than a chunk for some of the replicas
 
     def predict(count, apply_fn):
-        how = dict(members=members, devices=devices, chunk=8, apply_fn=apply_fn)
-        trainer, state = begin(net_trainer(**how))
+        made = net_trainer(members, devices, apply_fn=apply_fn, chunk=8)
+        trainer, state = begin(made)
         trainer.predict(state, images[:1])
         trainer.predict(state, images[:count])
 
@@ -1950,9 +1945,8 @@ def tree_apply(params, inputs):  # tokens [B, 5], position [B, 2], keys [B]
 @pytest.mark.filterwarnings("error")  # such as JAX's when it truncates int64
 @every_layout
 def test_predictions_are_any_tree_of_any_tree(members, devices):
-    options = dict(members=members, devices=devices, apply_fn=tree_apply, output=None)
-    made = pe.make_trainer(tree_init, net_loss, SGD, chunk=3, **options)
-    trainer, state = begin(made)
+    options = dict(init_fn=tree_init, apply_fn=tree_apply, output=None, chunk=3)
+    trainer, state = begin(net_trainer(members, devices, **options))
     params, rng = trainer.gather(state).params, np.random.default_rng(0)
     for count in (1, 13):
         inputs = {"position": randn(1, count, 2), "keys": keys_of(2, count)}
@@ -2127,8 +2121,7 @@ def test_members_that_share_a_device_are_in_memory_once(optimized, method, at_on
     memory, x = [], randn(0, 4, 128)
     given = {"update": (x,), "epoch": ((x,), np.arange(4)[None])}[method]
     for members in at_once, 8:
-        options = dict(members=members, devices=1, at_once=at_once)
-        trainer = pe.make_trainer(init, loss_fn, SGD, **options)
+        trainer = net_trainer(members, 1, loss_fn, init_fn=init, at_once=at_once)
         memory.append(trainer.lower(method, *given).compile().memory_analysis())
     state = trainer.like()
     one = sum(4 * x.size for x in jax.tree.leaves(state[:2])) // 8
@@ -2213,7 +2206,7 @@ def test_members_of_other_shapes_or_names_enter_no_trainer():
         return Net(pe.dense_init(key, 64, 7), pe.dense_init(key, 7, 4))
 
     trainer, data = net_trainer(2, 2), image_data()
-    other, state = begin(pe.make_trainer(wider, net_loss, SGD, members=2, devices=2))
+    other, state = begin(net_trainer(2, 2, init_fn=wider))
     message = r"trainer: leaf '.params.hidden.weight' is.*\[64, 7\]; exp.* 6\]"
     for call, *args in uses(trainer):
         assert re.search(message, said_by(ValueError, call, state, *args))
@@ -2260,13 +2253,12 @@ def test_functions_may_call_back_to_the_host(members, devices):
         return jax.pure_callback(double, x, x, vmap_method="expand_dims")
 
     def run(double):
-        functions = (
-            lambda key: double(jax.random.normal(key, (3,))),
-            lambda w, x: (double(x * 1.0).mean() * w).sum(),
+        options = dict(
+            init_fn=lambda key: double(jax.random.normal(key, (3,))),
+            loss_fn=lambda w, x: (double(x * 1.0).mean() * w).sum(),
+            apply_fn=lambda w, x: double(x * w.sum()),
         )
-        options = dict(members=members, devices=devices, output=None)
-        options["apply_fn"] = lambda w, x: double(x * w.sum())
-        trainer, state = begin(pe.make_trainer(*functions, SGD, **options))
+        trainer, state = begin(net_trainer(members, devices, output=None, **options))
         state, _ = trainer.update(state, np.arange(8))
         return trainer.predict_members(state, np.arange(3)), trainer.gather(state)
 
@@ -2534,9 +2526,8 @@ def begin_stateful(model_state, advance, **options):
     def loss_fn(params, state, key, images, labels):
         return net_loss(params, images, labels), advance(state, labels)
 
-    options |= dict(members=2, stateful=True)
-    functions = (lambda key: (net_init(key), model_state)), loss_fn
-    return begin(pe.make_trainer(*functions, SGD, **options))
+    options |= dict(init_fn=lambda key: (net_init(key), model_state), stateful=True)
+    return begin(net_trainer(2, loss_fn=loss_fn, **options))
 
 
 def test_gather_leaves_no_copy_on_the_host():
@@ -2628,8 +2619,8 @@ def test_microbatches_are_chosen_by_platform_and_batch(monkeypatch):
             loss = jnp.mean(params * rest[-1])
             return (loss, loss) if options.keys() & {"has_aux", "stateful"} else loss
 
-        make = functools.partial(pe.make_trainer, members=1, devices=1, **options)
-        trainer = make(lambda _: made, loss_fn, SGD)
+        options["init_fn"] = lambda _: made
+        trainer = net_trainer.__wrapped__(1, 1, loss_fn, **options)
         for size in rows:
             trainer.lower("update", np.ones((size, 1)))
         return seen
@@ -2647,14 +2638,13 @@ def test_microbatches_are_chosen_by_platform_and_batch(monkeypatch):
     assert other._places.absent and other._member.microbatch is None
 
 
-def initializing(init_fn=net_init, key=KEY, **options):
-    made = functools.partial(pe.make_trainer, init_fn, net_loss, SGD, members=2)
-    return lambda: made(**options).init(key)
-
-
 def making(**options):
     # The cache cannot hold unhashable options.
     return lambda: net_trainer.__wrapped__(**(dict(members=2) | options))
+
+
+def initializing(init_fn=net_init, key=KEY, **options):
+    return lambda: making(init_fn=init_fn, **options)().init(key)
 
 
 test_make_trainer_refuses_options_that_do_not_fit = refuses(
