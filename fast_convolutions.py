@@ -1,12 +1,13 @@
 # Copyright (c) 2026 The pjax_ensemble authors.  SPDX-License-Identifier: MIT
 """Make the convolutions of any JAX function fast on CPUs.
 
-`fast(f)` computes as f does, and its convolutions take forms that XLA computes fast on
-a CPU.  Put it between `jax.jit` and a whole training step, gradients included, of any
-library.  It changes nothing on other platforms.
+`jit(step)` takes the place of `jax.jit(step)`, for a whole training step, gradients
+included, of any library: its convolutions take forms that XLA computes fast on a CPU.
+`fast` does so between `jax.jit` and a step.  On GPUs, each convolution of a `vmap` over
+kernels becomes a call of its own; nothing else changes on other platforms.
 
     import jax, jax.numpy as jnp
-    from fast_convolutions import fast
+    import fast_convolutions as fc
 
     def loss_fn(kernel, images):
         names = "NHWC", "HWIO", "NHWC"
@@ -18,7 +19,7 @@ library.  It changes nothing on other platforms.
     def step(kernel, images):
         return kernel - 0.1 * jax.grad(loss_fn)(kernel, images)
 
-    step = jax.jit(fast(step))
+    step = fc.jit(step)
     kernel = step(jnp.ones((3, 3, 8, 16)), jnp.ones((32, 28, 28, 8)))
 
 These letters are used everywhere:
@@ -52,7 +53,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-__all__ = ["compiler_options", "rewrite", "fast"]
+__all__ = ["compiler_options", "rewrite", "fast", "jit"]
 
 
 def __dir__() -> list[str]:  # for completion: without the imported modules' names
@@ -460,9 +461,23 @@ def _convolve(lhs, rhs, *, onednn, dimension_numbers, **how):
             y = lax.optimization_barrier(y) if onednn else y  # as in `_multiply`
         return y.astype(made.dtype).transpose(np.argsort((b, *s, f)))
 
+    # Under `vmap` over kernels, JAX makes one convolution of groups, for which cuDNN is
+    # slow: each member's is a call of its own.
+    @jax.custom_batching.custom_vmap
+    def on_gpu(lhs, rhs):
+        return as_it_is(lhs, rhs)
+
+    @on_gpu.def_vmap
+    def apart(count, batched, lhs, rhs):
+        if not all(batched):
+            axes = [0 if each else None for each in batched]
+            return jax.vmap(as_it_is, axes)(lhs, rhs), True
+        return jnp.stack([on_gpu(lhs[i], rhs[i]) for i in range(count)]), True
+
     @jax.custom_jvp
     def convolve(lhs, rhs):
-        return lax.platform_dependent(lhs, rhs, cpu=on_cpu, default=as_it_is)
+        ways = dict(cpu=on_cpu, cuda=on_gpu, rocm=on_gpu, default=as_it_is)
+        return lax.platform_dependent(lhs, rhs, **ways)
 
     convolve.defjvp(_refuse)
     return convolve(lhs, rhs)
@@ -544,7 +559,7 @@ def rewrite(jaxpr: Any, options: dict | None = None) -> Any:
     if isinstance(x, core.JaxprEqn):
         if x.primitive.name in _PRODUCTS:
             return _replace(x, bool(options))
-        if params.get("name") in ("_convolve", "_multiply"):  # this one is done
+        if params.get("name") in ("_convolve", "_multiply"):  # it is done
             return x
     kinds = (core.Jaxpr, "eqns"), (core.ClosedJaxpr, "jaxpr"), (core.JaxprEqn, "params")
     name = next((name for kind, name in kinds if isinstance(x, kind)), None)
@@ -620,4 +635,27 @@ def fast(f: Callable, options: dict | None = None) -> Callable:
     def call(*args, **kwargs):
         return _release(run(*_hold((args, kwargs))))
 
+    return call
+
+
+def jit(f: Callable, **how: Any) -> Callable:
+    """Compile f with fast convolutions on CPUs, by oneDNN where that was tried.
+
+        step = fast_convolutions.jit(step, donate_argnums=0)
+
+    It is `jax.jit(fast(f, options), compiler_options=options, **how)`, with options for
+    JAX's default backend, which is asked for in the first call.  f is as in `fast`.
+    The result has the method `lower` of `jax.jit`.
+    """
+
+    @functools.cache
+    def compiled():
+        options = compiler_options()
+        return jax.jit(fast(f, options), compiler_options=options, **how)
+
+    @functools.wraps(f)
+    def call(*args, **kwargs):
+        return compiled()(*args, **kwargs)
+
+    vars(call)["lower"] = lambda *args, **kwargs: compiled().lower(*args, **kwargs)
     return call

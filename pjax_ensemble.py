@@ -1726,8 +1726,9 @@ class _Places:
 
 
 def _is_rbg(key: Any) -> bool:
-    """Return whether draws from a key, if there is one, change under `vmap`."""
-    return key is not None and "rbg" in str(jax.random.key_impl(key))
+    """Return whether draws from a key, or a key's form, change under `vmap`."""
+    kind = _kind(key) if _is_key(key) else jax.config.values["jax_default_prng_impl"]
+    return key is not None and "rbg" in kind
 
 
 def _check_draws(key: Any, at_once: int | None) -> None:
@@ -2092,6 +2093,7 @@ class Trainer:
     # What earlier calls made or found out, by
     #   (function, together)     its program, for so many members together
     #   (function, its input)    how many members are together: `_together`
+    #   ("any", "together")      the same, of the program made last
     #   ("sizes", inputs)        of chunks and blocks: `_sizes`
     #   ("independent", inputs)  True, if no example changes another
     _known: dict = dataclasses.field(init=False, default_factory=dict)
@@ -2201,12 +2203,12 @@ class Trainer:
         if self._places.platform == "cpu" or _is_rbg(getattr(args[0], "key", None)):
             return 1
         if f is None or self._places.absent:
-            return known.get("together", most)
+            return known.get(("any", "together"), most)
         if (key := (f.__name__, str(_form(args[1:])))) not in known:
             where, most = self._places.by_slot, 1 if f.__name__ == "init" else most
             while most > 1 and not _fits(self._mapped(f, most), args, where):
                 most = -(-most // 2)
-            known[key] = known["together"] = most
+            known[key] = known["any", "together"] = most
         return known[key]
 
     def _do(self, f, state, of_slot, of_all):

@@ -502,3 +502,55 @@ def test_with_onednn_products_of_float16_are_not_its_reference(no_cache):
     found = lowered.compile(compiler_options=options)
     assert re.search(r'f32\[256,256\].*"__onednn\$matmul"', found.as_text())
     assert (found(x, x) == 256).all()
+
+
+@pytest.mark.skipif(not TRIED, reason="this JAX has no oneDNN, or none that was tried")
+def test_activations_of_products_are_right_wherever_the_products_are(
+    no_cache, optimized
+):
+    """XLA puts silu(y) in the place of y for its other users too."""
+    x, w = randn(0, 256, 256), randn(1, 256, 256) / 16
+
+    def both(y):
+        return y, jax.nn.silu(y)
+
+    def chosen(x, w):  # for a platform, by its author
+        return jax.lax.platform_dependent(x, w, default=jnp.matmul)
+
+    def mapped(x, w):
+        return jax.vmap(jnp.matmul, (0, None))(x[None], w)[0]
+
+    def scanned(x, w):
+        return jax.lax.scan(lambda y, _: (y @ w, None), x, None, length=1)[0]
+
+    for multiply in jnp.matmul, chosen, mapped, scanned, jax.checkpoint(jnp.matmul):
+        found = fc.jit(lambda *args, f=multiply: both(f(*args)))(x, w)
+        assert_close(found, both(np.float64(x) @ w))
+
+
+def test_jit_is_fast_and_takes_the_arguments_of_jit():
+    def step(kernel, images, power):
+        """A step."""
+        return jax.grad(loss_fn)(kernel, images, power), power
+
+    with mock.patch.object(jax, "default_backend", side_effect=AssertionError):
+        fast = fc.jit(step, static_argnames="power")  # asks for no backend yet
+    assert fast.__doc__ == "A step." and is_fast(fast.lower(KERNEL, X, power=3))
+    gradient, power = fast(KERNEL, X, power=3)
+    assert power == 3
+    assert_close(gradient, jax.grad(loss_fn)(KERNEL, X, 3))
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="0.5 keeps all branches")
+def test_on_gpus_each_members_convolution_is_a_call_of_its_own():
+    both, grads = twice((KERNEL, X)), jax.grad(loss_fn, (0, 1))
+
+    def groups(f, axes, *args):
+        made = export.export(jax.jit(jax.vmap(f, axes)), platforms=["cuda"])(*args)
+        return re.findall(r"_group_count = (\d+)", made.mlir_module())
+
+    plain, apart = (groups(f, (0, 0), *both) for f in (grads, fc.fast(grads)))
+    assert len(plain) == 2 * 3 and len(apart) == 2 * 2 * 3
+    assert {*plain} == {"1", "2"} and {*apart} == {"1"}
+    shared = groups(fc.fast(dilated), (0, None), both[1], KERNEL)
+    assert shared == ["1", "1"]  # one call where the kernel is the same

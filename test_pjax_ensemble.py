@@ -1686,9 +1686,8 @@ def full_trainer(which, devices, at_once=1, *, statistics=False, **options):
         losses = jnp.where(spoiled, jnp.nan, cross_entropy(logits, labels) + penalty)
         return losses.mean(), (stats, {"penalty": penalty, "label": labels.mean()})
 
-    def apply_fn(params, stats, inputs, h, *rest):
-        logits, _ = forward(params, stats, inputs["images"], rest)
-        return logits / h.temperature * inputs["scale"][:, None]
+    def apply_fn(params, stats, images, h, *rest):
+        return forward(params, stats, images, rest)[0] / h.temperature
 
     def optimizer(h):
         return pe.sgd(pe.cosine_schedule(0.1 * h.rate, 20), momentum=h.rate)
@@ -1703,13 +1702,12 @@ def full_trainer(which, devices, at_once=1, *, statistics=False, **options):
 def take_steps(trainer, state):
     """Return all that a trainer's calls return, from a state on."""
     data, members = image_data(), trainer.layout.members
-    inputs = {"images": data[0][:37], "scale": randn(0, 37)}
-    first = trainer.predict(state, jax.tree.map(lambda x: x[:1], inputs))
+    first = trainer.predict(state, data[0][:1])
     state, metrics = trainer.epoch(state, data, orders(members)[:, :2])
     own = [np.stack([x[:10]] * members) for x in data]
     state, last = trainer.update(state, *own, per_member=True)
     assert trainer.latest is state
-    probs = trainer.predict_members(state, inputs)
+    probs = trainer.predict_members(state, data[0][:37])
     return metrics, last, first, probs, trainer.gather(state)[:3]
 
 
@@ -1912,18 +1910,114 @@ def test_outputs_that_depend_on_other_examples_are_refused(members, devices):
     images = randn(0, 17, 64)  # more than a chunk for some of the replicas
 
     def predict(count, apply_fn):
-        made = net_trainer(members, devices, apply_fn=apply_fn, chunk=8)
-        trainer, state = begin(made)
+        options = dict(apply_fn=apply_fn, output=None, chunk=8)
+        trainer, state = begin(net_trainer.__wrapped__(members, devices, **options))
         trainer.predict(state, images[:1])
         trainer.predict(state, images[:count])
 
-    for change in (lambda x: x - x.mean(axis=0, keepdims=True), lambda x: x[::-1]):
-        wrong = lambda p, x, f=change: net(p, f(x))  # noqa: E731
+    def recurrent(x):  # [T, N, F], given [N, T, F]
+        return jax.lax.scan(lambda y, x: (y + x / 2, y), x[0], x)[1]
+
+    def tiny(x):  # in one small column alone
+        return x.at[:, 0].set(1e-9 * x[:, 0] + 1e-9 * x[0, 0])
+
+    before = lambda x: x - x.mean(0, keepdims=True), lambda x: x - x[:1], recurrent
+    wrong = [lambda p, x, f=f: net(p, f(x)) for f in (*before, lambda x: x[::-1])]
+    after = lambda x: x - x[-1:], tiny, lambda x: jnp.cumsum(x, 0)
+    wrong += [lambda p, x, f=f: f(net(p, x)) for f in after]
+    for apply_fn in wrong:
         for count in (4, 17):
-            assert "train=False" in said_by(ValueError, predict, count, wrong)
+            assert "train=False" in said_by(ValueError, predict, count, apply_fn)
     drawn = jax.random.normal(KEY, (8, 4))  # a draw of its own for each row
     nan = jnp.array([[jnp.nan, jnp.inf, 0, 0]])
     predict(17, lambda p, x: net(p, x) + drawn[: len(x)] + nan)
+
+
+@contextlib.contextmanager
+def on_gpu():
+    """Have trainers take the ways of a GPU, on this CPU."""
+    gpu = mock.patch.multiple(pe._Places, platform="gpu", absent=False)
+    with gpu, mock.patch.object(fc, "compiler_options", lambda platform: None):
+        yield
+
+
+@cases("most, together", (5, 5), (4, 3), (1, 1))
+def test_accelerators_compute_as_many_members_at_once_as_fit(most, together):
+    traces = []
+
+    def fits(program, args, by_slot, real=pe._fits):
+        of_program = [n for (_, n), x in trainer._known.items() if x is program]
+        return real(program, args, by_slot) and max(of_program) <= most
+
+    trainer = net_trainer.__wrapped__(5, 1, noting(traces)["loss_fn"])
+    with on_gpu(), mock.patch.object(pe, "_fits", fits):
+        assert "at_once=5" in repr(trainer)
+        found = take_steps(*begin(trainer))
+        assert f"at_once={together}" in repr(trainer)
+    once = len(traces)
+    assert_close(found, take_steps(*begin(net_trainer(5, 1, at_once=together))))
+    tried = {5: 1, 3: 2, 1: 4}[together]  # of 5, 3, 2 and 1 together
+    assert once == 2 * tried  # update and epoch; the call compiles nothing again
+
+
+def test_accelerators_compute_members_in_turn_where_keys_would_draw_other_numbers():
+    trainer, key = net_trainer.__wrapped__(3, 1, **NOISY), jax.random.key(0, impl="rbg")
+    with on_gpu():
+        found = trainer.update(trainer.init(key), *net_batches(1)[0])
+    in_turn = net_trainer(3, 1, **NOISY)
+    expected = in_turn.update(in_turn.init(key), *net_batches(1)[0])
+    assert leaves_equal(found, expected)
+
+
+def test_a_program_fits_if_a_fifth_of_every_devices_memory_stays_free():
+    program, x = jax.jit(lambda x: jnp.sort(x) + 1), np.zeros(1000, np.float32)
+    made = program.lower(x).compile().memory_analysis()
+    need = made.temp_size_in_bytes + made.output_size_in_bytes
+
+    def fits(*free):
+        stats = [n and {"bytes_limit": n + 7, "bytes_in_use": 7} for n in free]
+        devices = [types.SimpleNamespace(memory_stats=lambda x=x: x) for x in stats]
+        return pe._fits(
+            program, (x,), types.SimpleNamespace(addressable_devices=devices)
+        )
+
+    assert need >= 4000 and fits(None)  # a CPU does not tell
+    assert fits(2 * need, 1.25 * need) and not fits(2 * need, 1.24 * need)
+
+
+def test_more_members_at_once_than_fit_are_named():
+    trainer, state = begin(net_trainer(2, 1, at_once=2))
+    full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 bytes")
+    with mock.patch.object(pe, "_run", side_effect=full):
+        with pytest.raises(RuntimeError, match="^at_once=2: RES.*; use fewer, or None"):
+            trainer.predict(state, image_data()[0])
+        with pytest.raises(jax.errors.JaxRuntimeError, match="^RESOURCE"):
+            net_trainer(2, 1).predict(state, image_data()[0])
+
+
+def test_accelerators_predict_larger_chunks_of_the_same_outputs():
+    (trainer, state), images = begin(net_trainer.__wrapped__(3, 1)), image_data()[0]
+    images = np.tile(images, (30, 1, 1, 1))  # 7,200 of 64 bytes each, 48 of outputs
+    with on_gpu(), mock.patch.object(pe, "_BLOCK_BYTES", 112 * 512):
+        found = trainer.predict_members(state, images)
+        few = [trainer.predict_members(state, images[:n]) for n in (20, 40)]
+    assert trainer._known["sizes", "uint8[8, 8, 1]"] == (512, 4)
+    expected = net_trainer(3, 1).predict_members(state, images)
+    assert_close([found, *few], [expected, expected[:, :20], expected[:, :40]])
+    with on_gpu():
+        net_trainer(3, 1, chunk=16).predict(state, images[:100])
+    assert net_trainer(3, 1, chunk=16)._known["sizes", "uint8[8, 8, 1]"] == (16, 128)
+
+
+def test_steps_in_loops_of_known_length_have_the_same_bits():
+    rows, ends, loops = np.arange(70)[:, None] * [1, 2, 3], [], []
+    for ways in contextlib.nullcontext, on_gpu:
+        with ways():
+            trainer, state = begin(net_trainer.__wrapped__(2, 1, at_once=1, **NOISY))
+            text = trainer.lower("epoch", image_data(), rows).as_text()
+            loops.append(text.count("stablehlo.while"))
+            ends.append(trainer.epoch(state, image_data(), rows))
+    assert leaves_equal(*ends) and loops[1] - loops[0] == 2
 
 
 def tree_init(key):
@@ -2050,10 +2144,10 @@ def test_a_member_ends_alike_wherever_it_trains(tmp_path, kind, make, places):
         assert leaves_equal(ended.key, as_alone.key)
         assert_close(ended[:3], as_alone[:3])
         assert not exact or leaves_equal(ended, as_alone)
-    inputs = {"images": image_data()[0][:9], "scale": randn(0, 9)}
-    probs = trainer.predict_members(here, inputs)
-    assert_close(probs[-1:], alone.predict_members(state, inputs))
-    assert_close(trainer.predict(here, inputs), probs.mean(axis=0))
+    images = image_data()[0][:9]
+    probs = trainer.predict_members(here, images)
+    assert_close(probs[-1:], alone.predict_members(state, images))
+    assert_close(trainer.predict(here, images), probs.mean(axis=0))
 
 
 def test_a_trainer_warns_of_batches_that_leave_replicas_idle():
@@ -2094,16 +2188,16 @@ def test_frozen_arrays_are_copied_shared_and_not_trained(members, devices, at_on
     frozen, ends, make = aligned(FROZEN), [], full_trainer.__wrapped__
     options = dict(which=(0, 2, 3, 4)[:members], devices=devices, at_once=at_once)
     trainers = [make(**options, frozen=each) for each in (frozen, None)]
+    images = image_data()[0][:9]
     frozen[:] = np.nan  # the trainer has a copy
-    inputs = {"images": image_data()[0][:9], "scale": randn(0, 9)}
     for trainer in trainers:
         state, losses = trainer.epoch(trainer.init(KEY), image_data(), orders(1)[0])
-        probs = trainer.predict_members(state, inputs)
+        probs = trainer.predict_members(state, images)
         gathered = trainer.gather(state)
         assert repr(trainer.like()) == repr(gathered)
         ends.append((losses, probs, gathered[:3]))
     assert_close(*ends)
-    given = ("init", KEY), ("update", *image_data()), ("predict", inputs)
+    given = ("init", KEY), ("update", *image_data()), ("predict", images)
     for args in (*given, ("epoch", image_data(), orders(1)[0])):
         assert not re.search("dense<[^>]{999}", trainers[0].lower(*args).as_text())
 

@@ -34,15 +34,14 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import speed  # which finds the modules
 from jax.experimental import topologies
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import pjax_ensemble as pe
 import train_mnist as tm
 
@@ -113,14 +112,39 @@ def cnn(params, images):
     return pe.cnn(params, images.astype(jnp.float32) / 255)
 
 
-def wide_init(key):  # only kernels, 9 million parameters
-    return [pe.conv_init(k, 512, 512, bias=False) for k in jax.random.split(key, 4)]
+def dense_init(key, width=2048):  # six square layers, 25 million parameters
+    return [pe.dense_init(k, width, width) for k in jax.random.split(key, 6)]
+
+
+def dense(params, x):
+    for layer in params:
+        x = jax.nn.relu(pe.dense(layer, x))
+    return x
+
+
+def wide_init(key, width=512):  # only kernels, 9 million parameters
+    keys = jax.random.split(key, 4)
+    return [pe.conv_init(k, width, width, bias=False) for k in keys]
 
 
 def wide(params, images):
     for layer in params:
         images = jax.nn.relu(pe.conv(layer, images))
     return images.mean((1, 2))
+
+
+def resnet20(dtype, **how):
+    """Return init and logits of ResNet-20 with group normalization, in Flax."""
+
+    def net():
+        import resnet  # with Flax, which the other networks do not need
+
+        return resnet.ResNet(groups=8, dtype=dtype, **how)
+
+    def init(key):
+        return net().init(key, jnp.zeros((1, 32, 32, 3)), True)
+
+    return init, lambda params, x: net().apply(params, x.astype(dtype) / 255, True)
 
 
 def block_init(keys, width):
@@ -192,14 +216,19 @@ def adapters(params, tokens, backbone):
 
 SGD, ADAM = pe.sgd(0.1, momentum=0.9), pe.adam(1e-3)
 MNIST = form(60_000, 28, 28, 1, dtype=np.uint8), form(60_000)
+PHOTOS = form(4096, 32, 32, 3, dtype=np.uint8), form(4096)
 TABLE, TEXT = (form(1000, 8, dtype=np.float32), form(1000)), (form(1000, 256),) * 2
+ROWS = form(1000, 2048, dtype=np.float32), form(1000)
 MAPS = form(1000, 8, 8, 512, dtype=np.float32), form(1000)
 TEXTS, PLANS = (form(1000, 512),) * 2, ((2, 1, 1), (4, 1, 2), (2, 1, 4), (1, 1, 8))
 SHARED: dict = dict(plans=((8, 1, 1), (8, 1, 2), (8, 1, 8)), frozen=backbone)
 NETWORKS = {
     "small": Network(small_init, small, ADAM, 100, TABLE, per_device=100),
     "cnn": Network(pe.cnn_init, cnn, SGD, 128, MNIST),
+    "dense": Network(dense_init, dense, ADAM, 64, ROWS),
     "wide": Network(wide_init, wide, SGD, 8, MAPS),
+    "resnet": Network(*resnet20(jnp.float32), SGD, 128, PHOTOS, per_device=4),
+    "resnet16": Network(*resnet20(jnp.bfloat16), SGD, 128, PHOTOS, per_device=4),
     "batchnorm": Network(None, None, None, 64, MNIST, per_device=0, sync=True),
     "transformer": Network(transformer_init, transformer, ADAM, 8, TEXT, sync=True),
     "large": Network(large_init, large, ADAM, 16, TEXTS, plans=PLANS),
@@ -207,18 +236,22 @@ NETWORKS = {
 }
 
 
-def make(name: str, **how: Any) -> pe.Trainer:
-    if name == "batchnorm":  # the script's network
-        sizes = {"image_shape": (28, 28, 1), "classes": range(10)}
-        members, devices = how["members"], how["devices"]
-        return tm.make_trainer(tm.RECIPES[name], members, devices, 1, sizes)
-    init, logits, optimizer, *_, frozen = NETWORKS[name]
-
+def loss_of(logits: Callable) -> Callable:
     def loss_fn(params, x, y, *more):
         return pe.softmax_cross_entropy(logits(params, x, *more), y).mean()
 
+    return loss_fn
+
+
+def make(name: str, **how: Any) -> pe.Trainer:
+    if name == "batchnorm":  # the script's network
+        sizes = {"image_shape": (28, 28, 1), "classes": range(10)}
+        recipe = tm.RECIPES[name]
+        recipe = recipe._replace(at_once=how.get("at_once", recipe.at_once))
+        return tm.make_trainer(recipe, how["members"], how["devices"], 1, sizes)
+    init, logits, optimizer, *_, frozen = NETWORKS[name]
     how |= dict(apply_fn=logits, frozen=frozen())
-    return pe.make_trainer(init, loss_fn, optimizer, **how)
+    return pe.make_trainer(init, loss_of(logits), optimizer, **how)
 
 
 def layouts(name: str, num_devices: int) -> list[tuple[int, int, int]]:
@@ -329,6 +362,12 @@ ENDLESS = COLUMNS.count("|") - 1  # the first column is not a cell
 COLUMNS = f"{COLUMNS} | meetings | MB | kernels | Gop | GB"
 
 
+def bytes_of(memory: Any) -> int:
+    """Return the bytes that a compiled program needs on a device."""
+    new = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + memory.temp_size_in_bytes + new
+
+
 def cells_of(
     name: str, devices: list, program: str, members: int, at_once: int, shards: int = 1
 ) -> list:
@@ -345,7 +384,7 @@ def cells_of(
     compiled = lowered.compile()
     seconds, memory = time.perf_counter() - start, compiled.memory_analysis()
     sizes = [memory.argument_size_in_bytes, memory.temp_size_in_bytes]
-    sizes += [sum(sizes) + memory.output_size_in_bytes - memory.alias_size_in_bytes]
+    sizes.append(bytes_of(memory))
     found, cost = count(*read(compiled.as_text())), compiled.cost_analysis() or {}
     each = [f"{x} {y / 1e6:.0f}" for x, y in found.items() if re.fullmatch(MEETINGS, x)]
     costs = cost.get("flops"), cost.get("bytes accessed")
@@ -379,7 +418,8 @@ def main() -> None:
         args.devices = [COMPILERS[compiler][0] for compiler in there]
     os.environ |= SETTINGS | os.environ
     jax.config.update("jax_platforms", "cpu")
-    print(f"| devices | network | program | K | at once | {COLUMNS} |\n|{'---|' * 17}")
+    names = "devices | network | program | K | at once"
+    speed.print_head(*names.split(" | "), *COLUMNS.split(" | "))
     failures = 0
     for name in args.devices or known:
         devices = devices_of(name)
@@ -395,7 +435,7 @@ def main() -> None:
                 except jax.errors.JaxRuntimeError as error:
                     failures += "RESOURCE_EXHAUSTED" not in str(error)
                     cells = [f"does not compile: {str(error).splitlines()[0]}"]
-                print("|", " | ".join(map(str, [*what, *cells])), "|", flush=True)
+                speed.print_row(*what, *cells)
     sys.exit(failures > 0)
 
 

@@ -56,10 +56,8 @@ def read(paths: list[Path]) -> Images:
         raise SystemExit(f"{error}; the archive is {ARCHIVE}") from error
     for path, part in zip(paths, parts):
         if not part.size or part.size % RECORD or part[::RECORD].max() > 9:
-            found = (
-                f"{path}: {part.size} bytes, not records of {RECORD} with labels 0-9"
-            )
-            raise SystemExit(f"{found}; the archive is {ARCHIVE}")
+            found = f"{part.size} bytes, not records of {RECORD} with labels 0-9"
+            raise SystemExit(f"{path}: {found}; the archive is {ARCHIVE}")
     rows = np.concatenate(parts).reshape(-1, RECORD)
     images = rows[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     return Images(np.ascontiguousarray(images), rows[:, 0].astype(np.int32))
@@ -68,9 +66,8 @@ def read(paths: list[Path]) -> Images:
 def load(folder: Path) -> tuple[Images, Images]:
     """Return the training images and the test images in a folder."""
     training = sorted(folder.glob("data_batch_*.bin"))
-    return read(training or [folder / "data_batch_1.bin"]), read(
-        [folder / "test_batch.bin"]
-    )
+    training = training or [folder / "data_batch_1.bin"]
+    return read(training), read([folder / "test_batch.bin"])
 
 
 def colored(digits: np.ndarray, seed: int = 0) -> np.ndarray:
@@ -131,9 +128,8 @@ def augment(key, x):
     flip_key, move_key = jax.random.split(key)
     flips = jax.random.bernoulli(flip_key, shape=(len(x), 1, 1, 1))
     at = jax.random.randint(move_key, (len(x), 2), 0, 9)
-    padded = jnp.pad(
-        jnp.where(flips, x[:, :, ::-1], x), [(0, 0), (4, 4), (4, 4), (0, 0)]
-    )
+    x = jnp.where(flips, x[:, :, ::-1], x)
+    padded = jnp.pad(x, [(0, 0), (4, 4), (4, 4), (0, 0)])
 
     def cut(image, at):
         return jax.lax.dynamic_slice(image, (*at, 0), x.shape[1:])
@@ -218,9 +214,8 @@ def check_settings(folder, settings):
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "settings.json"
     if path.exists() and (old := json.loads(path.read_text())) != settings:
-        raise SystemExit(
-            f"{path} has {old}; this run has {settings}: take another folder"
-        )
+        now = f"this run has {settings}: take another folder"
+        raise SystemExit(f"{path} has {old}; {now}")
     path.write_text(json.dumps(settings))
 
 
@@ -272,10 +267,8 @@ def score(probs, labels, threshold):
     scores = em.ensemble_report(probs, labels)["ensemble"]
     kept = em.predictive_entropy(probs) <= threshold
     wrong = probs.mean(axis=0).argmax(axis=-1) != labels
-    return scores | {
-        "kept": kept.mean(),
-        "wrong": wrong[kept].sum() / max(kept.sum(), 1),
-    }
+    share = wrong[kept].sum() / max(kept.sum(), 1)
+    return scores | {"kept": kept.mean(), "wrong": share}
 
 
 def score_all(systems, labels, found):

@@ -14,6 +14,7 @@ before `init`; only Linux reports it.
 """
 
 import argparse
+import functools
 import os
 import re
 import statistics
@@ -23,10 +24,11 @@ import tempfile
 import time
 from pathlib import Path
 
+import accelerators
 import jax
 import numpy as np
+from speed import take_turns
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import pjax_ensemble as pe
 
 ROUNDS = 7
@@ -35,20 +37,12 @@ ROUNDS = 7
 def make(members: int, args: argparse.Namespace) -> pe.Trainer:
     """Make a trainer of networks of six square layers."""
 
-    def init(key):
-        keys = jax.random.split(key, 6)
-        return [pe.dense_init(key, args.width, args.width) for key in keys]
-
-    def apply(params, x):
-        for layer in params:
-            x = jax.nn.relu(pe.dense(layer, x))
-        return x
-
     def loss_fn(params, x):
-        return (apply(params, x) ** 2).mean()
+        return (accelerators.dense(params, x) ** 2).mean()
 
     options = dict(members=members, devices=args.devices, at_once=args.at_once)
-    options |= dict(apply_fn=apply, output=None)
+    options |= dict(apply_fn=accelerators.dense, output=None)
+    init = functools.partial(accelerators.dense_init, width=args.width)
     return pe.make_trainer(init, loss_fn, pe.sgd(1e-4), **options)
 
 
@@ -102,15 +96,17 @@ def peaks(args: argparse.Namespace) -> None:
 def seconds(args: argparse.Namespace) -> None:
     """Compare the time of an update, per member, with the time for one alone."""
     x = np.ones((8, args.width), np.float32)
-    times: dict[int, list] = {1: [], args.members: []}
-    trainers = {members: make(members, args) for members in times}
+    trainers = {members: make(members, args) for members in (1, args.members)}
     states = {k: each.init(jax.random.key(0)) for k, each in trainers.items()}
-    for _ in range(ROUNDS + 1):
-        for k, trainer in trainers.items():
-            start = time.perf_counter()
-            states[k], losses = trainer.update(states[k], x)
-            jax.block_until_ready((states[k], losses))
-            times[k].append((time.perf_counter() - start) / k)
+
+    def update(k):
+        start = time.perf_counter()
+        states[k], losses = trainers[k].update(states[k], x)
+        jax.block_until_ready((states[k], losses))
+        return (time.perf_counter() - start) / k
+
+    calls = {k: functools.partial(update, k) for k in trainers}
+    times = take_turns(calls, ROUNDS + 1)
     alone, each = (statistics.median(x[1:]) for x in times.values())
     print(f"update: {each:.4f} s per member, {each / alone:.2f} times one alone")
 

@@ -18,10 +18,10 @@ at predicting; a figure is the median of rows per second of all members together
 """
 
 import argparse
-import contextlib
+import functools
+import itertools
 import json
 import math
-import random
 import statistics
 import subprocess
 import sys
@@ -57,7 +57,6 @@ SHAPES = {
     "CNN, Flax": DIGITS,
     "batch-norm CNN, our layers": DIGITS,
     "batch-norm CNN, Flax": DIGITS,
-    "ResNet-20, our layers": IMAGES,
     "ResNet-20, Flax": IMAGES,
     "ResNet-20, Equinox": IMAGES,
     "WRN-16-2": IMAGES._replace(batch=64),
@@ -86,24 +85,13 @@ def draw(name: str) -> tuple[np.ndarray, np.ndarray]:
 # The peers' part
 
 
-def arguments(doc: str, *flags: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("name", choices=SHAPES)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of a round")
-    parser.add_argument("--batch", type=int, help="rows of a member's step")
-    for flag in flags:
-        parser.add_argument(f"--{flag}", action="store_true")
-    args = parser.parse_args()
-    if args.batch:
-        SHAPES[args.name] = SHAPES[args.name]._replace(batch=args.batch)
-    serve.seconds = args.seconds
-    return args
+CASES = {name: {"batch": shape.batch} for name, shape in SHAPES.items()}
 
 
-def serve(name: str, members: int, train, predict) -> None:
+def serve(args, members: int, train, predict) -> None:
     """Run a round of train(steps) or predict(steps) for each line that names it.
 
-    A round takes about so many seconds; the first two calls of each are not counted.
+    A round takes about `args.seconds`; the first two calls of each are not counted.
     """
     rounds, hello = {"train": train, "predict": predict}, {}
     steps = {}
@@ -115,18 +103,15 @@ def serve(name: str, members: int, train, predict) -> None:
         run(2)
         took = time.perf_counter() - second
         hello[f"{what}_compile"] = second - begin - took
-        steps[what] = max(2, math.ceil(2 * serve.seconds / took))
+        steps[what] = max(2, math.ceil(2 * args.seconds / took))
     print(json.dumps(hello), flush=True)
     for line in sys.stdin:
         what = line.strip()
         begin = time.perf_counter()
         rounds[what](steps[what])
         seconds = time.perf_counter() - begin
-        rows = steps[what] * members * SHAPES[name].batch
+        rows = steps[what] * members * args.batch
         print(json.dumps({"rows": rows, "seconds": seconds}), flush=True)
-
-
-serve.seconds = 1.0
 
 
 # The comparison
@@ -149,16 +134,6 @@ def systems(name: str) -> dict[str, list[str]]:
     return found
 
 
-def rate(name: str, peers: list, what: str) -> float:
-    """Run a round of all processes of a system at once; return rows per second."""
-    for peer in peers:
-        with contextlib.suppress(BrokenPipeError):  # it ended, as `answer` reports
-            peer.stdin.write(f"{what}\n")
-            peer.stdin.flush()
-    said = [speed.answer(peer, name) for peer in peers]
-    return sum(x["rows"] for x in said) / max(x["seconds"] for x in said)
-
-
 def measure(name: str, rounds: int, options: str = "", torch=sys.executable) -> dict:
     """Return the rates of each system at training and predicting, and its hello."""
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -168,13 +143,18 @@ def measure(name: str, rounds: int, options: str = "", torch=sys.executable) -> 
         started = [speed.launch(f"{x} {options}", python, **pipes) for x in commands]
         hello = [speed.answer(peer, system) for peer in started]
         peers[system], results[system] = started, {"hello": hello}
+
+    def rate(system, what):  # of all processes at once, in rows per second
+        for peer in peers[system]:
+            speed.tell(peer, what)
+        said = [speed.answer(peer, system) for peer in peers[system]]
+        return sum(x["rows"] for x in said) / max(x["seconds"] for x in said)
+
     for what in "train", "predict":
-        for number in range(rounds):
-            for system in random.Random(number).sample(list(peers), len(peers)):
-                found = rate(system, peers[system], what)
-                results[system].setdefault(what, []).append(found)
-    for peer in (peer for started in peers.values() for peer in started):
-        peer.stdin.close()
+        turns = {system: functools.partial(rate, system, what) for system in peers}
+        for system, rates in speed.take_turns(turns, rounds).items():
+            results[system][what] = rates
+    for peer in itertools.chain(*peers.values()):
         speed.finish(peer)
     return results
 
@@ -191,18 +171,11 @@ def print_network(name: str, results: dict, what: str) -> None:
     for found in layouts.values():
         best = max(found, key=found.get, default=None)
         cells.append(f"{found[best]:,.0f} ({best})" if best else "")
-    best, alone = (
-        max(median.values()),
-        max(v for k, v in median.items() if "1 x 2" in k),
-    )
-    rates = [f"{x:,.0f}" for x in (ours, hand, fast)]
-    more = (
-        f"{fast / hand:.2f}",
-        f"{ours / hand:.2f}",
-        f"{ours / best:.2f}",
-        f"{sync:,.0f}",
-    )
-    speed.print_row(name, *rates, *cells, *more, f"{sync / alone:.2f}")
+    best, alone = max(median.values()), max(v for k, v in median.items() if "1 x" in k)
+    rates = [f"{x:,.0f}" for x in (ours, hand, fast, sync)]
+    ratios = fast / hand, ours / hand, ours / best, sync / alone
+    more = [f"{x:.2f}" for x in ratios]
+    speed.print_row(name, *rates[:3], *cells, *more[:3], rates[3], more[3])
 
 
 def main() -> None:

@@ -1,32 +1,26 @@
-"""Compare steps whose time goes to their parameters with steps by hand, and PyTorch's.
+"""Compare steps whose time goes to their parameters with steps by hand.
 
     python -m pip install '.[bench]'
-    python benchmarks/parameters.py [--cases NAME ...] [--rounds 5] [--torch PYTHON]
+    python benchmarks/parameters.py [--cases NAME ...] [--rounds 5]
 
 One member on one device takes steps by `epoch` and by `update`, beside a `lax.scan` and
 a `jit` by hand that give their buffers away; then four members on two devices by
-`epoch`, beside four scans.  Optimizers are Optax's.  PyTorch has two threads, and its
-optimizers `foreach` and `fused`.  All take turns, in a new order each round; a figure
-is the median of ms per step, of one member or of all four.  With --torch, PyTorch runs
-in another Python.
+`epoch`, beside four scans.  Optimizers are Optax's.  All take turns, in a new order
+each round; a figure is the median of ms per step, of one member or of all four.
 """
 
 import argparse
-import contextlib
 import functools
-import random
 import statistics
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import by_hand
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import speed
-from jax import lax
 
 import pjax_ensemble as pe
 
@@ -148,16 +142,8 @@ CASES = {
     "language model of 5.7 M, Adam": (language, language_loss, ADAM, texts, 4),
     "adapters of a frozen MLP, Adam": (adapters, adapters_loss, ADAM, images, 32),
     "differences of 2 M, SGD": (differences, differences_loss, SGD, zeros, 4),
-    **{
-        f"{count} leaves of 4, SGD": (
-            functools.partial(leaves, count),
-            leaves_loss,
-            SGD,
-            ones,
-            8,
-        )
-        for count in (8, 200)
-    },
+    "8 leaves of 4, SGD": (functools.partial(leaves, 8), leaves_loss, SGD, ones, 8),
+    "200 leaves of 4, SGD": (functools.partial(leaves, 200), leaves_loss, SGD, ones, 8),
 }
 
 
@@ -191,32 +177,21 @@ def runs(name: str) -> dict:
 
         return run
 
-    def step(carry, frozen, *batch):
-        params, opt_state = carry
-        loss, grads = jax.value_and_grad(loss_fn)(params, *batch, **frozen)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), loss
-
-    def scan(carry, frozen, order, *data):
-        def body(carry, rows):
-            return step(carry, frozen, *(x[rows] for x in data))
-
-        return lax.scan(body, carry, order)
-
-    def by_hand(function, *args, calls=1, members=1):
+    def hand(function, *args, calls=1, members=1):
         program, params = jax.jit(function, donate_argnums=0), init(jax.random.key(0))
         start = params, optimizer.init(params)
         devices = jax.devices()[: -(-members // 2)]
-        given = [jax.device_put((frozen, *args), device) for device in devices]
+        given = [jax.device_put((args, frozen), device) for device in devices]
         carries = [
             [jax.device_put(jax.tree.map(jnp.copy, start), device) for _ in range(each)]
             for device, each in zip(devices, (min(2, members), 2))
         ]
 
         def on_device(own, given):
+            args, frozen = given
             for i in range(len(own)):
                 for _ in range(calls):
-                    own[i], _ = program(own[i], *given)
+                    own[i], _ = program(own[i], *args, **frozen)
 
         def run():
             list(threads.map(on_device, carries, given))
@@ -225,39 +200,22 @@ def runs(name: str) -> dict:
         threads = ThreadPoolExecutor(2)
         return run
 
+    step = by_hand.make_step(loss_fn, optimizer)
+    scan = by_hand.make_scan(step)
     return {
         "epoch": ours("epoch"),
-        "scan": by_hand(scan, order, *data),
+        "scan": hand(scan, order, *data),
         "update": ours("update"),
-        "jit": by_hand(step, *batch, calls=STEPS),
+        "jit": hand(step, *batch, calls=STEPS),
         "four, epoch": ours("epoch", 4),
-        "four scans": by_hand(scan, order, *data, members=4),
+        "four scans": hand(scan, order, *data, members=4),
     }
 
 
-def measure(name: str, rounds: int, torch: str) -> dict:
+def measure(name: str, rounds: int) -> dict:
     """Return the median ms per step of each system, in turn."""
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     systems = {what: functools.partial(timed, run) for what, run in runs(name).items()}
-    peers = {
-        each: speed.launch(f"parameters_torch.py '{name}' --{each}", torch, **pipes)
-        for each in ("foreach", "fused")
-    }
-
-    def round_of(each):
-        with contextlib.suppress(BrokenPipeError):  # it ended, as `answer` reports
-            peers[each].stdin.write("round\n")
-            peers[each].stdin.flush()
-        return speed.answer(peers[each], each)["ms"]
-
-    systems |= {each: functools.partial(round_of, each) for each in peers}
-    found = {what: [] for what in systems}
-    for number in range(rounds + 1):  # the first compiles
-        for what in random.Random(number).sample(list(systems), len(systems)):
-            found[what].append(systems[what]())
-    for peer in peers.values():
-        peer.stdin.close()
-        speed.finish(peer)
+    found = speed.take_turns(systems, rounds + 1)  # the first compiles
     return {what: statistics.median(times[1:]) for what, times in found.items()}
 
 
@@ -265,21 +223,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", default=[""], metavar="NAME")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--torch", default=sys.executable, metavar="PYTHON")
     args = parser.parse_args()
     pe.use_cpu_devices(2)
     print(f"JAX {jax.__version__}, ms per step")
     pairs = ("epoch", "scan"), ("update", "jit"), ("four, epoch", "four scans")
     heads = [(ours, f"{hand} by hand", "ours / by hand") for ours, hand in pairs]
-    speed.print_head("case", *sum(heads, ()), "PyTorch, foreach", "fused")
+    speed.print_head("case", *sum(heads, ()))
     for name in CASES:
         if name.startswith(tuple(args.cases)):
-            ms, cells = measure(name, args.rounds, args.torch), []
+            ms, cells = measure(name, args.rounds), []
             for ours, hand in pairs:
                 ratio = f"{ms[ours] / ms[hand]:.2f}"
                 cells += [f"{ms[ours]:.2f}", f"{ms[hand]:.2f}", ratio]
-            peers = (f"{ms[each]:.2f}" for each in ("foreach", "fused"))
-            speed.print_row(name, *cells, *peers)
+            speed.print_row(name, *cells)
 
 
 if __name__ == "__main__":

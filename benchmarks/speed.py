@@ -7,24 +7,26 @@ Every system is its own process (benchmarks/peers), which warms up and then wait
 systems of a group take turns at rounds of a fixed number of steps.  Every round draws a
 new order, since a system may leave the machine slower for the next one.  A figure is
 the median over the rounds, in member-images trained per second, or in member-rows if
-the data are rows.  In one group a round is a whole job, from the start of its process
-to its end, in seconds.  The last group, for an accelerator, runs only if it is named:
-
-    MNIST_DIR=... python benchmarks/speed.py --group 8 --platform cuda
+the data are rows.  In the last group a round is a whole job, from the start of its
+process to its end, in seconds.  `gpu.py` is for accelerators.
 """
 
 import argparse
 import contextlib
+import importlib.metadata
 import json
 import os
 import platform
 import random
+import re
 import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -46,79 +48,73 @@ JOBS = {
 # A group's first system is ours, and is compared with the others.
 GROUPS = {
     "CNN, K = 2, batch 128": {
-        "pjax_ensemble, epoch": "ours.py --members 2 --steps 120",
-        "pjax_ensemble, update with prefetch": "ours.py --members 2 --host --steps 120",
-        "the same, predict_members": "ours.py --members 2 --predict --steps 80",
+        "pjax_ensemble, epoch": "ours.py cnn --members 2 --steps 120",
+        "pjax_ensemble, update": "ours.py cnn --members 2 --host --steps 120",
+        "the same, predict_members": "ours.py cnn --members 2 --predict --steps 80",
         "Flax ensembling guide": "flax_guide.py",
-        "PyTorch, a loop": "torch_cnn.py --loop",
-        "Equinox, filter_vmap": "equinox_vmap.py --members 2 --steps 10",
+        "PyTorch, a loop": "torch_members.py cnn --loop",
         MATMUL: "matmul.py",
     },
     "CNN, K = 8, batch 128": {
-        "pjax_ensemble, epoch": "ours.py --members 8 --steps 30",
-        "pjax_ensemble, K = 2": "ours.py --members 2 --steps 120",
-        "pjax_ensemble, 2 at once": "ours.py --members 8 --at-once 2 --steps 8",
-        "pjax_ensemble, 4 at once": "ours.py --members 8 --at-once 4 --steps 8",
-        "JAX, jit(vmap(scan)), D = 1": "cnn_jax.py --steps 4",
-        "JAX, pmap(vmap(scan)), D = 2": "cnn_jax.py --devices 2 --steps 4",
-        "torch.func.vmap": "torch_cnn.py --members 8 --steps 4",
+        "pjax_ensemble, epoch": "ours.py cnn --members 8 --steps 30",
+        "pjax_ensemble, K = 2": "ours.py cnn --members 2 --steps 120",
+        "pjax_ensemble, 2 at once": "ours.py cnn --members 8 --at-once 2 --steps 8",
+        "pjax_ensemble, 4 at once": "ours.py cnn --members 8 --at-once 4 --steps 8",
+        "JAX, jit(vmap(scan)), D = 1": "jax_members.py cnn --steps 4",
+        "JAX, pmap(vmap(scan)), D = 2": "jax_members.py cnn --devices 2 --steps 4",
+        "torch.func.vmap": "torch_members.py cnn --members 8 --steps 4",
     },
     "batch-norm network, Adam, D = 2, batch 64": {
-        "pjax_ensemble, sync": "ours.py --sync --batch 64 --steps 400",
-        "two members of 32, apart": "ours.py --apart --batch 32 --steps 400",
+        "pjax_ensemble, sync": "ours.py cnn --sync --batch 64 --steps 400",
+        "two members of 32, apart": "ours.py cnn --apart --batch 32 --steps 400",
         "Keras guide": "keras_guide.py --batch 64 --steps 200",
     },
     "batch-norm network, Adam, D = 2, batch 256": {
-        "pjax_ensemble, sync": "ours.py --sync --batch 256 --steps 100",
-        "two members of 128, apart": "ours.py --apart --batch 128 --steps 100",
+        "pjax_ensemble, sync": "ours.py cnn --sync --batch 256 --steps 100",
+        "two members of 128, apart": "ours.py cnn --apart --batch 128 --steps 100",
         "Keras guide": "keras_guide.py --batch 256 --steps 50",
     },
     "a hundred small networks, 8-50-2, Adam, init and 360 steps of batch 100; rows": {
-        "pjax_ensemble, D = 2, 10 at once": "small_ours.py --at-once 10",
-        "pjax_ensemble, 1 at once": "small_ours.py",
-        "pjax_ensemble, 2 at once": "small_ours.py --at-once 2",
-        "pjax_ensemble, 5 at once": "small_ours.py --at-once 5",
-        "pjax_ensemble, 25 at once": "small_ours.py --at-once 25",
-        "pjax_ensemble, 50 at once": "small_ours.py --at-once 50",
-        "JAX, jit(vmap(scan)), D = 1": "small_jax.py",
-        "JAX, pmap(vmap(scan)), D = 2": "small_jax.py --devices 2",
-        "JAX, pmap(map(scan)), D = 2": "small_jax.py --devices 2 --at-once 1",
-        "JAX, the same, 10 at once": "small_jax.py --devices 2 --at-once 10",
-        "torch.func.vmap": "small_torch.py",
-        "PyTorch, a loop, init and 72 steps": "small_torch.py --loop --steps 72",
+        "pjax_ensemble, D = 2, 10 at once": "ours.py small --at-once 10",
+        "pjax_ensemble, 1 at once": "ours.py small",
+        "pjax_ensemble, 2 at once": "ours.py small --at-once 2",
+        "pjax_ensemble, 5 at once": "ours.py small --at-once 5",
+        "pjax_ensemble, 25 at once": "ours.py small --at-once 25",
+        "pjax_ensemble, 50 at once": "ours.py small --at-once 50",
+        "JAX, jit(vmap(scan)), D = 1": "jax_members.py small",
+        "JAX, pmap(vmap(scan)), D = 2": "jax_members.py small --devices 2",
+        "JAX, pmap(map(scan)), D = 2": "jax_members.py small --devices 2 --at-once 1",
+        "JAX, the same, 10 at once": "jax_members.py small --devices 2 --at-once 10",
+        "torch.func.vmap": "torch_members.py small",
+        "PyTorch, a loop, 72 steps": "torch_members.py small --loop --steps 72",
         **{
             f"pjax_ensemble, K = 1000, {n} at once, init and 36 steps": (
-                f"small_ours.py --members 1000 --at-once {n} --steps 36"
+                f"ours.py small --members 1000 --at-once {n} --steps 36"
             )
             for n in (1, 10, 50, 500)
         },
     },
     "small transformers, K = 8, batch 32 of 32 tokens; rows": {
-        "pjax_ensemble, D = 2, 1 at once": "transformer_ours.py",
-        "pjax_ensemble, 2 at once": "transformer_ours.py --at-once 2",
-        "pjax_ensemble, 4 at once": "transformer_ours.py --at-once 4",
-        "JAX, jit(vmap(scan)), D = 1": "transformer_jax.py",
-        "JAX, pmap(vmap(scan)), D = 2": "transformer_jax.py --devices 2",
-        "torch.func.vmap": "transformer_torch.py",
+        "pjax_ensemble, D = 2, 1 at once": "ours.py transformer",
+        "pjax_ensemble, 2 at once": "ours.py transformer --at-once 2",
+        "pjax_ensemble, 4 at once": "ours.py transformer --at-once 4",
+        "JAX, jit(vmap(scan)), D = 1": "jax_members.py transformer",
+        "JAX, pmap(vmap(scan)), D = 2": "jax_members.py transformer --devices 2",
+        "torch.func.vmap": "torch_members.py transformer",
     },
     "whole job, two epochs with their tests, K = 2, batch 128": JOBS,
-    "CNN on one device, batch 128": {
-        f"pjax_ensemble, K = {members}, {n} at once": (
-            f"ours.py --devices 1 --members {members} --at-once {n} --steps 256"
-        )
-        for members in (8, 32)
-        for n in (1, 2, 4, 8)
-    },
 }
 
 
-def launch(command: str, python: str = sys.executable, **pipes) -> subprocess.Popen:
+def launch(command: str, python=sys.executable, env=(), **pipes) -> subprocess.Popen:
     """Start a peer's script, and send its errors to a file that `fail` reads."""
     script, *options = shlex.split(command)
     path = (PEERS / script).resolve()
+    modules = os.pathsep.join(map(str, (PEERS.parent, PEERS.parent.parent)))
+    env = {**os.environ, "PYTHONPATH": modules, **dict(env)}
     errors = tempfile.TemporaryFile()  # noqa: SIM115, it lives as long as the process
     command = [python, path, *options]
-    process = subprocess.Popen(command, stderr=errors, text=True, **pipes)
+    process = subprocess.Popen(command, stderr=errors, text=True, env=env, **pipes)
     process.stderr = errors
     return process
 
@@ -131,10 +127,11 @@ def fail(process: subprocess.Popen, name: str) -> NoReturn:
     raise SystemExit(f"{name} ended with status {process.wait()}: {words}")
 
 
-def start(name: str, command: str) -> tuple[subprocess.Popen, dict]:
-    """Start a peer; return it and its message after warming up."""
-    peer = launch(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    return peer, answer(peer, name)
+def tell(peer: subprocess.Popen, what: str = "round") -> None:
+    """Send a peer a line of input."""
+    with contextlib.suppress(BrokenPipeError):  # it ended, as `answer` reports
+        peer.stdin.write(f"{what}\n")
+        peer.stdin.flush()
 
 
 def answer(peer: subprocess.Popen, name: str) -> dict:
@@ -146,31 +143,39 @@ def answer(peer: subprocess.Popen, name: str) -> dict:
 
 def finish(process: subprocess.Popen) -> float:
     """Wait for a process to end; return its peak resident memory in GB."""
+    if process.stdin:
+        process.stdin.close()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     unit = 1 if sys.platform == "darwin" else 1024
     return usage.ru_maxrss * unit / 1e9
 
 
+def take_turns(systems: dict[str, Callable], rounds: int) -> dict[str, list]:
+    """Call each system once per round, in a new order; return what each returned."""
+    found = {name: [] for name in systems}
+    for number in range(rounds):
+        for name in random.Random(number).sample(list(systems), len(systems)):
+            found[name].append(systems[name]())
+    return found
+
+
 def measure(systems: dict, rounds: int) -> dict:
     """Run rounds in turn; return rates, peak memory and versions per system."""
-    peers = {name: start(name, command) for name, command in systems.items()}
-    rates = {name: [] for name in peers}
-    for number in range(rounds):
-        turns = random.Random(number).sample(list(peers.items()), len(peers))
-        for name, (peer, hello) in turns:
-            with contextlib.suppress(BrokenPipeError):  # it ended, as `answer` reports
-                peer.stdin.write("round\n")
-                peer.stdin.flush()
-            said = answer(peer, name)
-            steps = said["steps"]
-            rates[name].append(steps * hello["images_per_step"] / said["seconds"])
-    results = {}
-    for name, (peer, hello) in peers.items():
-        peer.stdin.close()
-        memory = finish(peer)
-        results[name] = {"rates": rates[name], "peak_memory_gb": memory, **hello}
-    return results
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    peers = {name: launch(command, **pipes) for name, command in systems.items()}
+    hello = {name: answer(peer, name) for name, peer in peers.items()}
+
+    def rate(name):
+        tell(peers[name])
+        said = answer(peers[name], name)
+        return said["steps"] * hello[name]["images_per_step"] / said["seconds"]
+
+    rates = take_turns({name: partial(rate, name) for name in peers}, rounds)
+    return {
+        name: {"rates": rates[name], "peak_memory_gb": finish(peer), **hello[name]}
+        for name, peer in peers.items()
+    }
 
 
 def run_job(name: str, command: str) -> tuple[float, float]:
@@ -186,13 +191,11 @@ def run_job(name: str, command: str) -> tuple[float, float]:
 
 def measure_jobs(rounds: int) -> dict:
     """Run whole jobs in turn; return seconds and peak memory per system."""
-    results = {name: {"seconds": [], "peak_memory_gb": []} for name in JOBS}
-    for _ in range(rounds):
-        for name, command in JOBS.items():
-            seconds, memory = run_job(name, command)
-            results[name]["seconds"].append(seconds)
-            results[name]["peak_memory_gb"].append(memory)
-    return results
+    jobs = {name: partial(run_job, name, command) for name, command in JOBS.items()}
+    return {
+        name: dict(zip(("seconds", "peak_memory_gb"), zip(*found)))
+        for name, found in take_turns(jobs, rounds).items()
+    }
 
 
 def spread(values: list[float]) -> str:
@@ -223,12 +226,8 @@ def print_group(results: dict) -> None:
     if MATMUL in results:
         share = ours * TRAINING_GFLOP / statistics.median(results[MATMUL]["rates"])
         print(f"ours at {share:.0%} of the matrix product's rate")
-    devices = {result["device"] for result in results.values() if "device" in result}
-    print("JAX on: " + ", ".join(devices))
     compiling = (
-        f"{name} {result['compile_seconds']:.1f} s"
-        for name, result in results.items()
-        if "compile_seconds" in result
+        f"{name} {result['compile_seconds']:.1f} s" for name, result in results.items()
     )
     print("to compile: " + "; ".join(compiling))
 
@@ -251,13 +250,12 @@ def check_data(commands: list[str]) -> None:
     Transformers read no files, small networks read the concrete set, and others MNIST.
     """
     sys.path.insert(0, str(PEERS))
-    import common
-    import small
+    import cases
 
-    if any(command.startswith("small_") for command in commands):
-        small.load_concrete()
-    if not all(command.startswith(("small_", "transformer_")) for command in commands):
-        common.load_mnist()
+    words = {"cnn": " cnn|guide", "small": " small"}
+    for case, found in words.items():
+        if re.search(found, "\n".join(commands)):
+            cases.LOAD[case]()
 
 
 def main() -> None:
@@ -268,12 +266,8 @@ def main() -> None:
         "--group",
         type=int,
         nargs="+",
-        default=range(1, last),
-        help=f"some of the groups 1 to {last}; group 7 has whole jobs; group {last} is "
-        f"for an accelerator (default: all but group {last})",
-    )
-    parser.add_argument(
-        "--platform", help="JAX's platform: cpu, cuda, ... (default: JAX's choice)"
+        default=range(1, last + 1),
+        help=f"some of the groups 1 to {last}; group {last} has whole jobs",
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
@@ -282,10 +276,6 @@ def main() -> None:
             raise SystemExit(f"--group is {number}; expected groups from 1 to {last}")
     groups = [list(GROUPS.items())[number - 1] for number in sorted(set(args.group))]
     check_data([each for _, systems in groups for each in systems.values()])
-    if args.platform:
-        os.environ["JAX_PLATFORMS"] = args.platform
-    # The systems of a group share an accelerator; each takes only the memory it needs.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     processor = platform.processor() or platform.machine()
     machine = f"{processor}, {os.cpu_count()} cores"
     print(f"{machine}, Python {platform.python_version()}")
@@ -300,7 +290,8 @@ def main() -> None:
             print_group(found)
         results[title] = found
     if args.json:
-        report = {"machine": machine, "groups": results}
+        installed = {x.name: x.version for x in importlib.metadata.distributions()}
+        report = {"machine": machine, "versions": installed, "groups": results}
         args.json.write_text(json.dumps(report, indent=2) + "\n")
 
 

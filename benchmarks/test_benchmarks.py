@@ -6,7 +6,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import importlib.util
-import itertools
 import json
 import math
 import re
@@ -18,6 +17,7 @@ import cheaper
 import cifar10
 import devices as machines
 import faults
+import gpu
 import interrupts as interruptions
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,6 @@ import scipy.special
 import scipy.stats
 import sklearn
 import speed
-import steps
 import tables
 import tabular
 from numpy.testing import assert_allclose, assert_array_equal
@@ -148,6 +147,34 @@ def test_compiled_programs_are_counted_turn_by_turn():
         "small", devices, "update", 1, 1
     )
     assert meetings and megabytes == f"{553 * 4 / 1e6:.2f}"
+
+
+@pytest.mark.once
+def test_gpu_tables_have_every_row_and_say_what_is_wrong(monkeypatch, capsys):
+    def apart(task, *args, **_):  # in this process
+        return getattr(gpu, task)(*args)
+
+    for name in "NETWORKS", "SPEEDS", "SIZES", "LOSSES":
+        monkeypatch.setattr(gpu, name, dict(getattr(gpu, name)))
+    monkeypatch.setattr(accelerators, "NETWORKS", gpu.NETWORKS)
+    gpu.shrink()
+    for name in "cnn", "wide", "resnet", "resnet16":  # which take longer to compile
+        gpu.NETWORKS[name] = gpu.NETWORKS["small"]
+    with mock.patch.multiple(gpu, apart=apart, RIGHT=("small",)):
+        found = gpu.do_tasks()
+        answers = {"cells": "2"}, {"cells": ["5", "6", "7"]}, SystemExit("it ended")
+        answer = mock.Mock(side_effect=answers)
+        with mock.patch.multiple(speed, launch=mock.Mock(), answer=answer):
+            assert gpu.main([]) == 0
+        said = capsys.readouterr().out
+        gpu.LOSSES["twelve losses, float32"] = "float32", 12, 0.0
+        assert gpu.print_tasks(found) == 1
+    rows = dict(re.findall(r"^\| (.*?) \| (.*) \|$", said, re.MULTILINE))
+    names = [*gpu.LOSSES, *gpu.BITS, *gpu.MEMORY, *gpu.SPEEDS]
+    assert [name for name in rows if name in names] == names
+    assert {rows[title] for title in gpu.LOSSES} == {"0.0e+00"}
+    assert {rows[title] for title in gpu.BITS} == {"equal"} and "Error" not in said
+    assert "| ValueError: wrong by 0.0e+00 |" in capsys.readouterr().out
 
 
 @posix
@@ -615,7 +642,7 @@ def test_speed_says_in_a_line_why_it_stops(tmp_path, monkeypatch):
     monkeypatch.setenv("MNIST_DIR", str(tmp_path / "none"))
     with monkeypatch.context() as patch:  # before anything starts
         patch.setattr(speed.subprocess, "Popen", None)
-        assert refused("9") == "--group is 9; expected groups from 1 to 8"
+        assert refused("9") == "--group is 9; expected groups from 1 to 7"
         assert refused("5").startswith(f"{data}: cannot reshape array of size 3 into")
         assert refused("7").startswith(f"MNIST_DIR is {tmp_path}/none, not a folder;")
         monkeypatch.delenv("UCI_DIR")
@@ -664,22 +691,6 @@ def test_networks_of_all_systems_have_the_same_parameters(name, monkeypatch):
         model = networks_torch.NETWORKS[name.split(",")[0]]()
         more = 4 * 128 if name == "LSTM" else 0  # a second bias
         assert sum(p.numel() for p in model.parameters()) == num_params + more
-
-
-@pytest.mark.once
-def test_time_of_a_step_is_divided_by_kinds_of_operations(monkeypatch):
-    few = networks.SHAPES["signals"]._replace(batch=8)
-    monkeypatch.setitem(networks.SHAPES, "signals", few)
-    mflop, took, parts = steps.profile("signals", 2)
-    ins, expected = (4, *networks.SIGNALS), 3 * 2 * 128 * 10  # forward, two gradients
-    for i, (wide, out) in enumerate(itertools.pairwise(ins)):
-        gradients = 2 if i else 1  # images have none
-        expected += (1 + gradients) * 2 * 7 * wide * out * (512 >> i)
-    assert mflop == pytest.approx(expected / 1e6, rel=0.1)
-    assert sum(parts.values()) == pytest.approx(took) and min(parts.values()) > 0
-    path = "jit(f)/while/body/transpose(jvp(Net))/jit(_convolve)/cond/branch_0_fun/"
-    names = "conv_general_dilated", "while/body/dot_general", "while/body/concatenate"
-    assert [*map(steps.kind, (*(path + name for name in names), ""))] == [*steps.KINDS]
 
 
 @pytest.mark.once

@@ -10,28 +10,30 @@ import json
 import os
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 import jax
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_mnist
 
 
-def arguments(doc, flags=(), **numbers):
+def arguments(doc, flags=(), cases=None, **numbers):
     """Parse the options `--steps`, `--batch`, the other given numbers, and flags.
 
-    `--devices`, if it is among them, divides the CPU.
+    `--devices`, if it is among them, divides the CPU.  `cases`, if given, are the first
+    argument's choices, each with numbers of its own.
     """
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    if cases:
+        parser.add_argument("case", choices=cases)
     for name, default in {"steps": 50, "batch": 128, **numbers}.items():
         option = "--" + name.replace("_", "-")
-        parser.add_argument(option, type=int, default=default)
+        parser.add_argument(option, type=type(default), default=default)
     for name in flags:
         parser.add_argument(f"--{name}", action="store_true")
+    if cases:
+        parser.set_defaults(**cases[parser.parse_known_args()[0].case])
     args = parser.parse_args()
     if "devices" in numbers:
         jax.config.update("jax_num_cpu_devices", args.devices)
@@ -69,36 +71,36 @@ def next_steps(order, steps):
     return np.stack(list(itertools.islice(order, steps)), axis=1)
 
 
+def say(message):
+    """Print a message to the process that asks for rounds."""
+    print(json.dumps(message), flush=True)
+
+
 def timed(run, steps):
     start = time.perf_counter()
     loss = run(steps)
     return {"seconds": time.perf_counter() - start, "steps": steps, "loss": loss}
 
 
-def serve(run, args, packages, per_step=None, time_compile=False):
+def serve(run, args, per_step=None):
     """Run a round for each line of input, and print its seconds and mean loss.
 
     `run(steps)` returns the mean loss once every result is ready.  A step takes
-    `per_step` images, or by default a batch per member.  A first round compiles, and is
-    not counted; `time_compile` reports by how much it is longer than a second round,
-    which is not counted either.
+    `per_step` images, or by default a batch per member.  Two rounds are not counted:
+    the first compiles, and `compile_seconds` is by how much it is longer.
     """
     first = timed(run, args.steps)
     hello = {
         "warm_up_loss": first["loss"],
         "images_per_step": per_step or args.members * args.batch,
-        "versions": {name: version(name) for name in packages},
+        "compile_seconds": first["seconds"] - timed(run, args.steps)["seconds"],
     }
-    if "jax" in packages:
-        hello["device"] = jax.devices()[0].device_kind
-    if time_compile:
-        hello["compile_seconds"] = first["seconds"] - timed(run, args.steps)["seconds"]
-    print(json.dumps(hello), flush=True)
+    say(hello)
     for _ in sys.stdin:
-        print(json.dumps(timed(run, args.steps)), flush=True)
+        say(timed(run, args.steps))
 
 
-def serve_epochs(train, state, num_rows, args, packages):
+def serve_epochs(train, state, num_rows, args):
     """Serve rounds; one call of `train(state, rows)` takes all steps of a round in JAX.
 
     The call returns the state in which the next round begins, and losses.
@@ -111,10 +113,10 @@ def serve_epochs(train, state, num_rows, args, packages):
         jax.block_until_ready(state)
         return float(np.mean(losses))
 
-    serve(run, args, packages, time_compile=True)
+    serve(run, args)
 
 
-def serve_steps(step, state, batches, args, packages, wait=None, **options):
+def serve_steps(step, state, batches, args, wait=None, **options):
     """Serve rounds of calls `step(state, *batch)` of JAX, which return state and loss.
 
     The loop waits for every `wait`-th call.  `serve` has the other options.
@@ -131,4 +133,4 @@ def serve_steps(step, state, batches, args, packages, wait=None, **options):
         jax.block_until_ready(state)
         return float(np.mean(jax.device_get(losses)))
 
-    serve(run, args, packages, **options)
+    serve(run, args, **options)

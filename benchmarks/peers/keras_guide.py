@@ -85,10 +85,9 @@ def main():
     def step(state, x, y):
         return train_step(state, jax.device_put(x, data_sharding), y)
 
-    batches, packages = endless_batches(images, labels, args.batch), ["jax", "keras"]
+    batches = endless_batches(images, labels, args.batch)
     # XLA:CPU aborts if too many steps pile up.
-    options = {"wait": 8, "per_step": args.batch}
-    common.serve_steps(step, state, batches, args, packages, **options)
+    common.serve_steps(step, state, batches, args, wait=8, per_step=args.batch)
 
 
 if __name__ == "__main__":

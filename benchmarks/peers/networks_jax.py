@@ -11,13 +11,14 @@ from unittest import mock
 import common
 import equinox as eqx
 import flax.linen as nn
+import flax_guide
 import jax
 import jax.numpy as jnp
+import jax_members
 import networks
 import numpy as np
 import optax
 import resnet
-import transformer_jax
 
 import fast_convolutions as fc
 import pjax_ensemble as pe
@@ -155,18 +156,6 @@ class Causal(nn.Module):
         return nn.Dense(10)(x)
 
 
-class FlaxCNN(nn.Module):
-    """The ensembling guide's network."""
-
-    @nn.compact
-    def __call__(self, x, training):
-        for width in 32, 64:
-            x = nn.relu(nn.Conv(width, (3, 3))(x))
-            x = nn.avg_pool(x, (2, 2), (2, 2))
-        x = nn.relu(nn.Dense(256)(x.reshape(len(x), -1)))
-        return nn.Dense(10)(x)
-
-
 class FlaxBatchNormCNN(nn.Module):
     """The network of Keras's guide, without dropout."""
 
@@ -195,10 +184,14 @@ class LSTM(nn.Module):
         return nn.Dense(10)(nn.RNN(nn.OptimizedLSTMCell(128))(x)[:, -1])
 
 
-class Transformer(nn.Module):
+class Plain(nn.Module):
+    """A network that is the same in training."""
+
+    net: nn.Module
+
     @nn.compact
     def __call__(self, x, training):
-        return transformer_jax.Transformer()(x)
+        return self.net(x)
 
 
 def linen(net, example):
@@ -227,46 +220,6 @@ def plan():
     return layers
 
 
-def residual(conv, x, shrink):
-    """Run ResNet-20; conv(x) is its next convolution and normalization."""
-    x = jax.nn.relu(conv(x))
-    for _, (ins, outs, stride) in enumerate(plan()[1::2]):
-        y = conv(jax.nn.relu(conv(x)))
-        x = jax.nn.relu(y + shrink(x, stride, outs - ins))
-    return x
-
-
-def our_layers(example):
-    def init(key):
-        keys = jax.random.split(key, len(plan()) + 1)
-        convs = [
-            pe.conv_init(key, ins, outs, bias=False)
-            for key, (ins, outs, _) in zip(keys, plan())
-        ]
-        norms, stats = zip(*(pe.batch_norm_init(outs) for _, outs, _ in plan()))
-        return (convs, norms, pe.dense_init(keys[-1], 64, 10)), stats
-
-    def apply(params, state, x, training):
-        convs, norms, last = params
-        layers, new = zip(convs, norms, state, plan()), []
-
-        def conv(x):
-            kernel, norm, stats, (_, _, stride) = next(layers)
-            how = dict(training=training, momentum=MOMENTUM)
-            x = pe.conv(kernel, x, stride=stride)
-            x, stats = pe.batch_norm(norm, stats, x, **how)
-            new.append(stats)
-            return x
-
-        def shrink(x, stride, more):
-            return jnp.pad(x[:, ::stride, ::stride], [(0, 0)] * 3 + [(0, more)])
-
-        x = residual(conv, x, shrink)
-        return pe.dense(last, x.mean((1, 2))), tuple(new)
-
-    return init, apply
-
-
 class EquinoxNet(eqx.Module):
     convs: list
     norms: list
@@ -291,10 +244,11 @@ class EquinoxNet(eqx.Module):
             x, state = norm(kernel(x), state)
             return x
 
-        def shrink(x, stride, more):
-            return jnp.pad(x[:, ::stride, ::stride], [(0, more), (0, 0), (0, 0)])
-
-        x = residual(conv, x, shrink)
+        x = jax.nn.relu(conv(x))
+        for ins, outs, stride in plan()[1::2]:
+            y = conv(jax.nn.relu(conv(x)))
+            x = x[:, ::stride, ::stride]
+            x = jax.nn.relu(y + jnp.pad(x, [(0, outs - ins), (0, 0), (0, 0)]))
         return self.last(x.mean((1, 2))), state
 
 
@@ -337,10 +291,9 @@ def our_batch_norm_cnn(example):
 # A network of an example of its inputs, [1, ...].
 NETWORKS = {
     "CNN, our layers": our_cnn,
-    "CNN, Flax": functools.partial(linen, FlaxCNN()),
+    "CNN, Flax": functools.partial(linen, Plain(flax_guide.CNN())),
     "batch-norm CNN, our layers": our_batch_norm_cnn,
     "batch-norm CNN, Flax": functools.partial(linen, FlaxBatchNormCNN()),
-    "ResNet-20, our layers": our_layers,
     "ResNet-20, Flax": functools.partial(linen, resnet.ResNet()),
     "ResNet-20, Equinox": equinox,
     "WRN-16-2": functools.partial(linen, WideResNet()),
@@ -352,7 +305,7 @@ NETWORKS = {
     "signals": functools.partial(linen, Signals()),
     "causal": functools.partial(linen, Causal()),
     "LSTM": functools.partial(linen, LSTM()),
-    "transformer": functools.partial(linen, Transformer()),
+    "transformer": functools.partial(linen, Plain(jax_members.Transformer())),
 }
 
 
@@ -368,14 +321,13 @@ def make(name):
     return init, loss_fn, lambda *args: apply(*args, False)[0], (x, y)
 
 
-def serve_trainer(name, members, devices):
-    init, loss_fn, apply_fn, data = make(name)
-    batch = networks.SHAPES[name].batch
+def serve_trainer(args, members, devices):
+    init, loss_fn, apply_fn, data = make(args.case)
     how = dict(members=members, apply_fn=apply_fn, stateful=True, devices=devices)
-    how["chunk"] = min(32, batch)
+    how["chunk"] = min(32, args.batch)
     trainer = pe.make_trainer(init, loss_fn, pe.sgd(0.01), **how)
     state, placed = trainer.init(jax.random.key(0)), trainer.place(data)
-    order = common.endless_order(len(data[0]), networks.SHAPES[name].batch, 1)
+    order = common.endless_order(len(data[0]), args.batch, 1)
 
     def train(steps):
         nonlocal state
@@ -384,20 +336,19 @@ def serve_trainer(name, members, devices):
         return float(losses.mean())
 
     def predict(steps):
-        rows = np.arange(steps * networks.SHAPES[name].batch) % len(data[0])
+        rows = np.arange(steps * args.batch) % len(data[0])
         return float(trainer.predict_members(state, data[0][rows]).mean())
 
-    networks.serve(name, members, train, predict)
+    networks.serve(args, members, train, predict)
 
 
-def serve_by_hand(name, members, fast):
-    init, loss_fn, apply_fn, (x, y) = make(name)
+def serve_by_hand(args, members):
+    init, loss_fn, apply_fn, (x, y) = make(args.case)
     optimizer = optax.sgd(0.01, momentum=0.9)
-    batch = networks.SHAPES[name].batch
 
     def compiled(f):
-        options = fc.compiler_options() if fast else None
-        f = fc.fast(f, options) if fast else f
+        options = fc.compiler_options() if args.fast else None
+        f = fc.fast(f, options) if args.fast else f
         return jax.jit(f, compiler_options=options)
 
     @compiled
@@ -409,7 +360,7 @@ def serve_by_hand(name, members, fast):
 
     models = [init(key) for key in jax.random.split(jax.random.key(0), members)]
     models = [(params, optimizer.init(params), state) for params, state in models]
-    order = common.endless_order(len(x), batch, 1)
+    order = common.endless_order(len(x), args.batch, 1)
 
     @compiled
     def forward(params, state, x):
@@ -432,16 +383,17 @@ def serve_by_hand(name, members, fast):
         ]
         return float(np.mean(made))
 
-    networks.serve(name, members, train, predict)
+    networks.serve(args, members, train, predict)
 
 
 def main():
-    args = networks.arguments(__doc__, "sync", "by-hand", "fast")
+    flags = "sync", "by-hand", "fast"
+    args = common.arguments(__doc__, flags, networks.CASES, seconds=1.0)
     members = 1 if args.sync else networks.MEMBERS
     if args.by_hand:
-        return serve_by_hand(args.name, members, args.fast)
+        return serve_by_hand(args, members)
     pe.use_cpu_devices(2)
-    return serve_trainer(args.name, members, 2)
+    return serve_trainer(args, members, 2)
 
 
 if __name__ == "__main__":

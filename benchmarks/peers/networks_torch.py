@@ -8,32 +8,28 @@ import common
 import networks
 import torch
 import torch.nn.functional as F
-import transformer_torch
+from cases import HEADS, HIDDEN, LAYERS, LENGTH, VOCABULARY, WIDTH
 from torch import nn
 
 
-def conv_norm(ins, outs, window=3, stride=1, groups=1, conv=nn.Conv2d):
-    norm = nn.BatchNorm2d if conv is nn.Conv2d else nn.BatchNorm1d
+def conv_norm(
+    ins, outs, window=3, stride=1, groups=1, conv=nn.Conv2d, norm=nn.BatchNorm2d
+):
     how = dict(stride=stride, padding=window // 2, groups=groups, bias=False)
     return nn.Sequential(conv(ins, outs, window, **how), norm(outs), nn.ReLU())
 
 
 class Block(nn.Module):
-    def __init__(self, ins, outs, stride):
+    def __init__(self, ins, outs, stride, norm):
         super().__init__()
-        self.first = conv_norm(ins, outs, 3, stride)
-        self.second = conv_norm(outs, outs)[:2]
+        self.first = conv_norm(ins, outs, 3, stride, norm=norm)
+        self.second = conv_norm(outs, outs, norm=norm)[:2]
         self.stride, self.more = stride, outs - ins
 
     def forward(self, x):
         y = self.second(self.first(x))
         x = x[:, :, :: self.stride, :: self.stride]
         return F.relu(y + (F.pad(x, (0, 0, 0, 0, 0, self.more)) if self.more else x))
-
-
-class Mean(nn.Module):
-    def forward(self, x):
-        return x.flatten(2).mean(2)
 
 
 class Head(nn.Module):
@@ -47,13 +43,13 @@ class Head(nn.Module):
         return self.last(self.norm(x.flatten(2).mean(2)))
 
 
-def resnet():
+def resnet(norm=nn.BatchNorm2d):
     blocks, width = [], 16
     for i, outs in enumerate((16, 32, 64)):
         for j in range(3):
-            blocks.append(Block(width, outs, 2 if i and not j else 1))
+            blocks.append(Block(width, outs, 2 if i and not j else 1, norm))
             width = outs
-    return nn.Sequential(conv_norm(3, 16), *blocks, Head(64))
+    return nn.Sequential(conv_norm(3, 16, norm=norm), *blocks, Head(64))
 
 
 class WideBlock(nn.Module):
@@ -118,22 +114,23 @@ class UNet(nn.Module):
         ups = [nn.ConvTranspose2d(64, 32, 2, 2), nn.ConvTranspose2d(32, 16, 2, 2)]
         self.ups = nn.ModuleList(ups)
         self.after = nn.ModuleList([twice(64, 32), twice(32, 16)])
-        self.last = nn.Conv2d(16, 2, 1)
+        self.last, self.shrink = nn.Conv2d(16, 2, 1), nn.MaxPool2d(2)
 
     def forward(self, x):
         kept = []
         for layer in self.down:
             kept.append(layer(x))
-            x = F.max_pool2d(kept[-1], 2)
+            x = self.shrink(kept[-1])
         x = self.middle(x)
         for up, layer in zip(self.ups, self.after):
             x = layer(torch.cat([up(x), kept.pop()], 1))
         return self.last(x)
 
 
-class VolumeNet(nn.Module):
+class VolumeNet(UNet):
     def __init__(self):
         super().__init__()
+        self.shrink = nn.Identity()  # strides shrink instead
 
         def twice(ins, outs, stride=1):
             layers = []
@@ -150,16 +147,6 @@ class VolumeNet(nn.Module):
         self.ups = nn.ModuleList([nn.ConvTranspose3d(*step, 2, 2) for step in steps])
         self.after = nn.ModuleList([twice(2 * outs, outs) for _, outs in steps])
         self.last = nn.Conv3d(small, 3, 1)
-
-    def forward(self, x):
-        kept = []
-        for layer in self.down:
-            x = layer(x)
-            kept.append(x)
-        x = self.middle(x)
-        for up, layer in zip(self.ups, self.after):
-            x = layer(torch.cat([up(x), kept.pop()], 1))
-        return self.last(x)
 
 
 def decoder():
@@ -216,14 +203,15 @@ def batch_norm_cnn():
         layers.append(nn.Conv2d(ins, width, *how, bias=width == 32))
         layers += [nn.BatchNorm2d(width, affine=False), Bias(width), nn.ReLU()]
         ins = width
-    hidden = Mean(), nn.Linear(32, 256), nn.ReLU()
-    return nn.Sequential(*layers, *hidden, nn.Linear(256, 10))
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 256), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(256, 10))
 
 
 def signals():
     layers, ins = [], 4
     for width in networks.SIGNALS:
-        layers.append(conv_norm(ins, width, 7, 2, conv=nn.Conv1d))
+        how = dict(conv=nn.Conv1d, norm=nn.BatchNorm1d)
+        layers.append(conv_norm(ins, width, 7, 2, **how))
         ins = width
     return nn.Sequential(*layers, Head(ins))
 
@@ -235,6 +223,58 @@ class LSTM(nn.Module):
 
     def forward(self, x):
         return self.last(self.cell(x)[0][:, -1])
+
+
+def small():
+    """Make a small network, with weights drawn as by JAX (He et al. 2015)."""
+    layers = nn.Linear(8, 50), nn.Linear(50, 2)
+    for layer in layers:
+        nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+        nn.init.zeros_(layer.bias)
+    return nn.Sequential(layers[0], nn.ReLU(), layers[1])
+
+
+class Attention(nn.Module):
+    """Attention as products and a softmax, which `torch.func.vmap` can map."""
+
+    def __init__(self):
+        super().__init__()
+        self.inputs = nn.Linear(WIDTH, 3 * WIDTH)
+        self.outputs = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        x = self.inputs(x).reshape(batch, length, 3, HEADS, WIDTH // HEADS)
+        query, key, value = x.permute(2, 0, 3, 1, 4)  # each [B, HEADS, LENGTH, ...]
+        scores = query @ key.transpose(-2, -1) / (WIDTH // HEADS) ** 0.5
+        later = torch.ones(length, length, dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        return self.outputs((weights @ value).transpose(1, 2).flatten(-2))
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.Sequential(nn.LayerNorm(WIDTH), Attention())
+        hidden = nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH)
+        self.hidden = nn.Sequential(nn.LayerNorm(WIDTH), *hidden)
+
+    def forward(self, x):
+        x = x + self.attention(x)
+        return x + self.hidden(x)
+
+
+class Transformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Parameter(0.02 * torch.randn(LENGTH, WIDTH))
+        layers = [Layer() for _ in range(LAYERS)]
+        last = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.layers = nn.Sequential(*layers, *last)
+
+    def forward(self, tokens):
+        return self.layers(self.embed(tokens) + self.positions)
 
 
 NETWORKS = {
@@ -250,7 +290,7 @@ NETWORKS = {
     "signals": signals,
     "causal": Causal,
     "LSTM": LSTM,
-    "transformer": transformer_torch.Transformer,
+    "transformer": Transformer,
 }
 
 
@@ -266,12 +306,13 @@ def loss_of(name, made, labels):
 
 
 def main():
-    args = networks.arguments(__doc__, "alone", "channels-last")
-    name, members = args.name, 1 if args.alone else networks.MEMBERS
+    flags = "alone", "channels-last"
+    args = common.arguments(__doc__, flags, networks.CASES, seconds=1.0)
+    name, members = args.case, 1 if args.alone else networks.MEMBERS
     torch.set_num_threads(1 if args.alone else 2)
     torch.manual_seed(0)
     x, y = map(torch.tensor, networks.draw(name))
-    x, y, batch = channels_first(name, x), y.long(), networks.SHAPES[name].batch
+    x, y = channels_first(name, x), y.long()
     models = [NETWORKS[name.split(",")[0]]() for _ in range(members)]
     if args.channels_last:
         volumes = x.ndim == 5
@@ -279,7 +320,7 @@ def main():
         models = [model.to(memory_format=last) for model in models]
         x = x.contiguous(memory_format=last) if x.ndim >= 4 else x
     optimizers = [torch.optim.SGD(m.parameters(), 0.01, momentum=0.9) for m in models]
-    order = common.endless_order(len(x), batch, 1)
+    order = common.endless_order(len(x), args.batch, 1)
 
     def train(steps):
         losses = []
@@ -301,7 +342,7 @@ def main():
                     made += model.eval()(x[rows]).mean().item()
         return made
 
-    networks.serve(name, members, train, predict)
+    networks.serve(args, members, train, predict)
 
 
 if __name__ == "__main__":

@@ -1,38 +1,43 @@
-"""pjax_ensemble itself: K members on D devices, rounds of `epoch` or of `update`.
+"""pjax_ensemble itself: the ensembles of cases.py as one trainer, by `epoch`.
 
-The default is the ensembling guide's CNN with SGD and a separate order per member.
-`--sync` trains the Keras guide's network with Adam, as one model on all devices, and
-`--apart` trains one member of that network on each device.  `--host` calls `update` for
-each step, on batches from the host that `prefetch` makes in advance.  `--predict` calls
-`predict_members` on as many images.  `--at-once N` computes N members of a device
-together.
+The CNN is the script's.  `--sync` trains the network of Keras's guide with Adam, as one
+model on all devices, and `--apart` one member of that network on each device.  `--host`
+calls `update` for each step, on batches from the host that `prefetch` makes in advance.
+`--predict` calls `predict_members` on as many images.  `--at-once N` computes N members
+of a device together.
 """
 
+import cases
 import common
 import jax
+import jax_members
 
 import pjax_ensemble as pe
 import train_mnist
 
-PACKAGES = "jax", "jaxlib", "numpy"
 
-
-def main():
-    flags = ["sync", "apart", "host", "predict"]
-    args = common.arguments(__doc__, flags, members=2, devices=2, at_once=1)
+def make_script_trainer(args):
     keras = args.sync or args.apart
-    network = "batchnorm" if keras else "cnn"
-    recipe = train_mnist.RECIPES[network]._replace(
+    recipe = train_mnist.RECIPES["batchnorm" if keras else "cnn"]._replace(
         batch_size=args.batch, max_shift=0, schedule="constant", at_once=args.at_once
     )
     if not keras:
         recipe = recipe._replace(learning_rate=0.1)
-    if args.sync:
-        args.members = 1
-    mnist = common.load_mnist()
-    layout = args.members, args.devices
-    trainer = train_mnist.make_trainer(recipe, *layout, 1, mnist.form())
-    host = mnist.train_images, mnist.train_labels
+    form = common.load_mnist().form()
+    return train_mnist.make_trainer(recipe, args.members, args.devices, 1, form)
+
+
+def main():
+    flags, options = ["sync", "apart", "host", "predict"], dict(members=2, at_once=1)
+    args = common.arguments(__doc__, flags, cases.SETTINGS, devices=2, **options)
+    args.members = 1 if args.sync else args.members
+    host = cases.LOAD[args.case]()
+    if args.case == "cnn":
+        trainer = make_script_trainer(args)
+    else:
+        form = {name: getattr(args, name) for name in ("members", "devices", "at_once")}
+        adam = pe.adam(cases.RATES[args.case])
+        trainer = pe.make_trainer(*jax_members.LOSSES[args.case], adam, **form)
     data, state = trainer.place(host), trainer.init(jax.random.key(0))
 
     def predict(steps):
@@ -42,15 +47,22 @@ def main():
     def train(state, rows):
         return trainer.epoch(state, data, rows)
 
-    if args.predict:
-        common.serve(predict, args, PACKAGES, time_compile=True)
+    def train_anew(seed, order):
+        state, losses = train(trainer.init(jax.random.key(seed)), order)
+        trainer.gather(state)
+        return losses
+
+    if args.case == "small":
+        cases.serve_anew(train_anew, args)
+    elif args.predict:
+        common.serve(predict, args)
     elif args.host:
         order = common.endless_order(len(host[0]), args.batch, 1)
         batches = ([array[rows] for array in host] for (rows,) in order)  # for all
         what = trainer.update, state, pe.prefetch(batches, size=2)
-        common.serve_steps(*what, args, PACKAGES, time_compile=True)
+        common.serve_steps(*what, args)
     else:
-        common.serve_epochs(train, state, len(host[0]), args, PACKAGES)
+        common.serve_epochs(train, state, len(host[0]), args)
 
 
 if __name__ == "__main__":
