@@ -1640,43 +1640,49 @@ FROZEN = randn(3, 32, 32) / 6
 
 
 class Parts(NamedTuple):
-    conv: pe.Conv  # [3, 3, 1, 32]
+    first: pe.Dense | pe.Conv  # [64, 32] or [3, 3, 1, 32]
     heads: pe.Dense  # [32, 96], queries, keys and values
     last: pe.Dense  # [32, 4]
 
 
 @functools.cache
-def full_trainer(which, devices, at_once=1, *, statistics=False, **options):
+def full_trainer(which, devices, *, attends=False, statistics=False, **options):
     """Make a trainer of some members of HYPER, with every option of a trainer.
 
     Every function uses the member's own numbers.  Some of the second member's batches
-    make its loss nan.  The network has a convolution, attention, a frozen matrix, and
-    dropout or batch statistics.  If `frozen` is None, functions hold the matrix.
+    make its loss nan.  The network has a dense layer, or a convolution and attention, a
+    frozen matrix, and dropout or batch statistics.  If `frozen` is None, functions hold
+    the matrix.
     """
     norm, stats = pe.batch_norm_init(32)
     closed_over = np.array(FROZEN)
-    # A softmax divides, so its bits depend on whether there is more than one device.
-    attend = jax.nn.softmax if statistics else jax.nn.relu
+
+    def attention(x):  # [N, 16, 96]
+        queries, keys, values = jnp.split(x, 3, axis=-1)
+        return jax.nn.softmax(queries @ keys.swapaxes(1, 2) / 8) @ values
 
     def forward(params, stats, images, rest, key=None):
-        x = pe.conv(params.conv, images.astype(jnp.float32) / 255, stride=2)
+        x = images.astype(jnp.float32) / 255
+        if attends:
+            x = pe.conv(params.first, x, stride=2).reshape(len(x), 16, 32)
+        else:
+            x = pe.dense(params.first, x.reshape(len(x), 64))
+        x = jax.nn.relu(x)
         if statistics:
             x, stats = pe.batch_norm(norm, stats, x, training=key is not None)
-        x = jax.nn.relu(x.reshape(len(x), -1, 32))
-        queries, keys, values = jnp.split(pe.dense(params.heads, x), 3, axis=-1)
-        weights = attend(queries @ keys.swapaxes(1, 2) / 8)
-        x = (weights @ values).mean(axis=1) @ (*rest, closed_over)[0]
+        if attends:
+            x = attention(pe.dense(params.heads, x)).mean(axis=1)
+        x = x @ (*rest, closed_over)[0]
         x = x if statistics else pe.dropout(key, x)
         return pe.dense(params.last, x), stats
 
     def init(key, h, *rest):
-        keys, scale = (
-            jax.random.split(key, 3),
-            h.spread + (*rest, closed_over)[0].mean(),
-        )
+        keys, frozen = jax.random.split(key, 3), (*rest, closed_over)[0]
         conv = pe.conv_init(keys[0], 1, 32, bias=False)
+        first = conv if attends else pe.dense_init(keys[0], 64, 32)
         dense = pe.dense_init(keys[1], 32, 96), pe.dense_init(keys[2], 32, 4)
-        params = jax.tree.map(lambda x: scale * x, Parts(conv, *dense))
+        scale = h.spread + frozen.mean()
+        params = jax.tree.map(lambda x: scale * x, Parts(first, *dense))
         return params, stats if statistics else ()
 
     def loss_fn(params, stats, key, images, labels, h, *rest):
@@ -1694,7 +1700,7 @@ def full_trainer(which, devices, at_once=1, *, statistics=False, **options):
 
     options = dict(frozen=FROZEN, chunk=4) | options
     options |= dict(hyper=jax.tree.map(lambda x: x[[*which]], HYPER), devices=devices)
-    options |= dict(members=len(which), at_once=at_once, apply_fn=apply_fn)
+    options |= dict(members=len(which), apply_fn=apply_fn)
     options |= dict(stateful=True, has_aux=True, skip_nonfinite=True)
     return pe.make_trainer(init, loss_fn, optimizer, **options)
 
@@ -1734,7 +1740,8 @@ IN_SHARDS = ((0, 2), 2, 1, dict(statistics=True)), ((0, 2, 3), 4, 2, {})
 def test_a_member_in_shards_equals_one_on_a_device(
     which, shards, at_once, kind, tmp_path
 ):
-    make = functools.partial(full_trainer, which, at_once=at_once, chunk=8, **kind)
+    kind = dict(at_once=at_once, chunk=8, attends=True, **kind)
+    make = functools.partial(full_trainer, which, **kind)
     trainer, state = begin(make(devices=8, shards=shards))
     # At once on CPUs adds loops of its own.
     whole, start = begin(make(devices=8 // shards))
@@ -2123,7 +2130,7 @@ def test_a_member_ends_alike_wherever_it_trains(tmp_path, kind, make, places):
     ended, exact = taken(first, [1]), True
     state = alone.scatter(ended)
     for others, devices, at_once, count, own in places:
-        trainer = full_trainer((*others, 1), devices, at_once, **kind)
+        trainer = full_trainer((*others, 1), devices, at_once=at_once, **kind)
         exact &= trainer.layout.replicas == at_once == 1
         begun = jax.tree.map(joined, taken(first, others), ended)
         here, (now, rows) = trainer.scatter(begun), np.split(rows, [count], axis=1)
