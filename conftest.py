@@ -95,10 +95,10 @@ def refuses(*rows):
     return test
 
 
-def said_by(kind, call, *args):
+def said_by(kind, call, *args, **options):
     """Return the message of the error that a call raises."""
     with pytest.raises(kind) as error:
-        call(*args)
+        call(*args, **options)
     return str(error.value)
 
 

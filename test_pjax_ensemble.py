@@ -744,7 +744,7 @@ def net_init(key):
 
 
 def net(params, images):  # uint8
-    x = images.reshape(len(images), -1).astype(jnp.float32) / 255
+    x = images.reshape(len(images), -1).astype(float) / 255
     return pe.dense(params.dense, jax.nn.relu(pe.dense(params.hidden, x)))
 
 
@@ -757,6 +757,19 @@ def noisy_loss(params, model_state, key, images, labels):
     scale = 1 + 0.1 * jax.random.normal(key)
     loss = cross_entropy(scale * net(params, images), labels).mean()
     return loss, jax.tree.map(lambda count: count + 1, model_state)
+
+
+def noting(seen):
+    """Make the net and its loss, which note type and shape of the images they see."""
+
+    def apply_fn(params, images):
+        seen.append((images.dtype.name, *images.shape))
+        return net(params, images)
+
+    def loss_fn(params, images, labels):
+        return cross_entropy(apply_fn(params, images), labels).mean()
+
+    return dict(loss_fn=loss_fn, apply_fn=apply_fn)
 
 
 net_and_gradients = jax.jit(jax.value_and_grad(net_loss))
@@ -877,10 +890,6 @@ def test_step_equals_one_on_the_whole_batch(way, name):
 def test_step_traces_its_loss_once_and_reuses_its_state(way):
     traces, counts = [], []
 
-    def counted(*args):
-        traces.append(1)
-        return net_loss(*args)
-
     def batches():
         for batch in net_batches(4):
             counts.append(len(traces))
@@ -888,7 +897,7 @@ def test_step_traces_its_loss_once_and_reuses_its_state(way):
 
     first = members_state(keys_of(0, way.members))
     with mock.patch.object(pe, "_check_apart") as look:
-        train(way, counted, first, batches(), microbatch=4)
+        train(way, noting(traces)["loss_fn"], first, batches(), microbatch=4)
     assert counts[0] == 0 < counts[1] == counts[2] == counts[3]
     assert look.call_count == 1  # update's own results are not checked again
 
@@ -966,21 +975,18 @@ def test_sync_averages_over_replicas():
         new["large"] = model_state["large"]
         return params * x.mean(), (new, {"largest": x.max()})
 
-    optimizer, x = pe.sgd(1.0, momentum=0.0), np.arange(16.0).reshape(D, 2)
+    descend, x = pe.sgd(1.0, momentum=0.0), np.arange(16.0)
     model_state = {"mean": 0.0, "steps": jnp.int32(2**30), "constant": 0.5}
     model_state["large"] = jnp.float16(3e4)  # the replicas' sum would be inf
-    options = dict(model_state=model_state, key=jax.random.key(0))
-    state = pe.train_state(jnp.float32(2), optimizer, **options)
-    update = pe.make_sync_update(loss_fn, optimizer, has_aux=True, stateful=True)
-    state, (loss, aux) = update(pe.replicate(state), x)
-    assert_allclose(loss, np.full(D, 2 * x.mean()))
-    assert_allclose(aux["largest"], np.full(D, np.arange(1, 16, 2).mean()))
-    assert_allclose(state.params, np.full(D, 2 - x.mean()))
-    assert_allclose(state.model_state["mean"], np.full(D, x.mean()))
-    assert_array_equal(state.model_state["steps"], np.full(D, 2**30 + 1))
-    kinds = [state.model_state[name].dtype.name for name in ("steps", "large")]
+    first = numbers(keys_of(0, 1), optimizer=descend, model_state=model_state)
+    options = dict(has_aux=True, stateful=True)
+    end, ((loss, aux),) = train(WAYS[0], loss_fn, first, [(x,)], descend, **options)
+    assert_allclose((loss, end.params), ([x.mean()], [1 - x.mean()]))
+    assert_allclose(aux["largest"], np.arange(1, 16, 2).mean())
+    new = {"mean": x.mean(), "steps": 2**30 + 1, "constant": 0.5, "large": 3e4}
+    assert jax.tree.map(np.ndarray.item, end.model_state) == new
+    kinds = [end.model_state[name].dtype.name for name in ("steps", "large")]
     assert kinds == ["int32", "float16"]
-    assert_array_equal(state.model_state["large"], np.full(D, 3e4, np.float16))
 
 
 @every_way
@@ -1032,6 +1038,18 @@ def aligned(array):
     return shared
 
 
+def program_of(call, *args, **options):
+    """Return the program that a call would run, and its arguments."""
+    with mock.patch.object(pe, "_run", side_effect=InterruptedError) as run:
+        said_by(InterruptedError, call, *args, **options)
+    program, _, *given = run.call_args.args
+    return program, given
+
+
+def shapes_of(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
 def placed(x):
     return net_trainer(1, 2).place(x)
 
@@ -1042,9 +1060,7 @@ def losses_by_hand(x):
 
 def batch_of_a_step(x):
     trainer, state = begin(net_trainer.__wrapped__(3, 2))
-    with mock.patch.object(pe, "_run", side_effect=InterruptedError) as run:
-        said_by(InterruptedError, trainer.update, state, x, image_data()[1])
-    return run.call_args.args[-1]["batch"][0]
+    return program_of(trainer.update, state, x, image_data()[1])[1][-1]["batch"][0]
 
 
 @pytest.mark.parametrize("use", [placed, losses_by_hand, batch_of_a_step])
@@ -1126,8 +1142,8 @@ def product(params, x):
     return jnp.mean(params * x)
 
 
-def numbers(keys):
-    return members_state(keys, lambda key: jnp.float32(1))
+def numbers(keys, **options):
+    return members_state(keys, lambda key: jnp.float32(1), **options)
 
 
 def equal_keys(style):
@@ -1137,6 +1153,10 @@ def equal_keys(style):
 
 def one_number(num_devices=D, **kwargs):
     return pe.replicate(pe.train_state(jnp.float32(1), SGD, **kwargs), num_devices)
+
+
+def integers():
+    return pe.replicate(pe.train_state([jnp.int32(3)], optax.sgd(0.1)))
 
 
 sync, ensemble = pe.make_sync_update, pe.make_ensemble_update
@@ -1150,6 +1170,13 @@ REFUSED_STEPS = [
     (sync, one_number, dict(microbatch=0), (D, 8), "microbatch is 0; expected an int"),
     (sync, one_number, dict(stateful=True), (D, 1), r"train_state\(..., key=key\)"),
     (sync, one_number, dict(microbatch="all"), (D, 8), "'all'; expected an int"),
+    (
+        sync,
+        integers,
+        dict(optimizer=optax.sgd(0.1)),
+        8,
+        r"'\[0\]' is int32; expected fl",
+    ),
     (sync, one_number, {}, 16, r"axes .* \[\(8,\), \(16,\)\]; expected the number of"),
     (sync, lambda: one_number(2), {}, (D, 2), r"axes .* \[\(2,\), \(8,\)\]; expected"),
     (sync, lambda: one_number().params, {}, (D, 2), "state is ArrayImpl; expected a"),
@@ -1161,7 +1188,7 @@ REFUSED_STEPS = [
 def test_a_refused_update_keeps_its_state(make, make_state, options, shape, message):
     state = make_state()
     with pytest.raises(ValueError, match=message):
-        make(product, SGD, **options)(state, np.ones(shape))
+        make(product, **(dict(optimizer=SGD) | options))(state, np.ones(shape))
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
 
 
@@ -1178,18 +1205,6 @@ def test_a_batch_is_cut_only_if_its_leaves_are_of_one_length():
             assert message in said_by(ValueError, update, state, x, class_weights)
         else:
             assert_close(update(one_number(2), x, class_weights)[1], np.float32([4, 4]))
-
-
-def test_integer_parameters_are_named_under_any_optimizer():
-    def init(key):
-        return {"n": jnp.int32(3), "w": jnp.ones(2)}
-
-    def loss_fn(params, x):
-        return (params["w"] * x).mean()
-
-    made = pe.make_trainer(init, loss_fn, optax.sgd(0.1), members=1, devices=1)
-    said = said_by(ValueError, made.update, made.init(KEY), np.ones((3, 2)))
-    assert said.startswith("parameter '['n']' is int32; expected floating point: ")
 
 
 def norm_init(key):
@@ -1209,21 +1224,15 @@ def norm_loss(forward):
     return loss_fn
 
 
-def norm_batch(step):
+def norm_batch(count):
     # Rows differ between devices, so a part's statistics are not the batch's.
-    xs = randn(step, 48, 2, 3) + np.arange(48)[:, None, None]
-    return xs, randn(100 + step, 48, 2, 5)
+    xs = randn(0, 48, 2, 3) + np.arange(48)[:, None, None]
+    return xs[:count], randn(100, 48, 2, 5)[:count]
 
 
-def test_replicas_normalize_by_the_statistics_of_the_global_batch():
-    ends, key = [], jax.random.key(0)
-    batches = [norm_batch(step) for step in range(5)]
-    for devices in (1, D):
-        way, stats = Way("sync", 1, devices), norm_init(key)[1]
-        first = members_state([key], lambda key: norm_init(key)[0], model_state=stats)
-        ends.append(train(way, norm_loss(norm_forward), first, batches, stateful=True))
-    # The normalization removes the bias before it, whose gradient is only rounding.
-    jax.tree.map(functools.partial(assert_allclose, rtol=1e-4, atol=1e-5), *ends)
+def norm_members(keys):
+    stats = pe.batch_norm_init(5)[1]
+    return members_state(keys, lambda key: norm_init(key)[0], model_state=stats)
 
 
 def test_replica_mean_makes_floats_and_changes_nothing_else_outside_of_a_step():
@@ -1252,14 +1261,11 @@ KEEPING = {"jit": jax.jit, "checkpoint": jax.checkpoint, "scan": by_scan}
 
 def test_a_cached_trace_is_not_reused_for_another_number_of_replicas():
     forward = jax.jit(norm_forward)  # the trainers share this function's cached trace
-
-    key, (params, stats) = jax.random.key(0), norm_init(jax.random.key(0))
-    forward(params, stats, norm_batch(0)[0][:6])
+    forward(*norm_init(KEY), norm_batch(6)[0])
     ways = [Way("ensemble", D, D), *(Way("trainer", n, D) for n in (1, 2, 4))]
     for way in [*ways, Way("sync", 1, D)]:  # six examples on each device
-        batch = [x[: 6 * pe.layout(*way[1:]).replicas] for x in norm_batch(0)]
-        keys = jax.random.split(key, way.members)
-        first = members_state(keys, lambda key: norm_init(key)[0], model_state=stats)
+        batch = norm_batch(6 * pe.layout(*way[1:]).replicas)
+        first = norm_members(keys_of(0, way.members))
         losses = [norm_loss(f) for f in (forward, norm_forward)]
         assert_close(*[train(way, f, first, [batch], stateful=True)[1] for f in losses])
 
@@ -1272,10 +1278,9 @@ KEPT += ("checkpoint", "init", 2, 4), ("scan", "by hand", 1, 2)
 def test_only_training_averages_whatever_came_before(
     keep, earlier, members, devices, monkeypatch
 ):
-    xs, ys = (x[:12] for x in norm_batch(0))
-    monkeypatch.setattr(
-        pe, "_near", lambda *_, like: True
-    )  # takes statistics of a chunk
+    xs, ys = norm_batch(12)
+    # Predicting takes statistics of a chunk.
+    monkeypatch.setattr(pe, "_near", lambda *_, like: True)
 
     def ends(keep):
         def forward(params, stats, xs):
@@ -1292,17 +1297,13 @@ def test_only_training_averages_whatever_came_before(
         def apply_fn(params, stats, xs):
             return forward(params, stats, xs)[0]
 
-        options = dict(members=members, devices=devices, apply_fn=apply_fn, chunk=6)
-        options |= dict(stateful=True, output=None)
-        trainer = pe.make_trainer(init, norm_loss(forward), SGD, **options)
-        state = trainer.init(jax.random.key(0))
+        options = dict(init_fn=init, apply_fn=apply_fn, chunk=6, output=None)
+        options |= dict(loss_fn=norm_loss(forward), stateful=True)
+        trainer, state = begin(net_trainer(members, devices, **options))
         before = trainer.predict(state, xs) if earlier == "predict" else ()
         if earlier == "by hand":
-            params, stats = norm_init(KEY)
-            first = pe.train_state(params, SGD, model_state=stats, key=KEY)
-            update = sync(norm_loss(forward), SGD, stateful=True)
-            first, batch = pe.replicate(first, devices), pe.split((xs, ys), devices)
-            _, before = update(first, *batch)
+            way, first = Way("sync", 1, devices), norm_members([KEY])
+            before = train(way, norm_loss(forward), first, [(xs, ys)], stateful=True)[1]
         state, losses = trainer.update(state, xs, ys)
         return before, losses, trainer.predict(state, xs)
 
@@ -1343,20 +1344,15 @@ every_layout = pytest.mark.parametrize("members, devices", LAYOUTS)
 
 @functools.cache  # a trainer takes its compiled programs along
 def net_trainer(members, devices=None, loss_fn=net_loss, optimizer=SGD, **options):
-    options = dict(apply_fn=net, devices=devices, members=members) | options
-    return pe.make_trainer(net_init, loss_fn, optimizer, **options)
+    given = dict(members=members, devices=devices, loss_fn=loss_fn, optimizer=optimizer)
+    given |= dict(init_fn=net_init, apply_fn=net) | options
+    return pe.make_trainer(**given)
 
 
-@functools.cache
-def noisy_trainer(members, devices, **more):
-    """Make a trainer of the net whose model state counts its steps."""
-
-    def init(key):
-        return net_init(key), jnp.zeros((), jnp.int32)
-
-    options = dict(members=members, devices=devices, stateful=True)
-    options |= dict(apply_fn=lambda p, _, x: net(p, x)) | more
-    return pe.make_trainer(init, noisy_loss, pe.adam(0.01), **options)
+# This trainer of the net draws noise, and its model state counts its steps.
+NOISY = dict(init_fn=lambda key: (net_init(key), jnp.zeros((), jnp.int32)))
+NOISY |= dict(loss_fn=noisy_loss, optimizer=pe.adam(0.01), stateful=True)
+NOISY["apply_fn"] = lambda params, _, images: net(params, images)
 
 
 def uses(trainer):
@@ -1419,16 +1415,16 @@ def test_type_checker_finds_wrong_calls_and_no_others(tmp_path):
 
 
 def test_keys_that_draw_differently_under_vmap_work_only_without_at_once():
-    one, key = noisy_trainer(3, 1), jax.random.key(7, impl="rbg")
+    key, other = (jax.random.key(7, impl=name) for name in ("rbg", "unsafe_rbg"))
+    one, two = (net_trainer(3, 1, at_once=n, **NOISY) for n in (1, 2))
     state, (batch,) = one.init(key), net_batches(1)
-    two, other = noisy_trainer(3, 1, at_once=2), jax.random.key(7, impl="unsafe_rbg")
     with mock.patch.object(pe, "_run") as run:
         said = [said_by(ValueError, two.init, each) for each in (key, other)]
         said += [said_by(ValueError, f, state, *args) for f, *args in uses(two)[:2]]
     assert all(re.search("at_once=2 with keys of (unsafe_)?rbg", each) for each in said)
     assert not run.called
     ended = one.gather(one.update(state, *batch)[0])  # the state still works
-    five = noisy_trainer(5, 3)
+    five = net_trainer(5, 3, **NOISY)
     among_five = five.gather(five.update(five.init(key), *batch)[0])
     assert leaves_equal(ended, jax.tree.map(lambda x: x[:3], among_five))
 
@@ -1445,37 +1441,25 @@ def test_init_makes_member_i_from_the_key_and_i_alone():
     assert leaves_equal(member(ends[0].params, 3), jax.jit(net_init)(init_key))
 
 
-def cnn_loss(params, images, labels):
-    logits = pe.cnn(params, images.astype(jnp.float32) / 255)
-    return cross_entropy(logits, labels).mean()
-
-
-@functools.cache
-def line_trainer(members):
-    def init(key):
-        return {"w": jax.random.normal(key, ()), "b": jnp.zeros(())}
-
-    def loss_fn(params, xs, ys):
-        return jnp.mean((params["w"] * xs + params["b"] - ys) ** 2)
-
-    return pe.make_trainer(init, loss_fn, pe.adam(0.01), members=members, devices=1)
-
-
-LINE = randn(0, 96), randn(1, 96)
+LINE = dict(
+    init_fn=lambda key: {"w": jax.random.normal(key, ()), "b": jnp.zeros(())},
+    loss_fn=lambda p, xs, ys: jnp.mean((p["w"] * xs + p["b"] - ys) ** 2),
+    optimizer=pe.adam(0.01),
+)
 
 
 @pytest.mark.skipif(jax.__version_info__[:2] == (0, 10), reason="needs no such loop")
 @pytest.mark.usefixtures("optimized")  # otherwise nothing is fused
 @cases(
-    "make, data",  # without the step's branch, they round otherwise on AVX2:
-    (lambda k: net_trainer(k, 1, optimizer=optax.nadam(0.01)), image_data()),  # 0.5.0
-    (line_trainer, LINE),  # JAX 0.12
+    "options, data",  # without the step's branch, they round otherwise on AVX2:
+    (dict(optimizer=optax.nadam(0.01)), image_data()),  # JAX 0.5.0
+    (LINE, (randn(0, 96), randn(1, 96))),  # JAX 0.12
 )
-def test_an_optimizer_rounds_alike_for_a_member_alone_and_beside_another(make, data):
+def test_an_optimizer_rounds_alike_for_a_member_alone_and_beside_another(options, data):
     ends = []
     order = np.random.default_rng(0).integers(len(data[0]), size=(200, 24))
     for members in 1, 2:
-        trainer, state = begin(make(members), seed=5)
+        trainer, state = begin(net_trainer(members, 1, **options), seed=5)
         state, losses = trainer.epoch(state, data, order)
         ends.append(member((losses, trainer.gather(state)[:2]), 0))
     assert leaves_equal(*ends)
@@ -1483,21 +1467,14 @@ def test_an_optimizer_rounds_alike_for_a_member_alone_and_beside_another(make, d
 
 def test_every_program_traces_the_users_function_once_and_anew():
     calls, data = [], [x[:4] for x in image_data()]
-
-    def count(params, images):  # could read a global that has changed since
-        calls.append(images.shape)
-        return net(params, images)
-
-    def loss_fn(params, images, labels):
-        return cross_entropy(count(params, images), labels).mean()
-
     given = ("update", *data), ("epoch", data, np.zeros((2, 4), int))
+    functions = noting(calls)  # which could read a global that has changed since
     for _ in range(2):
-        trainer = net_trainer.__wrapped__(2, 2, loss_fn, apply_fn=count)
+        trainer = net_trainer.__wrapped__(2, 2, **functions)
         for method, *args in (*given, ("predict", data[0])):
             calls.clear()
             trainer.lower(method, *args)
-            assert calls == [(4, 8, 8, 1)], method
+            assert calls == [("uint8", 4, 8, 8, 1)], method
 
 
 def test_effects_of_a_rewritten_function_happen_once_per_member_and_step():
@@ -1509,8 +1486,7 @@ def test_effects_of_a_rewritten_function_happen_once_per_member_and_step():
 
     seen, data = [], (image_data()[0], np.arange(NUM_IMAGES) % 4)
     init = functools.partial(jax.random.normal, shape=(4, 1, 3, 3))
-    made = pe.make_trainer(init, loss_fn, SGD, members=3, devices=1, at_once=2)
-    trainer, state = begin(made)
+    trainer, state = begin(net_trainer(3, 1, loss_fn, init_fn=init, at_once=2))
     order = np.arange(12).reshape(3, 2, 2)  # two members are together, one is alone
     state, _ = trainer.epoch(state, data, order)
     jax.block_until_ready(state.params)
@@ -1519,60 +1495,42 @@ def test_effects_of_a_rewritten_function_happen_once_per_member_and_step():
 
 
 def test_programs_lowered_for_other_platforms_keep_their_convolutions():
-    def lower(program, _, *args):
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-        for name in expected:
-            text = export.export(program, platforms=[name])(*shapes).mlir_module()
-            found[name] = text.count("stablehlo.convolution")
-            # Two members are at once; but on TPUs, they convolve one after another.
-            assert ("_group_count = 2" in text) == (name == "tpu" or not told_apart)
-        raise InterruptedError  # the program need not run
-
     form = {"image_shape": (8, 8, 1), "classes": range(4)}
     made = tm.make_trainer(tm.RECIPES["cnn"]._replace(at_once=2), 4, 2, 10, form)
     state, (images, labels) = made.init(jax.random.key(0)), net_batches(1, 4)[0]
     # The network has two convolutions; a step adds their three gradients.  On a GPU,
     # each of two members at once has its own, but for a first layer that only predicts.
     calls = (made.update, 5, 10, images, labels), (made.predict, 2, 3, images)
-    told_apart = jax.__version_info__ >= (0, 10)  # else programs have all branches
+    old = jax.__version_info__ < (0, 10)  # programs have the branches of all platforms
     for call, count, apart, *args in calls:
-        found, expected = {}, {"cuda": apart, "tpu": count, "cpu": count}
-        if not told_apart:
+        program, given = program_of(call, state, *args)
+        expected = {"cuda": apart, "tpu": count, "cpu": count}
+        if old:
             expected = dict.fromkeys(("cuda", "tpu"), 2 * count + apart)
-        with mock.patch.object(pe, "_run", lower), pytest.raises(InterruptedError):
-            call(state, *args)
-        assert found == expected
+        for name, number in expected.items():
+            lowered = export.export(program, platforms=[name])(*shapes_of(given))
+            text = lowered.mlir_module()
+            assert text.count("stablehlo.convolution") == number
+            # But on TPUs, two members at once convolve one after another.
+            assert ("_group_count = 2" in text) == (name == "tpu" or old)
 
 
 @pytest.mark.usefixtures("optimized")  # otherwise no select is removed
 def test_a_step_that_is_skipped_takes_a_branch_on_cpus_and_selects_elsewhere():
-    def lower(program, _, *args):
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-        cuda = export.export(program, platforms=["cuda"])(*shapes).mlir_module()
-        cpu = program.lower(*args).compile().as_text()
-        for text, name, shape in (
-            (cuda, ".select", "64x6xf32"),
-            (cpu, " select(", "64,6]"),
-        ):
-            kept = [x for x in text.split("\n") if name in x and shape in x]
-            assert bool(kept) == (text is cuda)
-        raise InterruptedError  # the program need not run
-
     trainer, state = begin(net_trainer.__wrapped__(1, 1, skip_nonfinite=True))
-    with mock.patch.object(pe, "_run", lower), pytest.raises(InterruptedError):
-        trainer.update(state, *image_data())
+    program, args = program_of(trainer.update, state, *image_data())
+    cuda = export.export(program, platforms=["cuda"])(*shapes_of(args)).mlir_module()
+    cpu = program.lower(*args).compile().as_text()
+    assert re.search(r"\.select.*64x6xf32", cuda)
+    assert not re.search(r"64,6\].* select\(", cpu)
 
 
 def test_a_lowered_program_is_the_one_that_runs():
-    def text_of(program, alone, *args):
-        texts.append(program.lower(*args).as_text())
-        raise InterruptedError  # the program need not run
-
-    trainer = noisy_trainer.__wrapped__(2, 4, chunk=8)
-    (batch,), order, texts = net_batches(1), orders(1)[0], []
+    trainer = net_trainer.__wrapped__(2, 4, chunk=8, **NOISY)
+    (batch,), order = net_batches(1), orders(1)[0]
     own = [np.stack([x] * 2) for x in batch]
-    forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (batch, own))
-    state = noisy_trainer(2, 4).init(KEY)
+    forms = shapes_of((batch, own))
+    state = net_trainer(2, 4, **NOISY).init(KEY)
     for method, *args, same, options in (
         ("init", KEY, (KEY,), {}),
         ("update", state, *batch, forms[0], {}),
@@ -1580,9 +1538,9 @@ def test_a_lowered_program_is_the_one_that_runs():
         ("epoch", state, image_data(), order, (image_data(), order), {}),
         ("predict", state, batch[0], forms[0][:1], {}),
     ):
-        with mock.patch.object(pe, "_run", text_of), pytest.raises(InterruptedError):
-            getattr(trainer, method)(*args, **options)
-        assert trainer.lower(method, *same, **options).as_text() == texts.pop()
+        program, given = program_of(getattr(trainer, method), *args, **options)
+        text = program.lower(*given).as_text()
+        assert trainer.lower(method, *same, **options).as_text() == text
 
 
 def test_lower_takes_shapes_alone_and_moves_no_data():
@@ -1603,14 +1561,17 @@ def test_lower_takes_shapes_alone_and_moves_no_data():
     assert "which cannot run; use T" in said_by(ValueError, trainer.init, KEY)
 
 
-class Frame:
-    """Make as much of an array as a frame does: it has a shape and converts itself."""
+class Labelled(np.lib.mixins.NDArrayOperatorsMixin):
+    """An array sliced by labels, as a pandas Series (below 3) with a float index is."""
 
-    def __init__(self, array):
-        self.array, self.shape = array, array.shape
+    def __init__(self, x):
+        self.x, self.shape = x, x.shape
 
     def __array__(self, dtype=None, copy=None):
-        return self.array if dtype is None else self.array.astype(dtype)
+        return self.x
+
+    def __getitem__(self, rows):
+        return Labelled(self.x[:0])
 
 
 def test_lower_takes_arguments_as_the_method_does():
@@ -1624,10 +1585,10 @@ def test_lower_takes_arguments_as_the_method_does():
     def text(*args, **named):
         return trainer.lower(*args, **named).as_text()
 
-    frame = Frame(images)
+    frame = Labelled(images)
     assert text("update", frame, keys) == text("update", images, keys)
     data = images, keys
-    assert text("epoch", order=Frame(order), data=data) == text("epoch", data, order)
+    assert text("epoch", order=Labelled(order), data=data) == text("epoch", data, order)
     assert text("predict", inputs=frame) == text("predict", images)
     assert text("init", key=KEY) == text("init", KEY)
 
@@ -1644,18 +1605,15 @@ def test_latest_is_none_from_init_and_scatter_on():
 
 def test_hyper_may_hold_random_keys_beside_a_plain_optimizer():
     def loss_fn(params, images, labels, h):
-        key = h["key"] if trainer is plain else jax.random.wrap_key_data(h["key"])
+        key = h["key"] if h["key"].ndim == 0 else jax.random.wrap_key_data(h["key"])
         return net_loss(params, images, labels) * jax.random.uniform(key)
 
     keys, losses = jax.random.split(jax.random.key(5), 3), []
-    options = dict(members=3, devices=2, loss_fn=loss_fn, apply_fn=None)
-    hyper = {"key": keys, "unused": np.ones(3)}
-    init = dict(init_fn=lambda key, h: net_init(key))
-    plain = pe.make_trainer(**init, **options, optimizer=SGD, hyper=hyper)
-    hyper = hyper | {"key": jax.random.key_data(keys)}
-    made = dict(optimizer=lambda h: SGD, hyper=hyper)
-    for trainer in plain, pe.make_trainer(**init, **options, **made):
-        state = trainer.init(KEY)
+    options = dict(init_fn=lambda key, h: net_init(key), apply_fn=None)
+    for optimizer, used in (SGD, keys), (lambda h: SGD, jax.random.key_data(keys)):
+        options["hyper"] = {"key": used, "unused": np.ones(3)}
+        made = net_trainer.__wrapped__(3, 2, loss_fn, optimizer, **options)
+        trainer, state = begin(made)
         for batch in net_batches(2):
             state, loss = trainer.update(state, *batch)
         losses.append(loss)
@@ -1667,7 +1625,7 @@ def test_states_kept_flat_between_members_have_the_same_bits():
     ends, reshaped, (batch,) = [], [], net_batches(1)
     for flat in (), ("cpu",):
         with mock.patch.object(pe, "_GPU", flat):
-            trainer, state = begin(noisy_trainer.__wrapped__(3, 1, at_once=2))
+            trainer, state = begin(net_trainer.__wrapped__(3, 1, at_once=2, **NOISY))
             text = trainer.lower("update", *batch).as_text()
             state, losses = trainer.update(state, *batch)
             probs = trainer.predict_members(state, batch[0])
@@ -1677,66 +1635,93 @@ def test_states_kept_flat_between_members_have_the_same_bits():
     assert leaves_equal(*ends) and reshaped[0] < reshaped[1]
 
 
+# The members' hyperparameters; each of the user's functions uses one or more.  The
+# spread is the scale of the initial weights.
+OWN = "spread", "decay", "rate", "temperature"
+Own = NamedTuple("Own", [(name, float) for name in OWN])
+HYPER = Own(*np.float32(np.random.default_rng(5).uniform(0.1, 0.9, size=(4, 10))))
+FROZEN = randn(3, 32, 32) / 6
+
+
 class Parts(NamedTuple):
-    conv: pe.Conv  # [3, 3, 1, 32]
-    norm: pe.BatchNorm
+    first: pe.Dense | pe.Conv  # [64, 32] or [3, 3, 1, 32]
     heads: pe.Dense  # [32, 96], queries, keys and values
     last: pe.Dense  # [32, 4]
 
 
 @functools.cache
-def divided_trainer(members, devices, shards, loss=lambda x: x, **more):
-    """Make a trainer of convolution, batch statistics, attention and dropout.
+def full_trainer(which, devices, *, attends=False, statistics=False, **options):
+    """Make a trainer of some members of HYPER, with every option of a trainer.
 
-    Its frozen tree is a matrix, and members have their own rates.
+    Every function uses the member's own numbers.  Some of the second member's batches
+    make its loss nan.  The network has a dense layer, or a convolution and attention, a
+    frozen matrix, and dropout or batch statistics.  If `frozen` is None, functions hold
+    the matrix.
     """
+    norm, stats = pe.batch_norm_init(32)
+    closed_over = np.array(FROZEN)
 
-    def init(key, rate, frozen):
-        keys, (norm, stats) = jax.random.split(key, 3), pe.batch_norm_init(32)
-        conv = pe.conv_init(keys[0], 1, 32, bias=False)
-        dense = pe.dense_init(keys[1], 32, 96), pe.dense_init(keys[2], 32, 4)
-        return Parts(conv, norm, *dense), stats
+    def attention(x):  # [N, 16, 96]
+        queries, keys, values = jnp.split(x, 3, axis=-1)
+        return jax.nn.softmax(queries @ keys.swapaxes(1, 2) / 8) @ values
 
-    def forward(params, stats, images, frozen, key=None):
-        x = pe.conv(params.conv, images.astype(jnp.float32) / 255, stride=2)
-        x, stats = pe.batch_norm(params.norm, stats, x, training=key is not None)
-        x = loss(jax.nn.relu(x.reshape(len(x), -1, 32)))
-        queries, keys, values = jnp.split(pe.dense(params.heads, x), 3, axis=-1)
-        weights = jax.nn.softmax(queries @ keys.swapaxes(1, 2) / 8)
-        x = pe.dropout(key, (weights @ values).mean(axis=1) @ frozen, 0.2)
+    def forward(params, stats, images, rest, key=None):
+        x = images.astype(jnp.float32) / 255
+        if attends:
+            x = pe.conv(params.first, x, stride=2).reshape(len(x), 16, 32)
+        else:
+            x = pe.dense(params.first, x.reshape(len(x), 64))
+        x = jax.nn.relu(x)
+        if statistics:
+            x, stats = pe.batch_norm(norm, stats, x, training=key is not None)
+        if attends:
+            x = attention(pe.dense(params.heads, x)).mean(axis=1)
+        x = x @ (*rest, closed_over)[0]
+        x = x if statistics else pe.dropout(key, x)
         return pe.dense(params.last, x), stats
 
-    def loss_fn(params, stats, key, images, labels, rate, frozen):
-        logits, stats = forward(params, stats, images, frozen, key)
-        losses = cross_entropy(logits, labels)
-        return losses.mean(), (stats, pe.accuracy(logits, labels))
+    def init(key, h, *rest):
+        keys, frozen = jax.random.split(key, 3), (*rest, closed_over)[0]
+        conv = pe.conv_init(keys[0], 1, 32, bias=False)
+        first = conv if attends else pe.dense_init(keys[0], 64, 32)
+        dense = pe.dense_init(keys[1], 32, 96), pe.dense_init(keys[2], 32, 4)
+        scale = h.spread + frozen.mean()
+        params = jax.tree.map(lambda x: scale * x, Parts(first, *dense))
+        return params, stats if statistics else ()
 
-    def apply(params, stats, images, rate, frozen):
-        return forward(params, stats, images, frozen)[0]
+    def loss_fn(params, stats, key, images, labels, h, *rest):
+        logits, stats = forward(params, stats, images, rest, key)
+        penalty = h.decay * sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
+        spoiled = (h.rate == HYPER.rate[1]) & (images[:, 0, 0, 0] > 250)
+        losses = jnp.where(spoiled, jnp.nan, cross_entropy(logits, labels) + penalty)
+        return losses.mean(), (stats, {"penalty": penalty, "label": labels.mean()})
 
-    options = dict(members=members, devices=devices, shards=shards, apply_fn=apply)
-    options |= dict(hyper=np.linspace(0.05, 0.1, members), frozen=randn(3, 32, 32) / 6)
-    options |= dict(stateful=True, has_aux=True, skip_nonfinite=True, chunk=8) | more
-    return pe.make_trainer(init, loss_fn, pe.sgd, **options)
+    def apply_fn(params, stats, images, h, *rest):
+        return forward(params, stats, images, rest)[0] / h.temperature
+
+    def optimizer(h):
+        return pe.sgd(pe.cosine_schedule(0.1 * h.rate, 20), momentum=h.rate)
+
+    options = dict(frozen=FROZEN, chunk=4) | options
+    options |= dict(hyper=jax.tree.map(lambda x: x[[*which]], HYPER), devices=devices)
+    options |= dict(members=len(which), apply_fn=apply_fn)
+    options |= dict(stateful=True, has_aux=True, skip_nonfinite=True)
+    return pe.make_trainer(init, loss_fn, optimizer, **options)
 
 
 def take_steps(trainer, state):
     """Return all that a trainer's calls return, from a state on."""
-    images, _ = data = image_data()
-    members, few = trainer.layout.members, [x[:10] for x in data]
-    first = trainer.predict(state, images[:1])
+    data, members = image_data(), trainer.layout.members
+    first = trainer.predict(state, data[0][:1])
     state, metrics = trainer.epoch(state, data, orders(members)[:, :2])
-    own = [np.stack([x] * members) for x in few]
+    own = [np.stack([x[:10]] * members) for x in data]
     state, last = trainer.update(state, *own, per_member=True)
     assert trainer.latest is state
-    probs = trainer.predict_members(state, images[:37])
-    gathered = trainer.gather(state)
-    return metrics, last, first, probs, gathered[:3]
+    probs = trainer.predict_members(state, data[0][:37])
+    return metrics, last, first, probs, trainer.gather(state)[:3]
 
 
-needs_shards = pytest.mark.skipif(
-    jax.__version_info__ < (0, 8), reason="JAX before 0.8"
-)
+needs_shards = pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="old JAX")
 
 
 def test_a_scan_of_one_turn_is_no_loop_and_gives_the_same():
@@ -1750,15 +1735,20 @@ def test_a_scan_of_one_turn_is_no_loop_and_gives_the_same():
         assert_close(lowered.compile()(xs), jax.lax.scan(add, jnp.zeros(2), xs))
 
 
+IN_SHARDS = ((0, 2), 2, 1, dict(statistics=True)), ((0, 2, 3), 4, 2, {})
+
+
 @needs_shards
-@cases("members, devices, shards, at_once", (2, 8, 2, 1), (3, 8, 4, 2))
+@cases("which, shards, at_once, kind", *IN_SHARDS)
 @pytest.mark.filterwarnings("ignore:a batch of 10 is divided")
 def test_a_member_in_shards_equals_one_on_a_device(
-    members, devices, shards, at_once, tmp_path
+    which, shards, at_once, kind, tmp_path
 ):
-    trainer, state = begin(divided_trainer(members, devices, shards, at_once=at_once))
-    together = dict(at_once=at_once)  # on CPUs it adds loops of its own
-    whole, start = begin(divided_trainer(members, devices // shards, 1, **together))
+    kind = dict(at_once=at_once, chunk=8, attends=True, **kind)
+    make = functools.partial(full_trainer, which, **kind)
+    trainer, state = begin(make(devices=8, shards=shards))
+    # At once on CPUs adds loops of its own.
+    whole, start = begin(make(devices=8 // shards))
     assert trainer.layout == whole.layout
     (frozen,), weights = trainer._frozen, state.params.heads.weight
     assert [*weights.sharding.spec[1:]] == [None, "shards"]  # the longest axis
@@ -1814,20 +1804,9 @@ def test_a_loss_may_divide_its_arrays_over_shards_by_itself():
     assert half.argument_size_in_bytes < 0.65 * whole.argument_size_in_bytes
 
 
-def in_shards(shards):
-    return lambda: net_trainer.__wrapped__(2, 8, shards=shards)
-
-
-test_shards_that_do_not_fit_are_refused = refuses(
-    (in_shards(3), "shards=3 does not divide 8 devices; use a divisor, such as 1"),
-    (in_shards(12), "shards=12 does not divide 8 devices; use a divisor, such as 4"),
-    *out_of_range("shards", None, lambda v: in_shards(v)(), 0, True, 2.0),
-)
-
-
 def test_shards_take_a_newer_jax(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 7, 2))
-    assert "shards=2 takes JAX 0.8 or n" in said_by(ValueError, in_shards(2))
+    assert "shards=2 takes JAX 0.8 or n" in said_by(ValueError, making(shards=2))
 
 
 def test_a_trainer_uses_the_devices_that_it_is_given():
@@ -1876,16 +1855,7 @@ def test_predictions_of_any_type_have_float32_means(name):
 @cases("members, devices", (1, 1), *LAYOUTS)
 def test_a_program_is_traced_once_for_every_kind_of_state_and_epoch(members, devices):
     traces, (batch,), order = [], net_batches(1), orders(members)
-
-    def counted(params, images):
-        traces.append(images.dtype)
-        return net(params, images)
-
-    def loss_fn(params, images, labels):
-        return cross_entropy(counted(params, images), labels).mean()
-
-    options = dict(loss_fn=loss_fn, apply_fn=counted)
-    trainer = net_trainer.__wrapped__(members, devices, **options)
+    trainer = net_trainer.__wrapped__(members, devices, **noting(traces))
     data = trainer.place(image_data())
 
     def use(state, steps, data=data):
@@ -1902,21 +1872,16 @@ def test_a_program_is_traced_once_for_every_kind_of_state_and_epoch(members, dev
     state = use(trainer.scatter(trainer.gather(use(state, 1))), 3, image_data())
     elsewhere = jax.device_put(jax.device_get(state._replace(key=None)))
     use(elsewhere._replace(key=state.key), 1)
-    assert len(traces) == known and set(traces) == {np.dtype("uint8")}
+    assert len(traces) == known and {dtype for dtype, *_ in traces} == {"uint8"}
 
 
 def test_predicting_compiles_few_programs_and_holds_one_chunk_at_a_time():
     shapes = []
-
-    def apply_fn(params, images):
-        shapes.append(images.shape)
-        return net(params, images)
-
-    trainer, state = begin(net_trainer(2, 4, apply_fn=apply_fn, chunk=5))
+    trainer, state = begin(net_trainer(2, 4, **noting(shapes), chunk=5))
     # Each of two replicas pads few rows to a power of two, and cuts more into fives.
     for count in (1, 3, 10, 23):
         assert trainer.predict(state, image_data()[0][:count]).shape == (count, 4)
-    assert [*dict.fromkeys(len_of for len_of, *_ in shapes)] == [1, 2, 5]
+    assert [*dict.fromkeys(count for _, count, *_ in shapes)] == [1, 2, 5]
     traced = len(shapes)
     for count in (2, 4, 9, 11, 31, 40):
         trainer.predict(state, image_data()[0][:count])
@@ -1956,8 +1921,8 @@ def test_outputs_that_depend_on_other_examples_are_refused(members, devices):
     images = randn(0, 17, 64)  # more than a chunk for some of the replicas
 
     def predict(count, apply_fn):
-        how = dict(members=members, devices=devices, chunk=8, apply_fn=apply_fn)
-        trainer, state = begin(net_trainer.__wrapped__(**how, output=None))
+        options = dict(apply_fn=apply_fn, output=None, chunk=8)
+        trainer, state = begin(net_trainer.__wrapped__(members, devices, **options))
         trainer.predict(state, images[:1])
         trainer.predict(state, images[:count])
 
@@ -1991,30 +1956,26 @@ def on_gpu():
 def test_accelerators_compute_as_many_members_at_once_as_fit(most, together):
     traces = []
 
-    def counted(*args):
-        traces.append(1)
-        return net_loss(*args)
-
     def fits(program, args, by_slot, real=pe._fits):
         of_program = [n for (_, n), x in trainer._known.items() if x is program]
         return real(program, args, by_slot) and max(of_program) <= most
 
-    trainer, options = net_trainer.__wrapped__(5, 1, counted), dict(at_once=together)
+    trainer = net_trainer.__wrapped__(5, 1, noting(traces)["loss_fn"])
     with on_gpu(), mock.patch.object(pe, "_fits", fits):
         assert "at_once=5" in repr(trainer)
         found = take_steps(*begin(trainer))
         assert f"at_once={together}" in repr(trainer)
     once = len(traces)
-    assert_close(found, take_steps(*begin(net_trainer(5, 1, **options))))
+    assert_close(found, take_steps(*begin(net_trainer(5, 1, at_once=together))))
     tried = {5: 1, 3: 2, 1: 4}[together]  # of 5, 3, 2 and 1 together
     assert once == 2 * tried  # update and epoch; the call compiles nothing again
 
 
 def test_accelerators_compute_members_in_turn_where_keys_would_draw_other_numbers():
-    trainer, key = noisy_trainer.__wrapped__(3, 1), jax.random.key(0, impl="rbg")
+    trainer, key = net_trainer.__wrapped__(3, 1, **NOISY), jax.random.key(0, impl="rbg")
     with on_gpu():
         found = trainer.update(trainer.init(key), *net_batches(1)[0])
-    in_turn = noisy_trainer(3, 1)
+    in_turn = net_trainer(3, 1, **NOISY)
     expected = in_turn.update(in_turn.init(key), *net_batches(1)[0])
     assert leaves_equal(found, expected)
 
@@ -2063,7 +2024,7 @@ def test_steps_in_loops_of_known_length_have_the_same_bits():
     rows, ends, loops = np.arange(70)[:, None] * [1, 2, 3], [], []
     for ways in contextlib.nullcontext, on_gpu:
         with ways():
-            trainer, state = begin(noisy_trainer.__wrapped__(2, 1, at_once=1))
+            trainer, state = begin(net_trainer.__wrapped__(2, 1, at_once=1, **NOISY))
             text = trainer.lower("epoch", image_data(), rows).as_text()
             loops.append(text.count("stablehlo.while"))
             ends.append(trainer.epoch(state, image_data(), rows))
@@ -2089,9 +2050,8 @@ def tree_apply(params, inputs):  # tokens [B, 5], position [B, 2], keys [B]
 @pytest.mark.filterwarnings("error")  # such as JAX's when it truncates int64
 @every_layout
 def test_predictions_are_any_tree_of_any_tree(members, devices):
-    options = dict(members=members, devices=devices, apply_fn=tree_apply, output=None)
-    made = pe.make_trainer(tree_init, net_loss, SGD, chunk=3, **options)
-    trainer, state = begin(made)
+    options = dict(init_fn=tree_init, apply_fn=tree_apply, output=None, chunk=3)
+    trainer, state = begin(net_trainer(members, devices, **options))
     params, rng = trainer.gather(state).params, np.random.default_rng(0)
     for count in (1, 13):
         inputs = {"position": randn(1, count, 2), "keys": keys_of(2, count)}
@@ -2138,57 +2098,6 @@ def test_a_batch_may_come_from_any_devices(per_member):
     assert leaves_equal(ends[0], ends[1]) and leaves_equal(ends[0], ends[2])
 
 
-# The members' hyperparameters; each of the user's functions uses one or more.  The
-# spread is the scale of the initial weights.
-OWN = "spread", "decay", "rate", "temperature"
-Own = NamedTuple("Own", [(name, float) for name in OWN])
-
-
-HYPER = Own(*np.float32(np.random.default_rng(5).uniform(0.1, 0.9, size=(4, 10))))
-
-
-@functools.cache
-def full_trainer(which, devices, at_once=1, *, statistics=False, **options):
-    """Make a trainer of some members of HYPER, with every option of a trainer.
-
-    Every function uses the member's own numbers.  Some of the second member's batches
-    make its loss nan.  The network has dropout or batch statistics.
-    """
-    norm, stats = pe.batch_norm_init(6)
-
-    def forward(params, stats, images, key=None):
-        x = images.reshape(len(images), -1) / 255
-        x = jax.nn.relu(pe.dense(params.hidden, x))
-        if statistics:
-            x, stats = pe.batch_norm(norm, stats, x, training=key is not None)
-        else:
-            x = pe.dropout(key, x)
-        return pe.dense(params.dense, x), stats
-
-    def init(key, h):
-        params = jax.tree.map(lambda x: h.spread * x, net_init(key))
-        return params, stats if statistics else ()
-
-    def loss_fn(params, stats, key, images, labels, h):
-        logits, stats = forward(params, stats, images, key)
-        penalty = h.decay * sum(jnp.sum(x**2) for x in jax.tree.leaves(params))
-        spoiled = (h.rate == HYPER.rate[1]) & (images[:, 0, 0, 0] > 250)
-        losses = jnp.where(spoiled, jnp.nan, cross_entropy(logits, labels) + penalty)
-        return losses.mean(), (stats, {"penalty": penalty, "label": labels.mean()})
-
-    def apply_fn(params, stats, inputs, h):
-        logits, _ = forward(params, stats, inputs["images"])
-        return logits / h.temperature * inputs["scale"][:, None]
-
-    def optimizer(h):
-        return pe.sgd(pe.cosine_schedule(0.1 * h.rate, 20), momentum=h.rate)
-
-    options |= dict(hyper=jax.tree.map(lambda x: x[[*which]], HYPER), devices=devices)
-    options |= dict(members=len(which), at_once=at_once, apply_fn=apply_fn, chunk=4)
-    options |= dict(stateful=True, has_aux=True, skip_nonfinite=True)
-    return pe.make_trainer(init, loss_fn, optimizer, **options)
-
-
 # Member 1 takes its steps in these places: the other members, devices, at_once, the
 # number of steps (1 is by `update`), and whether each member has rows of its own.
 PLACES = [
@@ -2225,7 +2134,7 @@ def test_a_member_ends_alike_wherever_it_trains(tmp_path, kind, make, places):
     ended, exact = taken(first, [1]), True
     state = alone.scatter(ended)
     for others, devices, at_once, count, own in places:
-        trainer = full_trainer((*others, 1), devices, at_once, **kind)
+        trainer = full_trainer((*others, 1), devices, at_once=at_once, **kind)
         exact &= trainer.layout.replicas == at_once == 1
         begun = jax.tree.map(joined, taken(first, others), ended)
         here, (now, rows) = trainer.scatter(begun), np.split(rows, [count], axis=1)
@@ -2246,10 +2155,10 @@ def test_a_member_ends_alike_wherever_it_trains(tmp_path, kind, make, places):
         assert leaves_equal(ended.key, as_alone.key)
         assert_close(ended[:3], as_alone[:3])
         assert not exact or leaves_equal(ended, as_alone)
-    inputs = {"images": image_data()[0][:9], "scale": randn(0, 9)}
-    probs = trainer.predict_members(here, inputs)
-    assert_close(probs[-1:], alone.predict_members(state, inputs))
-    assert_close(trainer.predict(here, inputs), probs.mean(axis=0))
+    images = image_data()[0][:9]
+    probs = trainer.predict_members(here, images)
+    assert_close(probs[-1:], alone.predict_members(state, images))
+    assert_close(trainer.predict(here, images), probs.mean(axis=0))
 
 
 def test_a_trainer_warns_of_batches_that_leave_replicas_idle():
@@ -2263,7 +2172,7 @@ def test_a_trainer_warns_of_batches_that_leave_replicas_idle():
 
 def test_at_once_changes_no_bit_when_members_share_no_device():
     for args in (("init", KEY), ("epoch", image_data(), orders(1)[0])):
-        one, two = (noisy_trainer(2, 4, at_once=n).lower(*args) for n in (1, 2))
+        one, two = (net_trainer(2, 4, at_once=n, **NOISY).lower(*args) for n in (1, 2))
         assert one.as_text() == two.as_text()
 
 
@@ -2287,32 +2196,11 @@ def test_at_once_is_the_number_of_members_in_one_vmap(at_once, together):
 
 @cases("members, devices, at_once", (4, 2, 2), (2, 4, 1))
 def test_frozen_arrays_are_copied_shared_and_not_trained(members, devices, at_once):
-    frozen = jax.tree.map(aligned, jax.device_get(net_init(jax.random.key(9)).hidden))
-    closed_over = jax.tree.map(np.array, frozen)
-
-    def full(params, backbone):
-        return Net(backbone, params)
-
-    def make(**more):
-        def backbone(rest):
-            return rest[-1] if more else closed_over
-
-        def loss_fn(params, images, labels, h, *rest):
-            return net_loss(full(params, backbone(rest)), images, labels) + 0 * h
-
-        def init(key, h, *rest):
-            weight, bias = backbone(rest)
-            head = pe.Dense(weight[:6, :4], bias[:4])
-            return jax.tree.map(jnp.add, pe.dense_init(key, 6, 4), head)
-
-        options = dict(members=members, devices=devices, at_once=at_once, **more)
-        options |= dict(hyper=np.float32(np.linspace(0.1, 0.4, members)), chunk=2)
-        options["apply_fn"] = lambda p, x, h, *rest: net(full(p, backbone(rest)), x)
-        return pe.make_trainer(init, loss_fn, pe.sgd, **options)
-
-    ends, images = [], image_data()[0][:9]
-    trainers = make(frozen=frozen), make()
-    frozen.weight[:] = np.nan  # the trainer has a copy
+    frozen, ends, make = aligned(FROZEN), [], full_trainer.__wrapped__
+    options = dict(which=(0, 2, 3, 4)[:members], devices=devices, at_once=at_once)
+    trainers = [make(**options, frozen=each) for each in (frozen, None)]
+    images = image_data()[0][:9]
+    frozen[:] = np.nan  # the trainer has a copy
     for trainer in trainers:
         state, losses = trainer.epoch(trainer.init(KEY), image_data(), orders(1)[0])
         probs = trainer.predict_members(state, images)
@@ -2338,8 +2226,7 @@ def test_members_that_share_a_device_are_in_memory_once(optimized, method, at_on
     memory, x = [], randn(0, 4, 128)
     given = {"update": (x,), "epoch": ((x,), np.arange(4)[None])}[method]
     for members in at_once, 8:
-        options = dict(members=members, devices=1, at_once=at_once)
-        trainer = pe.make_trainer(init, loss_fn, SGD, **options)
+        trainer = net_trainer(members, 1, loss_fn, init_fn=init, at_once=at_once)
         memory.append(trainer.lower(method, *given).compile().memory_analysis())
     state = trainer.like()
     one = sum(4 * x.size for x in jax.tree.leaves(state[:2])) // 8
@@ -2352,7 +2239,7 @@ def test_members_that_share_a_device_are_in_memory_once(optimized, method, at_on
 
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
 def test_choose_members_takes_each_member_with_its_key_from_either_state(make):
-    trainer = noisy_trainer(4, 2)
+    trainer = net_trainer(4, 2, **NOISY)
     old = trainer.gather(trainer.init(make(3)))
     before = jax.tree.map(np.copy, old._replace(key=None))
     new = trainer.gather(trainer.init(make(4)))
@@ -2424,7 +2311,7 @@ def test_members_of_other_shapes_or_names_enter_no_trainer():
         return Net(pe.dense_init(key, 64, 7), pe.dense_init(key, 7, 4))
 
     trainer, data = net_trainer(2, 2), image_data()
-    other, state = begin(pe.make_trainer(wider, net_loss, SGD, members=2, devices=2))
+    other, state = begin(net_trainer(2, 2, init_fn=wider))
     message = r"trainer: leaf '.params.hidden.weight' is.*\[64, 7\]; exp.* 6\]"
     for call, *args in uses(trainer):
         assert re.search(message, said_by(ValueError, call, state, *args))
@@ -2450,10 +2337,7 @@ def test_states_of_other_types_and_optimizers_predict_and_are_not_trained():
     state = trainer.gather(trainer.init(KEY))
     half = state.params._replace(hidden=jax.tree.map(np.float16, state.params.hidden))
     for other, found in (
-        (
-            state._replace(params=half),
-            "hidden.weight' is float16[64, 6]; expected flo",
-        ),
+        (state._replace(params=half), "hidden.weight' is float16[64, 6]; expected fl"),
         (state._replace(opt_state=()), ".opt_state.num_steps' is absent; expected int"),
     ):
         placed = trainer.scatter(other)
@@ -2474,13 +2358,12 @@ def test_functions_may_call_back_to_the_host(members, devices):
         return jax.pure_callback(double, x, x, vmap_method="expand_dims")
 
     def run(double):
-        functions = (
-            lambda key: double(jax.random.normal(key, (3,))),
-            lambda w, x: (double(x * 1.0).mean() * w).sum(),
+        options = dict(
+            init_fn=lambda key: double(jax.random.normal(key, (3,))),
+            loss_fn=lambda w, x: (double(x * 1.0).mean() * w).sum(),
+            apply_fn=lambda w, x: double(x * w.sum()),
         )
-        options = dict(members=members, devices=devices, output=None)
-        options["apply_fn"] = lambda w, x: double(x * w.sum())
-        trainer, state = begin(pe.make_trainer(*functions, SGD, **options))
+        trainer, state = begin(net_trainer(members, devices, output=None, **options))
         state, _ = trainer.update(state, np.arange(8))
         return trainer.predict_members(state, np.arange(3)), trainer.gather(state)
 
@@ -2505,19 +2388,6 @@ def test_a_state_on_the_host_or_another_device_is_placed():
         assert leaves_equal(trainer.gather(ended)[:3], after[:3])
     assert np.isfinite(host.params.dense.weight).all()
     sync(net_loss, SGD)(jax.tree.map(np.asarray, one_net()), *pe.split(batch))
-
-
-class Labelled(np.lib.mixins.NDArrayOperatorsMixin):
-    """An array sliced by labels, as a pandas Series (below 3) with a float index is."""
-
-    def __init__(self, x):
-        self.x, self.shape = x, x.shape
-
-    def __array__(self, dtype=None, copy=None):
-        return self.x
-
-    def __getitem__(self, rows):
-        return Labelled(self.x[:0])
 
 
 def foreign(images, labels):  # their byte order is foreign, too
@@ -2626,49 +2496,40 @@ def test_updates_keep_other_interrupt_handlers_and_run_in_threads(interrupts):
     assert signal.getsignal(signal.SIGINT) is second
 
 
-FAILING = """
-import jax, numpy as np, pjax_ensemble as pe
-jax.config.update("jax_num_cpu_devices", 2)
+def train_beside_a_program_that_fails():
+    def fail(_):
+        raise RuntimeError("a callback")
 
-def fail(_):
-    raise RuntimeError("a callback")
-
-def begin(fails):
-    def loss_fn(w, x):
-        loss = (w * x).mean()
-        if fails:
-            jax.debug.callback(fail, jax.lax.stop_gradient(loss))
+    def failing(*args):
+        loss = net_loss(*args)
+        jax.debug.callback(fail, jax.lax.stop_gradient(loss))
         return loss
-    init = lambda key: jax.random.normal(key, (3,))
-    trainer = pe.make_trainer(init, loss_fn, pe.sgd(0.1), members=1)
-    return trainer, trainer.init(jax.random.key(0))
 
-x, losses = np.ones((2, 3), np.float32), []
-for fails in (False, True):
-    other, state = begin(False)
-    if fails:
-        trainer, bad = begin(True)
-        for said in ("RuntimeError: a callback", "failed, with a saved one"):
-            try:
-                jax.block_until_ready(trainer.update(bad, x))
-            except Exception as error:
-                print(said in str(error))
-    for _ in range(2):
-        state, loss = other.update(state, x)
-        losses.append(loss.item())
-assert losses[:2] == losses[2:], losses
-"""
+    ends, (batch,) = [], net_batches(1)
+    for fails in False, True:
+        trainer, state = begin(net_trainer(1, 2))
+        if fails:
+            other, bad = begin(net_trainer(1, 2, failing))
+            for said in "RuntimeError: a callback", "failed, with a saved one":
+                with pytest.raises((RuntimeError, ValueError), match=said):
+                    jax.block_until_ready(other.update(bad, *batch))
+        for _ in range(2):
+            state, loss = trainer.update(state, *batch)
+        ends.append((loss, trainer.gather(state)))
+    assert leaves_equal(*ends)
+    print("intact")
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="JAX 0.5 fails by itself")
 def test_a_program_that_fails_leaves_other_programs_intact():
-    assert run_python(FAILING) == "True\nTrue\n"
+    code = f"import {__name__} as tests; tests.train_beside_a_program_that_fails()"
+    assert run_python(code) == "intact\n"  # a process of its own, since its end fails
 
 
 @cases("members, devices", *LAYOUTS[1:])
 def test_a_trainer_moves_its_arguments_under_a_transfer_guard(members, devices):
     with jax.transfer_guard("disallow"):
-        use_all(noisy_trainer.__wrapped__(members, devices), *net_batches(1)[0])
+        use_all(net_trainer.__wrapped__(members, devices, **NOISY), *net_batches(1)[0])
         plain = net_trainer.__wrapped__(members, devices)
         plain.update(plain.init(KEY), *net_batches(1)[0])  # compares the members
 
@@ -2678,7 +2539,7 @@ def test_a_mesh_that_is_set_for_the_whole_program_changes_nothing():
     def run():
         (batch,) = net_batches(1)
         by_hand = sync(net_loss, SGD)(one_net(), *pe.split(batch))
-        trainer = noisy_trainer.__wrapped__(3, 2)
+        trainer = net_trainer.__wrapped__(3, 2, **NOISY)
         trainer.lower("update", *batch)
         return use_all(trainer, *map(jnp.asarray, batch)), by_hand
 
@@ -2690,20 +2551,12 @@ def test_a_mesh_that_is_set_for_the_whole_program_changes_nothing():
 @cases("members, devices", *LAYOUTS[1:])
 def test_a_stateful_loss_needs_no_type_promotion(members, devices):
     with enable_x64(True), jax.numpy_dtype_promotion("strict"):
-
-        def init(key):
-            return jax.random.normal(key, (3,)), jnp.zeros((), int)
-
-        def loss_fn(w, count, key, x):
-            noise = jax.random.normal(key)
-            return jnp.square(x @ w).mean() + noise * w.sum(), count + 1
-
-        options = dict(members=members, devices=devices, stateful=True)
-        trainer, state = begin(pe.make_trainer(init, loss_fn, pe.adam(0.1), **options))
-        trainer.lower("update", np.ones((8, 3)))
-        state, losses = trainer.epoch(state, (np.ones((8, 3)),), np.arange(8)[None])
+        made = net_trainer.__wrapped__(members, devices, **NOISY)
+        (trainer, state), (batch,) = begin(made), net_batches(1)
+        trainer.lower("update", *batch)
+        state, losses = trainer.epoch(state, batch, np.arange(8)[None])
         ended = trainer.gather(state)
-        assert losses.dtype == ended.params.dtype == float
+        assert losses.dtype == ended.params.dense.weight.dtype == float
         assert ended.model_state.tolist() == [1] * members
 
 
@@ -2725,10 +2578,8 @@ def test_a_copy_of_a_trainer_works_without_the_original():
 def test_trainers_and_states_have_one_line_reprs_without_values():
     trainer, state = begin(net_trainer(3, 2))
     stands = "members=3, devices=2, members_per_device=2, replicas=1"
-    assert (
-        repr(trainer)
-        == f"Trainer(net_init, net_loss, Layout({stands}), shards=1, at_once=1)"
-    )
+    shown = f"Trainer(net_init, net_loss, Layout({stands}), shards=1, at_once=1)"
+    assert repr(trainer) == shown
     nameless = dataclasses.replace(trainer, init_fn=functools.partial(net_init))
     assert repr(nameless) == repr(trainer).replace("net_init", "partial")
     shown = repr(state)
@@ -2780,16 +2631,13 @@ def begin_stateful(model_state, advance, **options):
     def loss_fn(params, state, key, images, labels):
         return net_loss(params, images, labels), advance(state, labels)
 
-    options |= dict(members=2, stateful=True)
-    functions = (lambda key: (net_init(key), model_state)), loss_fn
-    return begin(pe.make_trainer(*functions, SGD, **options))
+    options |= dict(init_fn=lambda key: (net_init(key), model_state), stateful=True)
+    return begin(net_trainer(2, loss_fn=loss_fn, **options))
 
 
 def test_gather_leaves_no_copy_on_the_host():
-    def init(key):
-        return jax.random.normal(key, (2**16,))  # 256 KiB per member
-
-    trainer, state = begin(pe.make_trainer(init, None, SGD, members=4, devices=2))
+    init = functools.partial(jax.random.normal, shape=(2**16,))  # 256 KiB per member
+    trainer, state = begin(net_trainer(4, 2, init_fn=init))
     tracemalloc.start()
     try:
         trainer.gather(state)
@@ -2876,8 +2724,8 @@ def test_microbatches_are_chosen_by_platform_and_batch(monkeypatch):
             loss = jnp.mean(params * rest[-1])
             return (loss, loss) if options.keys() & {"has_aux", "stateful"} else loss
 
-        make = functools.partial(pe.make_trainer, members=1, devices=1, **options)
-        trainer = make(lambda _: made, loss_fn, SGD)
+        options["init_fn"] = lambda _: made
+        trainer = net_trainer.__wrapped__(1, 1, loss_fn, **options)
         for size in rows:
             trainer.lower("update", np.ones((size, 1)))
         return seen
@@ -2895,14 +2743,13 @@ def test_microbatches_are_chosen_by_platform_and_batch(monkeypatch):
     assert other._places.absent and other._member.microbatch is None
 
 
-def initializing(init_fn=net_init, key=KEY, **options):
-    made = functools.partial(pe.make_trainer, init_fn, net_loss, SGD, members=2)
-    return lambda: made(**options).init(key)
-
-
 def making(**options):
     # The cache cannot hold unhashable options.
     return lambda: net_trainer.__wrapped__(**(dict(members=2) | options))
+
+
+def initializing(init_fn=net_init, key=KEY, **options):
+    return lambda: making(init_fn=init_fn, **options)().init(key)
 
 
 test_make_trainer_refuses_options_that_do_not_fit = refuses(
@@ -2912,15 +2759,15 @@ test_make_trainer_refuses_options_that_do_not_fit = refuses(
     *out_of_range("at_once", None, lambda n: making(at_once=n)(), -1, 1.5, True, "2"),
     *out_of_range("microbatch", None, lambda n: making(microbatch=n)(), 0, "all"),
     (making(devices=9), "9 devices requested, 8 available"),
+    (making(shards=3), "shards=3 does not divide 8 devices; use a divisor, such as 1"),
+    (making(shards=12), "shards=12 does not .* 8 devices; use a divisor, such as 4"),
+    *out_of_range("shards", None, lambda n: making(shards=n)(), 0, True, 2.0),
     (making(devices=[]), r"devices are \[\]; expected one or more, each once"),
     (making(devices=jax.devices()[:1] * 2), "devices are .* each once, of one plat"),
     (making(devices=[mock.Mock(platform=x) for x in "ab"]), "are .*of one platform"),
     (making(optimizer=lambda h: SGD), "optimizer: .*'init'; expected one with init"),
     (initializing([net_init]), "init_fn is list; expected a function; each architec"),
-    (
-        making(hyper=np.ones(2), optimizer=lambda: SGD),
-        "optimizer: .*; with hyper, expected a function",
-    ),
+    (making(hyper=np.ones(2), optimizer=lambda: SGD), "r: .*; with hyper, expected a"),
     (making(hyper=np.ones(2), optimizer=3), "optimizer: .*'int'.*; expected one with"),
     (making(hyper=np.ones(3)), r"\[\(3,\)\]; expected arrays \[K, ...\].* 2 members"),
     (making(hyper=np.array(["a", "b"])), "hyper: found ndarray of <U1; expected numb"),
@@ -3016,99 +2863,94 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         assert "was consumed by an" in said_by(ValueError, call, state, *args)
 
 
-PROCESS = """
-import sys, warnings
-import jax, numpy as np
-index, count, local, port, folder = *map(int, sys.argv[1:5]), sys.argv[5]
-if count > 1:  # otherwise this runs in pytest's process, which has 8 devices
-    jax.config.update("jax_num_cpu_devices", local)
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{port}", count, index)
-import pjax_ensemble as pe
+def one_process(index, count, local, port, folder):
+    """Train as one of `count` processes with `local` devices each; save all results."""
+    if count > 1:  # otherwise this runs in pytest's process, which has 8 devices
+        jax.config.update("jax_num_cpu_devices", local)
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"localhost:{port}", count, index)
 
-def stateful_loss(params, model_state, key, xs, ys, rate):
-    xs = xs + 0.1 * rate * jax.random.normal(key, xs.shape)
-    return pe.softmax_cross_entropy(pe.dense(params, xs), ys).mean(), model_state
+    def init(key, *_):
+        return pe.dense_init(key, 6, 4)
 
-def scaled(params, _, inputs, rate):
-    return pe.dense(params, inputs["xs"]), inputs["xs"][:, 0] * rate
+    def same(_):
+        return init(jax.random.key(0))
 
-rng = np.random.default_rng(0)
-xs, ys = rng.normal(size=(48, 6)).astype(np.float32), rng.integers(4, size=48)
-found = {}
-pe._WHOLE = 1
-layouts = [(1, 1), (5, 1)]  # replicas, and members that each have their own order
-if jax.__version_info__ >= (0, 8):
-    layouts.append((2, 4))  # a member in both processes
-for members, shards in layouts:
-    trainer = pe.make_trainer(lambda key, rate: (pe.dense_init(key, 6, 4), ()),
-        stateful_loss, pe.sgd, members=members, stateful=True, chunk=5, apply_fn=scaled,
-        output=None, devices=count * local, hyper=np.linspace(0.1, 0.5, members),
-        shards=shards)
-    order = pe.epoch_order(48, 12, members=members if members > 1 else None)
-    state = trainer.init(jax.random.key(1))
-    state, found[f"{members} losses"] = trainer.epoch(state, (xs, ys), order)
-    if members == 1:
-        text = trainer.lower("update", xs, ys).as_text()
-        found["1 program"] = np.frombuffer(text.encode(), np.uint8)
+    def loss_fn(params, xs, ys):
+        return pe.softmax_cross_entropy(pe.dense(params, xs), ys).mean()
+
+    def noisy_loss(params, model_state, key, xs, ys, rate):
+        xs = xs + 0.1 * rate * jax.random.normal(key, xs.shape)
+        return loss_fn(params, xs, ys), model_state
+
+    def scaled(params, _, inputs, rate):
+        return pe.dense(params, inputs["xs"]), inputs["xs"][:, 0] * rate
+
+    rng, found, pe._WHOLE = np.random.default_rng(0), {}, 1
+    xs, ys = rng.normal(size=(48, 6)).astype(np.float32), rng.integers(4, size=48)
+    layouts = [(1, 1), (5, 1)]  # replicas, and members that each have their own order
+    if jax.__version_info__ >= (0, 8):
+        layouts.append((2, 4))  # a member in both processes
+    on_all = functools.partial(pe.make_trainer, devices=count * local)
+    for members, shards in layouts:
+        options = dict(members=members, shards=shards, stateful=True, output=None)
+        options |= dict(chunk=5, apply_fn=scaled, hyper=np.linspace(0.1, 0.5, members))
+        trainer = on_all(lambda *args: (init(*args), ()), noisy_loss, pe.sgd, **options)
+        order = pe.epoch_order(48, 12, members=members if members > 1 else None)
+        state = trainer.init(jax.random.key(1))
+        state, found[f"{members} losses"] = trainer.epoch(state, (xs, ys), order)
+        if members == 1:
+            text = trainer.lower("update", xs, ys).as_text()
+            found["1 program"] = np.frombuffer(text.encode(), np.uint8)
+        assert state.params.weight.is_fully_addressable == (count == 1)
+        gathered = trainer.gather(state)
+        again = trainer.gather(trainer.scatter(gathered))
+        assert jax.tree.all(jax.tree.map(np.array_equal, gathered[:3], again[:3]))
+        found[f"{members} params"] = gathered.params.weight
+        for name in "predict", "predict_members":
+            logits, rates = getattr(trainer, name)(state, {"xs": xs})
+            found[f"{members} {name}"] = np.append(logits, rates[..., None], axis=-1)
+
+    optimizer = pe.sgd(0.1)
+    plain = on_all(same, loss_fn, optimizer, members=2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _, found["losses"] = plain.update(plain.init(jax.random.key(1)), xs, ys)
+    assert any("equal weights" in str(each.message) for each in told)
+
+    if len(layouts) > 2:  # a state of a trainer whose members have other shards
+        both = [on_all(init, loss_fn, optimizer, members=4, shards=n) for n in (1, 2)]
+        for theirs, ours in both, both[::-1]:
+            state, _ = ours.update(theirs.init(jax.random.key(2)), xs, ys)
+            found[f"into {ours.shards} shards"] = ours.gather(state).params.weight
+
+    update = pe.make_sync_update(loss_fn, optimizer)
+    one = pe.train_state(same(None), optimizer)
+    state, mine = pe.replicate(one, local), np.split(np.arange(48), count)[index]
+    for _ in range(3):
+        state, _ = update(state, *pe.split((xs[mine], ys[mine]), local))
+    found["sync update"] = np.asarray(pe.unreplicate(state.params).weight)
+    keys = jax.random.split(jax.random.key(5), local)  # equal in every process
+    state, said = pe.replicate(one, local)._replace(key=keys), ""
     try:
-        np.asarray(jax.tree.leaves(state.params)[0])
-        assert count == 1
-    except RuntimeError:  # each process has a part of it
-        assert count > 1
-    gathered = trainer.gather(state)
-    assert jax.tree.all(jax.tree.map(np.array_equal, gathered._replace(key=0),
-        trainer.gather(trainer.scatter(gathered))._replace(key=0)))
-    found[f"{members} params"] = gathered.params.weight
-    for name in "predict", "predict_members":
-        logits, rates = getattr(trainer, name)(state, {"xs": xs})
-        found[f"{members} {name}"] = np.append(logits, rates[..., None], axis=-1)
-
-def plain_loss(params, xs, ys):
-    return pe.softmax_cross_entropy(pe.dense(params, xs), ys).mean()
-
-optimizer, same = pe.sgd(0.1), pe.dense_init(jax.random.key(0), 6, 4)
-plain = pe.make_trainer(lambda key: same, plain_loss, optimizer, members=2,
-    devices=count * local)
-with warnings.catch_warnings(record=True) as told:
-    warnings.simplefilter("always")
-    _, found["losses"] = plain.update(plain.init(jax.random.key(1)), xs, ys)
-assert any("equal weights" in str(each.message) for each in told)
-
-if len(layouts) > 2:  # a state of a trainer whose members have other shards
-    both = [pe.make_trainer(lambda key: pe.dense_init(key, 6, 4), plain_loss, optimizer,
-        members=4, devices=count * local, shards=shards) for shards in (1, 2)]
-    for theirs, ours in both, both[::-1]:
-        state, _ = ours.update(theirs.init(jax.random.key(2)), xs, ys)
-        found[f"into {ours.shards} shards"] = ours.gather(state).params.weight
-
-update = pe.make_sync_update(plain_loss, optimizer)
-one = pe.train_state(same, optimizer)
-state = pe.replicate(one, local)
-mine = np.split(np.arange(48), count)[index]
-for _ in range(3):
-    state, loss = update(state, *pe.split((xs[mine], ys[mine]), local))
-found["sync update"] = np.asarray(pe.unreplicate(state.params).weight)
-keys = jax.random.split(jax.random.key(5), local)  # equal in every process
-state = pe.replicate(one, local)._replace(key=keys)
-update = pe.make_ensemble_update(plain_loss, optimizer)
-said = ""
-try:
-    update(state, *pe.replicate((xs, ys), local))
-except ValueError as error:
-    said = str(error)
-found["equal keys"] = f"members 0 and {local} have equal keys" in said
-np.savez(f"{folder}/{count} {index}.npz", **found)
-"""
+        pe.make_ensemble_update(loss_fn, optimizer)(
+            state, *pe.replicate((xs, ys), local)
+        )
+    except ValueError as error:
+        said = str(error)
+    found["equal keys"] = f"members 0 and {local} have equal keys" in said
+    np.savez(f"{folder}/{count} {index}.npz", **found)
 
 
 @linux
 def test_two_processes_equal_one_with_as_many_devices(tmp_path):
-    port = free_port()
-    runs = [start_python(PROCESS, i, 2, 2, port, tmp_path) for i in range(2)]
-    argv = mock.patch.object(sys, "argv", ["", "0", "1", "4", "0", str(tmp_path)])
-    with argv, mock.patch.object(pe, "_WHOLE", 1):
-        exec(PROCESS, {})
+    code = "import functools, jax, warnings, numpy as np, pjax_ensemble as pe\n"
+    code += inspect.getsource(one_process)
+    port, folder = free_port(), str(tmp_path)
+    calls = [f"one_process({i}, 2, 2, {port}, {folder!r})" for i in range(2)]
+    runs = [start_python(code + call) for call in calls]
+    with mock.patch.object(pe, "_WHOLE", 1):
+        one_process(0, 1, 4, port, folder)
     for run in runs:
         _, errors = run.communicate(timeout=300)
         assert run.returncode == 0, errors
@@ -3250,8 +3092,7 @@ EVERYTHING |= {"": [], "é'\"\n": A}
 def test_a_tree_comes_back_bit_by_bit_and_gives_the_same_file(tmp_path, tree):
     path, again = (tmp_path / name for name in "xy")
     pe.save(path, tree)
-    forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-    for like in (tree, forms):
+    for like in (tree, shapes_of(tree)):
         assert_same_leaves(pe.load(path, like), tree)
     found, leaves = pe.load(path), jax.tree_util.tree_leaves_with_path(tree)
     expected = {jax.tree_util.keystr(place): leaf for place, leaf in leaves}
@@ -3262,19 +3103,17 @@ def test_a_tree_comes_back_bit_by_bit_and_gives_the_same_file(tmp_path, tree):
     assert again.read_bytes() == path.read_bytes()
 
 
-class Tensor:
+class Tensor(Labelled):
     """An array of another library that has its own types, like PyTorch."""
 
-    dtype, shape = "torch.float32", (2, 3)
-
-    def __array__(self, dtype=None, copy=None):
-        return np.ones(self.shape, np.float32)
+    dtype = "torch.float32"
 
 
 def test_tensors_of_other_libraries_are_taken_and_saved_as_arrays(tmp_path):
-    assert pe.split(Tensor(), 2).shape == (2, 1, 3) and pe.merge(Tensor()).shape == (6,)
-    pe.save(tmp_path / "x", [Tensor()])
-    assert_same_leaves(pe.load(tmp_path / "x", [Tensor()]), [np.asarray(Tensor())])
+    tensor = Tensor(A)
+    assert pe.split(tensor, 2).shape == (2, 1, 3) and pe.merge(tensor).shape == (6,)
+    pe.save(tmp_path / "x", [tensor])
+    assert_same_leaves(pe.load(tmp_path / "x", [tensor]), [A])
 
 
 def test_safetensors_reads_a_checkpoint(tmp_path):
@@ -3315,7 +3154,7 @@ def test_load_names_the_leaf_that_does_not_match(tmp_path, like, message):
 
 
 def test_a_state_saved_without_gather_can_still_be_loaded(tmp_path):
-    trainer, state = begin(noisy_trainer(2, 4))
+    trainer, state = begin(net_trainer(2, 4, **NOISY))
     path = tmp_path / "x"
     pe.save(path, state)
     message = r"key<threefry2x32>\[4\]; .*\[2\]; gather a state before you save it"
