@@ -115,14 +115,23 @@ def test_the_module_takes_fast_convolutions_from_beside_it(tmp_path):
 import sys
 sys.modules["fast_convolutions"] = None
 from package import pjax_ensemble
-print(getattr(pjax_ensemble._fast_convolutions, "__name__", None))
+print(pjax_ensemble._fast_convolutions.fast.__name__)
 """
     found = []
     for name in "pjax_ensemble.py", "fast_convolutions.py":
         shutil.copy(HERE / name, package)
         found.append(run_python(code, PYTHONPATH=str(tmp_path)))
-    assert found == ["None\n", "package.fast_convolutions\n"]
+    assert found == ["_by_xla\n", "fast\n"]
     assert pe._fast_convolutions is fc
+
+
+def test_alone_the_module_warns_where_it_convolves_on_a_cpu():
+    x, conv, dense = jnp.ones((2, 4, 4, 3)), pe.conv_init(KEY, 3, 1), pe.dense_init
+    with pytest.warns(UserWarning, match="slow on CPUs: put fast_convolutions.py"):
+        pe._by_xla(jax.grad(lambda layer: pe.conv(layer, x).mean()))(conv)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pe._by_xla(pe.dense)(dense(KEY, 3, 1), x)
 
 
 @pytest.mark.parametrize("module", [pe, fc, em])
@@ -2349,6 +2358,13 @@ def test_states_of_other_types_and_optimizers_predict_and_are_not_trained():
     for call, *args in uses(trainer):
         assert "is absent; expected" in said_by(ValueError, call, named, *args)
     trainer.update(state, *data)
+    makes = optax.adam, optax.adamw  # whose state has one part more, without a leaf
+    ours, other = (net_trainer.__wrapped__(2, 2, optimizer=f(0.1)) for f in makes)
+    found = said_by(ValueError, other.update, ours.init(KEY), *data)
+    assert re.search(
+        r"structure .*\(\), None.*; expected .*EmptyState.*, as the", found
+    )
+    assert len(found) < 500
 
 
 @cases("members, devices", *LAYOUTS[1:])
