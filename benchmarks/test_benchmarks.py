@@ -137,16 +137,55 @@ def test_compiled_programs_are_counted_turn_by_turn():
     assert found == expected | dict(kernels=2 * turns + 5 + 1)
     # The optimizer is in a branch, so no loop has a hidden length, on a CPU either.
     devices = jax.devices()[:2]
-    _, *sizes, states, endless, meetings, megabytes, kernels, _, _ = (
-        accelerators.cells_of("small", devices, "update", 4, 1)
-    )
-    assert (endless, meetings, float(megabytes)) == (0, 0, 0) and kernels > 10
-    assert float(states) > 2 and len(sizes) == 3
+    compiled = functools.partial(accelerators.compile_one, "small", devices)
+    found, cells = compiled("update", 4, None)
+    assert not found["endless"] + found["meetings"] and found["kernels"] > 10
+    assert float(cells[4]) > 2
     # Replicas average the gradients, 552 numbers, and the loss.
-    *_, meetings, megabytes, _, _, _ = accelerators.cells_of(
-        "small", devices, "update", 1, 1
-    )
-    assert meetings and megabytes == f"{553 * 4 / 1e6:.2f}"
+    found, _ = compiled("update", 1, 1)
+    assert found["meetings"] and found["bytes"] == 553 * 4
+
+
+# Three members, each by two loops of unknown length: over 32 steps, over single steps.
+EPOCH = """
+%many (s: f32[4]) -> f32[4] {
+  %w = f32[4] while(%s), condition=%unknown, body=%body, "known_trip_count":{"n":"32"}
+}
+
+%member (s: f32[4]) -> f32[4] {
+  %u = f32[4]{0} while(%s), condition=%unknown, body=%many
+  %v = f32[4]{0} while(%u), condition=%unknown, body=%body
+}
+
+ENTRY %all (s: f32[4]) -> f32[4] {
+  %c = f32[4]{0} copy(%s)
+  %w = f32[4] while(%c), condition=%unknown, body=%member, "known_trip_count":{"n":"3"}
+}
+"""
+
+
+def test_an_epochs_kernels_and_meetings_are_those_of_a_single_step():
+    program = accelerators.read(HLO.replace("ENTRY ", "") + EPOCH)
+    found = accelerators.count(*program, step=True)
+    assert (found["kernels"], found["meetings"], found["bytes"]) == (3 * 2, 3, 3 * 28)
+    assert accelerators.count(*program)["endless"] == 3 * 2
+
+
+@cases(
+    "row, endless, kernels, wrong",
+    (("h100:1", "resnet", "update", 4, None, 1), 0, 850, False),
+    (("h100:1", "resnet", "update", 4, None, 1), 0, 851, True),
+    (("h100:1", "resnet", "update", 4, 1, 1), 0, 1791, False),
+    (("v5e:2x4", "cnn", "update", 64, 1, 1), 1, 9, True),
+    (("h100:8", "cnn", "epoch", 64, None, 1), 2, 999, False),
+    (("h100:8", "cnn", "epoch", 64, None, 1), 3, 9, True),
+    (("h100:8", "cnn", "epoch", 8, 1, 1), 3, 9, True),
+    (("h100:8", "cnn", "epoch", 64, 1, 1), 16, 9, False),
+    (("v5e:2x4", "cnn", "epoch", 64, None, 1), 3, 9, False),
+)
+def test_too_many_loops_or_kernels_are_wrong(row, endless, kernels, wrong):
+    found = {"endless": endless, "kernels": kernels}
+    assert accelerators.is_wrong(row, 8 if ":8" in row[0] else 1, found) is wrong
 
 
 @pytest.mark.once
