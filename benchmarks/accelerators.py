@@ -399,15 +399,9 @@ def is_wrong(row: tuple, num_devices: int, found: dict) -> bool:
     return loops or found["kernels"] > MOST_KERNELS.get(row, math.inf)
 
 
-def compile_one(
-    name: str,
-    devices: list,
-    program: str,
-    members: int,
-    at_once: int | None,
-    shards: int = 1,
-) -> tuple[collections.Counter, list]:
+def compile_one(row: tuple, devices: list) -> tuple[collections.Counter, list]:
     """Compile a program; return its counts, and its entries for the columns."""
+    _, name, program, members, at_once, shards = row
     batch, data = NETWORKS[name].batch, NETWORKS[name].data
     batch *= len(devices) if members == shards == 1 else 1
     given = {"init": (jax.random.key(0),), "predict": data[:1]}
@@ -467,7 +461,7 @@ def main() -> None:
                     continue
                 row = name, network, program, members, at_once, shards
                 try:
-                    found, cells = compile_one(network, devices, *row[2:])
+                    found, cells = compile_one(row, devices)
                     failures += is_wrong(row, len(devices), found)
                 except jax.errors.JaxRuntimeError as error:
                     failures += "RESOURCE_EXHAUSTED" not in str(error)

@@ -140,12 +140,14 @@ def augment(key, x):
 def make_trainer(net, periods):
     """Make a trainer of a member for each period, after which its rate rises again."""
 
+    init, apply = resnet.functions(net, jnp.zeros((1, 32, 32, 3)))
+
     def pixels(images):
         return (images.astype(jnp.float32) / 255 - 0.5) / 0.25
 
     def loss_fn(params, stats, key, images, labels, period):
         x = augment(key, pixels(images))
-        logits, stats = resnet.apply(net, params, stats, x, training=True)
+        logits, stats = apply(params, stats, x, True)
         squares = [jnp.square(x).sum() for x in jax.tree.leaves(params) if x.ndim > 1]
         loss = pe.softmax_cross_entropy(logits, labels).mean()
         return loss + DECAY / 2 * sum(squares), stats
@@ -157,10 +159,10 @@ def make_trainer(net, periods):
         return pe.sgd(rate, nesterov=True)
 
     def apply_fn(params, stats, images, period):
-        return resnet.apply(net, params, stats, pixels(images))[0]
+        return apply(params, stats, pixels(images), False)[0]
 
     return pe.make_trainer(
-        lambda key, period: resnet.init(net, key),
+        lambda key, period: init(key),
         loss_fn,
         optimizer,
         members=len(periods),

@@ -137,12 +137,12 @@ def test_compiled_programs_are_counted_turn_by_turn():
     assert found == expected | dict(kernels=2 * turns + 5 + 1)
     # The optimizer is in a branch, so no loop has a hidden length, on a CPU either.
     devices = jax.devices()[:2]
-    compiled = functools.partial(accelerators.compile_one, "small", devices)
-    found, cells = compiled("update", 4, None)
+    row = "cpu:2", "small", "update", 4, None, 1
+    found, cells = accelerators.compile_one(row, devices)
     assert not found["endless"] + found["meetings"] and found["kernels"] > 10
     assert float(cells[4]) > 2
     # Replicas average the gradients, 552 numbers, and the loss.
-    found, _ = compiled("update", 1, 1)
+    found, _ = accelerators.compile_one((*row[:3], 1, 1, 1), devices)
     assert found["meetings"] and found["bytes"] == 553 * 4
 
 
