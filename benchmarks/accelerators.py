@@ -19,17 +19,17 @@ started kernels.  The last two columns are XLA's estimates for TPUs: billions of
 operations, and gigabytes accessed.  They count the body of a loop once: one turn over
 members, one step of an epoch, one of `large`'s layers.
 
-Members at once ("all", the default) or each of them have endless loops: `predict` one
-over the examples, and `epoch` one over the steps, on GPUs two: over 32 steps at a time,
-and over single steps.  Meetings and kernels are those of a call, with one turn of each
-endless loop.  For `epoch` they are those of one step of all members, by the body of the
-loop over single steps: kernels outside it do not count.
+`predict` has an endless loop over the examples, and `epoch` one over the steps, on GPUs
+two: over 32 steps at a time, and over single steps.  Members in turn have such loops
+each, and members at once ("all", the default) share them.  Meetings and kernels are
+counted per call, with one turn of each endless loop.  For `epoch` they are counted per
+step of all members: a turn of the loop over single steps alone.
 
 Nothing runs.  On GPUs, cuBLAS computes products, in 34 MB of its own, since XLA would
 have to try kernels on a GPU to choose among them.  The status is 1 if a program that
-fits in the memory does not compile; if an `update` has an endless loop; if an `epoch`
-on GPUs, with all of a device's members at once, has more than two; or if an `update` of
-ResNet-20, K = 4, all at once on one H100, starts more than 850 kernels.
+fits in the memory does not compile, if an `update` has an endless loop, if an `epoch`
+on GPUs has more than two with all members at once, or if an `update` of ResNet-20,
+K = 4, all at once on one H100, starts more than 850 kernels.
 """
 
 import argparse
@@ -345,8 +345,8 @@ def meetings(computations: dict, name: str) -> list[tuple[str, int]]:
 def count(computations: dict, name: str, step: bool = False) -> collections.Counter:
     """Count a computation's endless loops, meetings, their bytes, and kernels.
 
-    With `step`, count one turn of its shortest endless loop alone, which takes single
-    steps of an epoch; loops of known length around it run that often.
+    With `step`, count a turn of its shortest endless loop alone, which is one step of
+    an epoch; a loop of known length around it counts as often as it runs.
     """
     total: collections.Counter = collections.Counter()
     endless = []
@@ -389,12 +389,12 @@ def bytes_of(memory: Any) -> int:
 
 
 def is_wrong(row: tuple, num_devices: int, found: dict) -> bool:
-    """Whether a program has more endless loops or kernels than it should have."""
+    """Return whether a program has too many endless loops or kernels."""
     name, _, program, members, at_once, _ = row
     together = at_once is None or members <= num_devices
     most = {"update": 0}
-    if name in GPUS and together:  # over 32 steps at a time, and over the rest
-        most["epoch"] = 2
+    if name in GPUS and together:
+        most["epoch"] = 2  # over 32 steps at a time, and over single ones
     loops = found["endless"] > most.get(program, math.inf)
     return loops or found["kernels"] > MOST_KERNELS.get(row, math.inf)
 

@@ -132,12 +132,12 @@ def unet():
 
 
 def volume_net():  # strides shrink
+    def once(ins, outs, stride):
+        norm = nn.InstanceNorm3d(outs, affine=True)
+        return [nn.Conv3d(ins, outs, 3, stride, 1), norm, nn.LeakyReLU()]
+
     def twice(ins, outs, stride=1):
-        layers = []
-        for ins, stride in (ins, stride), (outs, 1):
-            layers.append(nn.Conv3d(ins, outs, 3, stride, 1))
-            layers += [nn.InstanceNorm3d(outs, affine=True), nn.LeakyReLU()]
-        return nn.Sequential(*layers)
+        return nn.Sequential(*once(ins, outs, stride), *once(outs, outs, 1))
 
     return UNet(twice, 1, 2, nn.ConvTranspose3d, nn.Conv3d(16, 3, 1), nn.Identity())
 
