@@ -11,18 +11,25 @@ The compilers are the accelerators' own.  Install each in its own environment:
 
 One row per program has the seconds to compile it and its megabytes per device: for
 arguments, for temporary arrays, and in total, the total also in units of one member's
-state (its parameters and its optimizer's state).  Then come counts, per `update` or per
-step of `epoch`: "endless" loops, whose length XLA does not know, so that every turn
-begins with a check (`epoch` and `predict` have one per member, over the steps and over
-the examples); meetings of devices, and their megabytes, also by kind if there are
-several: of whole arrays, before a reduction or after an all-gather, and otherwise of
-those that a device sends; and started kernels.  The last two columns are XLA's
-estimates for TPUs: billions of operations, and gigabytes accessed.  They count the body
-of a loop once: one turn over members, one step of an epoch, one of `large`'s layers.
+state (its parameters and its optimizer's state).  Then come counts: "endless" loops,
+whose length XLA does not know, so that every turn begins with a check; meetings of
+devices, and their megabytes, also by kind if there are several: of whole arrays, before
+a reduction or after an all-gather, and otherwise of those that a device sends; and
+started kernels.  The last two columns are XLA's estimates for TPUs: billions of
+operations, and gigabytes accessed.  They count the body of a loop once: one turn over
+members, one step of an epoch, one of `large`'s layers.
+
+`predict` has an endless loop over the examples, and `epoch` one over the steps, on GPUs
+two: over 32 steps at a time, and over single steps.  Members in turn have such loops
+each, and members at once ("all", the default) share them.  Meetings and kernels are
+counted per call, with one turn of each endless loop.  For `epoch` they are counted per
+step of all members: a turn of the loop over single steps alone.
 
 Nothing runs.  On GPUs, cuBLAS computes products, in 34 MB of its own, since XLA would
 have to try kernels on a GPU to choose among them.  The status is 1 if a program that
-fits in the memory does not compile, or if an update has an endless loop.
+fits in the memory does not compile, if an `update` has an endless loop, if an `epoch`
+on GPUs has more than two with all members at once, or if an `update` of ResNet-20,
+K = 4, all at once on one H100, starts more than 850 kernels.
 """
 
 import argparse
@@ -254,14 +261,17 @@ def make(name: str, **how: Any) -> pe.Trainer:
     return pe.make_trainer(init, loss_of(logits), optimizer, **how)
 
 
-def layouts(name: str, num_devices: int) -> list[tuple[int, int, int]]:
-    """Return each trainer's members, how many are computed at once, and its shards."""
+def layouts(name: str, num_devices: int) -> list[tuple[int, int | None, int]]:
+    """Return each trainer's members, how many are computed at once, and its shards.
+
+    None is the trainers' default, all of a device.
+    """
     network = NETWORKS[name]
     if network.plans:
         return [plan for plan in network.plans if num_devices % plan[-1] == 0]
     found, most = [(1, 1)] * network.sync, network.per_device
     if most:
-        found += [(num_devices, 1), *((most * num_devices, n) for n in (1, most))]
+        found += [(num_devices, 1), *((most * num_devices, n) for n in (1, None))]
     return [(*x, 1) for x in dict.fromkeys(found)]
 
 
@@ -332,10 +342,15 @@ def meetings(computations: dict, name: str) -> list[tuple[str, int]]:
     return found
 
 
-def count(computations: dict[str, list[tuple]], name: str) -> collections.Counter:
-    """Count a computation's endless loops, meetings, their bytes, and kernels."""
+def count(computations: dict, name: str, step: bool = False) -> collections.Counter:
+    """Count a computation's endless loops, meetings, their bytes, and kernels.
+
+    With `step`, count a turn of its shortest endless loop alone, which is one step of
+    an epoch; a loop of known length around it counts as often as it runs.
+    """
     total: collections.Counter = collections.Counter()
-    for kind, size in meetings(computations, name):
+    endless = []
+    for kind, size in () if step else meetings(computations, name):
         total.update({"meetings": 1, "bytes": size, kind: size})
     for _, _, opcode, rest in computations[name]:
         kind, times = opcode.removesuffix("-start"), 1
@@ -344,12 +359,16 @@ def count(computations: dict[str, list[tuple]], name: str) -> collections.Counte
             condition = re.search(r"condition=%?([\w.-]+)", rest)[1]
             times = turns(rest, computations[condition])
             total["endless"] += times is None
+            if step and times is None:
+                endless.append(count(computations, *inner))
+                continue
         elif kind not in ("call", "conditional", "async"):
             inner = []
-            total["kernels"] += not re.fullmatch(FREE, opcode)
+            total["kernels"] += not (step or re.fullmatch(FREE, opcode))
         for each in inner:
-            for key, value in count(computations, each).items():
+            for key, value in count(computations, each, step).items():
                 total[key] += value * (times or 1)
+    total.update(min(endless, key=lambda turn: turn["kernels"], default={}))
     return total
 
 
@@ -357,9 +376,10 @@ def count(computations: dict[str, list[tuple]], name: str) -> collections.Counte
 # Rows
 # ---------------------------------------------------------------------------------
 
-COLUMNS = "S | seconds | arguments, MB | temporary | all | in states | endless loops"
-ENDLESS = COLUMNS.count("|") - 1  # the first column is not a cell
-COLUMNS = f"{COLUMNS} | meetings | MB | kernels | Gop | GB"
+COLUMNS = "devices | network | program | K | at once | S | seconds | arguments, MB | "
+COLUMNS += "temporary | all | in states | endless loops | meetings | MB | kernels | "
+COLUMNS += "Gop | GB"
+MOST_KERNELS = {("h100:1", "resnet", "update", 4, None, 1): 850}
 
 
 def bytes_of(memory: Any) -> int:
@@ -368,10 +388,20 @@ def bytes_of(memory: Any) -> int:
     return memory.argument_size_in_bytes + memory.temp_size_in_bytes + new
 
 
-def cells_of(
-    name: str, devices: list, program: str, members: int, at_once: int, shards: int = 1
-) -> list:
-    """Compile a program; return its entries for the columns."""
+def is_wrong(row: tuple, num_devices: int, found: dict) -> bool:
+    """Return whether a program has too many endless loops or kernels."""
+    name, _, program, members, at_once, _ = row
+    together = at_once is None or members <= num_devices
+    most = {"update": 0}
+    if name in GPUS and together:
+        most["epoch"] = 2  # over 32 steps at a time, and over single ones
+    loops = found["endless"] > most.get(program, math.inf)
+    return loops or found["kernels"] > MOST_KERNELS.get(row, math.inf)
+
+
+def compile_one(row: tuple, devices: list) -> tuple[collections.Counter, list]:
+    """Compile a program; return its counts, and its entries for the columns."""
+    _, name, program, members, at_once, shards = row
     batch, data = NETWORKS[name].batch, NETWORKS[name].data
     batch *= len(devices) if members == shards == 1 else 1
     given = {"init": (jax.random.key(0),), "predict": data[:1]}
@@ -385,10 +415,12 @@ def cells_of(
     seconds, memory = time.perf_counter() - start, compiled.memory_analysis()
     sizes = [memory.argument_size_in_bytes, memory.temp_size_in_bytes]
     sizes.append(bytes_of(memory))
-    found, cost = count(*read(compiled.as_text())), compiled.cost_analysis() or {}
+    text, cost = read(compiled.as_text()), compiled.cost_analysis() or {}
+    found = count(*text, step=program == "epoch")
+    found["endless"] = count(*text)["endless"]
     each = [f"{x} {y / 1e6:.0f}" for x, y in found.items() if re.fullmatch(MEETINGS, x)]
     costs = cost.get("flops"), cost.get("bytes accessed")
-    return [
+    return found, [
         f"{seconds:.0f}",
         *(f"{x / 1e6:.1f}" for x in sizes),
         f"{sizes[-1] / one:.1f}",
@@ -418,24 +450,23 @@ def main() -> None:
         args.devices = [COMPILERS[compiler][0] for compiler in there]
     os.environ |= SETTINGS | os.environ
     jax.config.update("jax_platforms", "cpu")
-    names = "devices | network | program | K | at once"
-    speed.print_head(*names.split(" | "), *COLUMNS.split(" | "))
+    speed.print_head(*COLUMNS.split(" | "))
     failures = 0
     for name in args.devices or known:
         devices = devices_of(name)
         trainers = [(x, *y) for x in args.networks for y in layouts(x, len(devices))]
         for network, members, at_once, shards in trainers:
             for program in args.programs:
-                if at_once > 1 and program != "update":
+                if at_once is None and program in ("init", "predict"):
                     continue
-                what = name, network, program, members, at_once, shards
+                row = name, network, program, members, at_once, shards
                 try:
-                    cells = cells_of(network, devices, *what[2:])
-                    failures += program == "update" and cells[ENDLESS] > 0
+                    found, cells = compile_one(row, devices)
+                    failures += is_wrong(row, len(devices), found)
                 except jax.errors.JaxRuntimeError as error:
                     failures += "RESOURCE_EXHAUSTED" not in str(error)
                     cells = [f"does not compile: {str(error).splitlines()[0]}"]
-                speed.print_row(*what, *cells)
+                speed.print_row(*row[:4], at_once or "all", shards, *cells)
     sys.exit(failures > 0)
 
 

@@ -140,12 +140,14 @@ def augment(key, x):
 def make_trainer(net, periods):
     """Make a trainer of a member for each period, after which its rate rises again."""
 
+    init, apply = resnet.functions(net, jnp.zeros((1, 32, 32, 3)))
+
     def pixels(images):
         return (images.astype(jnp.float32) / 255 - 0.5) / 0.25
 
     def loss_fn(params, stats, key, images, labels, period):
         x = augment(key, pixels(images))
-        logits, stats = resnet.apply(net, params, stats, x, training=True)
+        logits, stats = apply(params, stats, x, True)
         squares = [jnp.square(x).sum() for x in jax.tree.leaves(params) if x.ndim > 1]
         loss = pe.softmax_cross_entropy(logits, labels).mean()
         return loss + DECAY / 2 * sum(squares), stats
@@ -157,10 +159,10 @@ def make_trainer(net, periods):
         return pe.sgd(rate, nesterov=True)
 
     def apply_fn(params, stats, images, period):
-        return resnet.apply(net, params, stats, pixels(images))[0]
+        return apply(params, stats, pixels(images), False)[0]
 
     return pe.make_trainer(
-        lambda key, period: resnet.init(net, key),
+        lambda key, period: init(key),
         loss_fn,
         optimizer,
         members=len(periods),
@@ -320,29 +322,22 @@ def evaluate(predict, test, digits):
 
 
 def print_tables(report):
-    keys = "accuracy", "negative_log_likelihood", "brier_score"
-    keys = *keys, "expected_calibration_error", "kept", "wrong"
-    print_head("system", "accuracy, %", "NLL", "Brier", "ECE", "kept, %", "wrong, %")
+    form = "{accuracy:.1%} | {negative_log_likelihood:.3f} | {brier_score:.3f} | "
+    form += "{expected_calibration_error:.3f} | {kept:.1%} | {wrong:.1%}"
+    print_head("system", "accuracy", "NLL", "Brier", "ECE", "kept", "wrong")
     for name, scores in report["as they are"].items():
-        values = [scores[key] for key in keys]
-        percent = [f"{100 * values[i]:.1f}" for i in (0, 4, 5)]
-        rest = [f"{x:.3f}" for x in values[1:4]]
-        print_row(name, percent[0], *rest, *percent[1:])
+        print_row(name, form.format(**scores))
     shown = "a member", "4 members", "longer", "4 snapshots"
-    for title, key, style in (
-        ("accuracy, %", "accuracy", lambda x: f"{100 * x:.1f}"),
-        ("NLL", "negative_log_likelihood", lambda x: f"{x:.2f}"),
-        ("kept, %: wrong, %", "kept", lambda x: f"{100 * x:.0f}"),
-    ):
+    for title, form in {
+        "accuracy": "{accuracy:.1%}",
+        "NLL": "{negative_log_likelihood:.2f}",
+        "kept: wrong": "{kept:.0%}: {wrong:.1%}",
+    }.items():
         print()
         print_head(title, *shown)
         for shift, scores in report.items():
             if shift != "digits" and shift[-1] in "135d":
-                cells = [style(scores[name][key]) for name in shown]
-                if key == "kept":
-                    wrong = (f"{100 * scores[name]['wrong']:.1f}" for name in shown)
-                    cells = map("{}: {}".format, cells, wrong)
-                print_row(shift, *cells)
+                print_row(shift, *(form.format(**scores[name]) for name in shown))
     print()
     print_head("AUROC, digits in color", "entropy", "mutual information")
     for name, values in report["digits"].items():

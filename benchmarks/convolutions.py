@@ -129,16 +129,13 @@ def error(seed):
         y, gradients = jax.vjp(function, x, kernel)
         return y, *gradients(cotangent)
 
-    options = fc.compiler_options()
-    fast = fc.fast(convolve, options)
-    loop = jax.jit(lambda *args: lax.map(lambda args: fast(*args), args))
+    loop = fc.jit(lambda *args: lax.map(lambda args: convolve(*args), args))
     exact = [np.asarray(x, np.float64) for x in args]
     expected, squares = sums(*exact, how), sums(*map(np.square, exact), how)
     worst = 0.0
     args = [jnp.stack([x, x]) for x in args]
     with mock.patch.object(fc, "_CHUNK_BYTES", 2_000_000 if seed % 2 else 2_000):
-        program = loop.lower(*args).compile(compiler_options=options)
-    results = program(*args), program(*args)
+        results = loop(*args), loop(*args)
     for found in results:
         for twice, x, square in zip(found, expected, squares):
             off = np.abs(np.asarray(twice, np.float64) - x)
@@ -194,8 +191,8 @@ def normalize(pick, y, scale, bias):
     return pick(off * root * scale + bias, off * (root * scale), y * whole * scale)
 
 
-def attend(pick, heads, *values):
-    q, k, v = (x.reshape(heads) for x in values)
+def attend(pick, heads, dtype, *values):
+    q, k, v = (x.astype(dtype).reshape(heads) for x in values)
     causal = np.tril(np.ones((heads[1], heads[1]), bool))
     ready, hidden, norm = pick(0, 1), pick(0, 1, 2), pick(jax.nn.softmax, softmax)
     if ready and q.dtype != jnp.float16:  # which JAX's own does not take on CPUs
@@ -219,45 +216,37 @@ def follow(seed, form, wide, ragged, x, weights, vectors):
     def product(y):
         y, w = y.astype(dtype), next(weights)
         if form == "rows":
-            sums = lax.dot_general, (((1,), (0,)), ((), ()))
             ways = [lambda: y @ w, lambda: jnp.einsum("nf,gf->ng", y, w)]
-            ways += [lambda: sums[0](y, w, sums[1], preferred_element_type=wide)]
+            ways += [lambda: lax.dot(y, w, preferred_element_type=wide)]
             both = jnp.stack([w, w.T])
             ways += [lambda: lax.ragged_dot(y, both, jnp.array([50, 78]))] * ragged
             return pick(*ways)()
         if pick(False, False, True):
             return jnp.einsum("nhwi,io->nhwo", y, 3 * w[0, 0])
         axes, groups = pick("NHWC", "NCHW"), pick(1, 1, 16)
-        y, names = y if axes == "NHWC" else jnp.moveaxis(y, -1, 1), (axes, "HWIO", axes)
-        y = lax.conv_general_dilated(
-            *(y, w if groups == 1 else 3 * w[:, :, :1], (1, 1), "SAME"),
-            dimension_numbers=names,
-            feature_group_count=groups,
-        )
+        y = y if axes == "NHWC" else jnp.moveaxis(y, -1, 1)
+        w = w if groups == 1 else 3 * w[:, :, :1]
+        how = dict(feature_group_count=groups, dimension_numbers=(axes, "HWIO", axes))
+        y = lax.conv_general_dilated(y, w, (1, 1), "SAME", **how)
         return y if axes == "NHWC" else jnp.moveaxis(y, 1, -1)
 
     def some():  # the last value, or one that has another user too
         return values[-1] if rng.random() < 0.7 else pick(*values)
 
-    def like(y, z):
-        return z.astype(y.dtype)
+    def vector(y):
+        return next(vectors).astype(y.dtype)
 
+    mix = functools.partial(attend, pick, FORMS[form][2], dtype)
     steps = {
         "product": product,
-        "bias": lambda y: y + like(y, next(vectors)),
-        "scale": lambda y: y * pick(0.5, -2, like(y, next(vectors))),
-        "residual": lambda y: pick(jnp.add, jnp.subtract)(y, like(y, some())),
-        "gate": lambda y: y * pick(*ACTIVATIONS)(jnp.tanh(like(y, some()))),
+        "bias": lambda y: y + vector(y),
+        "scale": lambda y: y * pick(0.5, -2, vector(y)),
+        "residual": lambda y: pick(jnp.add, jnp.subtract)(y, some().astype(y.dtype)),
+        "gate": lambda y: y * pick(*ACTIVATIONS)(jnp.tanh(some().astype(y.dtype))),
         "cast": lambda y: pick(*ACTIVATIONS)(y.astype(wide)).astype(pick(dtype, wide)),
         "softmax": lambda y: pick(jax.nn.softmax, softmax, jax.nn.log_softmax)(y),
-        "normalize": lambda y: normalize(
-            pick, y, 1 + like(y, next(vectors)), like(y, next(vectors))
-        ),
-        "attend": lambda y: attend(
-            *(pick, FORMS[form][2]),
-            *(product(some()).astype(dtype) for _ in range(2)),
-            y.astype(dtype),
-        ).reshape(x.shape),
+        "normalize": lambda y: normalize(pick, y, 1 + vector(y), vector(y)),
+        "attend": lambda y: mix(product(some()), product(some()), y).reshape(x.shape),
     }
     names = ["product"]
     for i in range(rng.integers(4, 10)):
@@ -279,47 +268,38 @@ def difference(seed):
     form, dtype = rng.choice([*FORMS]), jnp.dtype(rng.choice([*LIMITS, "float32"]))
     around = rng.choice(["nothing", "nothing", "checkpoint", "scan", "vmap"])
     shape, weight, _ = FORMS[form]
-    arrays = rng.normal(size=(2, *shape)), rng.normal(size=(24, *weight))
-    arrays = *arrays, rng.normal(size=(24, shape[-1])) / 2
-    scale = 1, np.prod(weight[:-1]) ** -0.5, 1
-    arrays = [jnp.asarray(a * s, dtype) for a, s in zip(arrays, scale)]
+    sizes = (2, *shape), (24, *weight), (24, shape[-1])
+    scales = 1, np.prod(weight[:-1]) ** -0.5, 0.5
+    arrays = [jnp.asarray(rng.normal(0, s, n), dtype) for s, n in zip(scales, sizes)]
 
     def program(*arrays, wide=jnp.float32):
         def loss(x, *parameters):
             f = functools.partial(follow, seed, form, wide, around != "vmap")
             f = jax.checkpoint(f) if around == "checkpoint" else f
-            over = {
-                "scan": lambda f, x: lax.map(f, x),
-                "vmap": lambda f, x: jax.vmap(f)(x),
-            }
+            over = {"scan": lax.map, "vmap": lambda f, x: jax.vmap(f)(x)}
             over = over.get(around, lambda f, x: f(x[0]))
             made = over(lambda x: f(x, *map(list, parameters)), x)
             draw = np.random.default_rng(seed)
-            terms = (
-                y.astype(wide) * draw.normal(size=y.shape).astype(wide) for y in made
-            )
-            return sum(term.sum() for term in terms), made
+            weights = (draw.normal(size=y.shape).astype(wide) for y in made)
+            return sum((y.astype(wide) * w).sum() for y, w in zip(made, weights)), made
 
         return jax.value_and_grad(loss, range(3), has_aux=True)(*arrays)
 
     with jax.enable_x64(True):
-        exact = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]
+        exact = [np.asarray(x, np.float64) for x in arrays]
         exact = jax.jit(functools.partial(program, wide=jnp.float64))(*exact)
-        exact = jax.device_get(exact)
 
     def off(found):
         worst = 0.0
-        for x, y in zip(*map(jax.tree.leaves, (jax.device_get(found), exact))):
-            x, finite = np.asarray(x, np.float64), np.isfinite(y)
+        for x, y in zip(*map(jax.tree.leaves, (found, exact))):
+            x, y = np.asarray(x, np.float64), np.asarray(y)
+            finite = np.isfinite(y)
             size = np.linalg.norm(y[finite]) or max(1, y.size) ** 0.5
             error = np.linalg.norm(x[finite] - y[finite]) / size
             worst = max(worst, np.inf if np.isnan(error) else error)
         return float(worst)
 
-    options = fc.compiler_options()
-    fast = jax.jit(fc.fast(program, options)).lower(*arrays)
-    fast = fast.compile(compiler_options=options)
-    return dtype.name, off(fast(*arrays)), off(jax.jit(program)(*arrays))
+    return dtype.name, *(off(jit(program)(*arrays)) for jit in (fc.jit, jax.jit))
 
 
 def is_wrong(name, found, plain):

@@ -1,8 +1,7 @@
-"""Run the README and the script as on 1, 2, 3, ... cores, or with other seeds.
+"""Run the README and the script as on 1, 2, 3, ... cores.
 
     python benchmarks/devices.py
     python benchmarks/devices.py 3 16
-    python benchmarks/devices.py --seeds 10
 
 The runs are `COMMANDS`, on a few generated digits, and the README's Python, all blocks
 in order as they stand.  Each runs in its own process, which is told of that many cores
@@ -15,11 +14,6 @@ accuracy of their ensemble; the lowest and highest NLL of a member; the share of
 examples kept, and the wrong share among them; and the largest difference of a weight,
 after `STEPS` steps, from the weight on the first machine, relative to the largest
 weight of its array.
-
-With `--seeds` the README's example runs with seeds 0, 1, ... of data, weights and
-batches.  One row per seed has NLLs; areas under the curve of the error over the share
-kept, for the 1,500 examples that did not set the threshold; and the shares kept and
-wrong.
 """
 
 import argparse
@@ -47,7 +41,6 @@ COMMANDS = [
 ]
 # The numbers that the README prints, in order; the sixth NLL is the ensemble's.
 PRINTED = ["NLL"] * 6 + ["accuracy", "kept", "wrong"]
-RISK = 0.04  # for which the README finds its threshold
 STEPS = 5
 CHILD = """
 import os, runpy, sys
@@ -62,12 +55,6 @@ FIRST_STEPS = f"""
 first = trainer.init(jax.random.key(0))
 first, _ = trainer.epoch(first, (x[:200], y[:200]), order[:{STEPS}])
 pe.save("first.safetensors", trainer.gather(first).params)
-"""
-AREAS = """
-for each in [*probs[:, None], probs]:  # the members, and last their ensemble
-    surest = np.argsort(em.predictive_entropy(each)[500:])
-    errors = each.mean(axis=0).argmax(axis=-1)[500:] != y[700:]
-    print(f"{(errors[surest].cumsum() / np.arange(1, 1501)).mean():.4f}")
 """
 
 
@@ -124,12 +111,6 @@ def complaints(printed: np.ndarray, said: np.ndarray) -> list[str]:
     ]
 
 
-def beside(scores: np.ndarray, digits: int) -> list[str]:
-    """Return the ensemble's score, which is last, and the range of its members'."""
-    *members, ensemble = (f"{score:.{digits}f}" for score in scores)
-    return [ensemble, f"{min(members)} to {max(members)}"]
-
-
 def seeded(code: str, seed: int) -> str:
     """Return code with another seed for its keys and its generators."""
     return re.sub(r"(key|default_rng)\(0\)", rf"\1({seed})", code)
@@ -141,24 +122,6 @@ def run_seeded(code: str, seed: int) -> str:
         script = Path(name) / "seeded.py"
         script.write_text(seeded(code, seed), "utf-8")
         return run(os.cpu_count() or 1, Path(name), script)
-
-
-def try_seeds(code: list[str], count: int) -> bool:
-    """Run the README's example with other seeds, and print a row per seed."""
-    columns = "NLL", "a member's", "area", "a member's"
-    print_head("seed", *columns, "kept, wrong")
-    better = np.zeros(3, int)
-    lines = re.sub(r"\.\df}", ".4f}", "\n".join([*code, AREAS]))
-    for seed in range(count):
-        found = numbers(run_seeded(lines, seed))
-        losses, (kept, wrong), areas = found[:6], found[7:9], found[9:]
-        cells = *beside(losses, 2), *beside(areas, 4), f"{kept:.2f}, {wrong:.3f}"
-        print_row(seed, *cells)
-        lowest = [each[-1] < each[:-1].min() for each in (losses, areas)]
-        better += [*lowest, wrong <= RISK]
-    print(f"\nof {count} seeds, NLL and area below every member's in", end=" ")
-    print("{} and {}; at most {:.0%} wrong in {}".format(*better[:2], RISK, better[2]))
-    return False
 
 
 def write_data(folder: Path) -> None:
@@ -173,11 +136,8 @@ def write_data(folder: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cores", type=int, nargs="*", default=CORES, metavar="N")
-    parser.add_argument("--seeds", type=int, metavar="N")
     args = parser.parse_args()
     (code, said), reference, wrong = read_readme(), {}, []
-    if args.seeds:
-        return try_seeds(code, args.seeds)
     columns = "cores", "devices x members", "replicas", "NLL", "a member's", "accuracy"
     print_head(*columns, "kept, wrong", f"difference after {STEPS} steps")
     for cores in args.cores:
@@ -194,7 +154,8 @@ def main() -> int:
         found, reference = numbers(printed), reference or weights
         wrong += [f"{cores} cores: {each}" for each in complaints(found, said)]
         _, devices, shared, replicas = pe.layout(5, cores)
-        cells = [cores, f"{devices} x {shared}", replicas, *beside(found[:6], 1)]
+        cells = [cores, f"{devices} x {shared}", replicas, found[5]]
+        cells += [f"{found[:5].min()} to {found[:5].max()}"]
         cells += ["{:.2f} | {:.2f}, {:.2f}".format(*found[6:])]
         cells += [f"{difference(weights, reference):.0e}"]
         print_row(*cells)

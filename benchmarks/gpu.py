@@ -22,7 +22,6 @@ imported.  Cells that --seconds leave no time for say so.  Where a cache is set
 
 import argparse
 import hashlib
-import itertools
 import json
 import os
 import shlex
@@ -315,11 +314,10 @@ def print_speeds():
     names = "by hand", "by hand, in turn", "trainer", "trainer, in turn"
     speed.print_head("ms per step", *names, "PyTorch, loop", "vmap", "CUDA graph")
     for title, case in SPEEDS.items():
-        both = attempt(measure, *case), peers.get(title, "")
-        both = (
-            [x] + [""] * n if isinstance(x, str) else x for x, n in zip(both, (3, 2))
-        )
-        speed.print_row(title, *itertools.chain(*both))
+        cells, others = attempt(measure, *case), peers.get(title, "")
+        cells = [cells, "", "", ""] if isinstance(cells, str) else cells
+        others = [others, "", ""] if isinstance(others, str) else others
+        speed.print_row(title, *cells, *others)
 
 
 def main(argv=None):

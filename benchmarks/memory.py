@@ -6,8 +6,7 @@
 One row per call has the most memory that the process held during the call, on devices
 and host together (a CPU is both).  The unit is the state of one member: its parameters
 and its momentum.  K members need at least K states.  The results of `gather` and `load`
-count too, and so do the arguments of `save` and `scatter`.  The last line compares the
-time of an `update`, per member, with the time for one member alone.
+count too, and so do the arguments of `save` and `scatter`.
 
 Memory is the peak of the resident set since the call began, minus the resident set
 before `init`; only Linux reports it.
@@ -17,30 +16,24 @@ import argparse
 import functools
 import os
 import re
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import accelerators
 import jax
 import numpy as np
-from speed import take_turns
 
 import pjax_ensemble as pe
 
-ROUNDS = 7
 
-
-def make(members: int, args: argparse.Namespace) -> pe.Trainer:
+def make(args: argparse.Namespace) -> pe.Trainer:
     """Make a trainer of networks of six square layers."""
 
     def loss_fn(params, x):
         return (accelerators.dense(params, x) ** 2).mean()
 
-    options = dict(members=members, devices=args.devices, at_once=args.at_once)
+    options = dict(members=args.members, devices=args.devices, at_once=args.at_once)
     options |= dict(apply_fn=accelerators.dense, output=None)
     init = functools.partial(accelerators.dense_init, width=args.width)
     return pe.make_trainer(init, loss_fn, pe.sgd(1e-4), **options)
@@ -63,7 +56,7 @@ def peaks(args: argparse.Namespace) -> None:
     """Print a row per call."""
     x = np.ones((64, args.width), np.float32)
     order = np.tile(np.arange(8), (4, 1))
-    trainer = make(args.members, args)
+    trainer = make(args)
     jax.block_until_ready(jax.numpy.ones(8) + 1)  # JAX has started
     one = sum(np.prod(x.shape[1:]) * 4 for x in jax.tree.leaves(trainer.like().params))
     before = status("VmRSS")
@@ -93,24 +86,6 @@ def peaks(args: argparse.Namespace) -> None:
     row("update, of a scattered state", trainer.update, state, x[:8])
 
 
-def seconds(args: argparse.Namespace) -> None:
-    """Compare the time of an update, per member, with the time for one alone."""
-    x = np.ones((8, args.width), np.float32)
-    trainers = {members: make(members, args) for members in (1, args.members)}
-    states = {k: each.init(jax.random.key(0)) for k, each in trainers.items()}
-
-    def update(k):
-        start = time.perf_counter()
-        states[k], losses = trainers[k].update(states[k], x)
-        jax.block_until_ready((states[k], losses))
-        return (time.perf_counter() - start) / k
-
-    calls = {k: functools.partial(update, k) for k in trainers}
-    times = take_turns(calls, ROUNDS + 1)
-    alone, each = (statistics.median(x[1:]) for x in times.values())
-    print(f"update: {each:.4f} s per member, {each / alone:.2f} times one alone")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -120,16 +95,13 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=1, metavar="N")
     parser.add_argument("--width", type=int, default=1500, help="of the six layers")
     parser.add_argument("--folder", help="for a temporary checkpoint of all members")
-    parser.add_argument("--part", choices=["peaks", "seconds"], help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.part:
-        pe.use_cpu_devices(args.devices)
-        return globals()[args.part](args)
-    # Each part has its own process, which returns freed memory to the system at once.
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
-    for part in "peaks", "seconds":
-        command = [sys.executable, __file__, *sys.argv[1:], "--part", part]
-        subprocess.run(command, check=True, env=env)
+    # So that freed memory returns to the system at once.
+    if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
+        os.execve(sys.executable, [sys.executable, *sys.argv], env)
+    pe.use_cpu_devices(args.devices)
+    peaks(args)
 
 
 if __name__ == "__main__":

@@ -37,19 +37,13 @@ def normal(key, *shape):
 
 def layers(key, sizes=SIZES):
     keys = jax.random.split(key, len(sizes))
-    return [
-        (normal(k, *ab), jnp.zeros(ab[1])) for k, *ab in zip(keys, sizes, sizes[1:])
-    ]
-
-
-def mlp(params, x):
-    for weight, bias in params[:-1]:
-        x = jax.nn.relu(x @ weight + bias)
-    return x @ params[-1][0] + params[-1][1]
+    return [pe.dense_init(k, *ab) for k, *ab in zip(keys, sizes, sizes[1:])]
 
 
 def mlp_loss(params, x, y):
-    return pe.softmax_cross_entropy(mlp(params, x), y).mean()
+    for layer in params[:-1]:
+        x = jax.nn.relu(pe.dense(layer, x))
+    return pe.softmax_cross_entropy(pe.dense(params[-1], x), y).mean()
 
 
 def adapters(key, frozen=None):  # of rank 8, for each layer of the backbone

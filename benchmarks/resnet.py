@@ -57,16 +57,20 @@ class ResNet(nn.Module):
         return nn.Dense(self.classes)(x.mean(axis=(1, 2), dtype=jnp.float32))
 
 
-def init(net: ResNet, key, size: int = 32) -> tuple:
-    """Return the parameters and the running statistics of a network."""
-    made = net.init(key, jnp.zeros((1, size, size, 3)), False)
-    return made["params"], made["batch_stats"]
+def functions(net: nn.Module, example) -> tuple:
+    """Return init(key), and apply(params, state, x, training) of a network of Flax.
 
+    Both return a pair with its state, its running statistics, which move in training.
+    """
 
-def apply(net: ResNet, params, stats, images, training=False) -> tuple:
-    """Return logits [B, classes] and the running statistics, moved in training."""
-    model = {"params": params, "batch_stats": stats}
-    if not training:
-        return net.apply(model, images, False), stats
-    logits, moved = net.apply(model, images, True, mutable=["batch_stats"])
-    return logits, moved["batch_stats"]
+    def init(key):
+        state = dict(net.init(key, example, False))
+        return state.pop("params"), state
+
+    def apply(params, state, x, training):
+        model = {"params": params, **state}
+        if not training:
+            return net.apply(model, x, False), state
+        return net.apply(model, x, True, mutable=[*state])
+
+    return init, apply

@@ -64,15 +64,15 @@ GROUPS = {
         "JAX, pmap(vmap(scan)), D = 2": "jax_members.py cnn --devices 2 --steps 4",
         "torch.func.vmap": "torch_members.py cnn --members 8 --steps 4",
     },
-    "batch-norm network, Adam, D = 2, batch 64": {
-        "pjax_ensemble, sync": "ours.py cnn --sync --batch 64 --steps 400",
-        "two members of 32, apart": "ours.py cnn --apart --batch 32 --steps 400",
-        "Keras guide": "keras_guide.py --batch 64 --steps 200",
-    },
-    "batch-norm network, Adam, D = 2, batch 256": {
-        "pjax_ensemble, sync": "ours.py cnn --sync --batch 256 --steps 100",
-        "two members of 128, apart": "ours.py cnn --apart --batch 128 --steps 100",
-        "Keras guide": "keras_guide.py --batch 256 --steps 50",
+    **{
+        f"batch-norm network, Adam, D = 2, batch {n}": {
+            "pjax_ensemble, sync": f"ours.py cnn --sync --batch {n} --steps {steps}",
+            f"two members of {half}, apart": (
+                f"ours.py cnn --apart --batch {half} --steps {steps}"
+            ),
+            "Keras guide": f"keras_guide.py --batch {n} --steps {steps // 2}",
+        }
+        for n, half, steps in ((64, 32, 400), (256, 128, 100))
     },
     "a hundred small networks, 8-50-2, Adam, init and 360 steps of batch 100; rows": {
         "pjax_ensemble, D = 2, 10 at once": "ours.py small --at-once 10",
@@ -87,12 +87,6 @@ GROUPS = {
         "JAX, the same, 10 at once": "jax_members.py small --devices 2 --at-once 10",
         "torch.func.vmap": "torch_members.py small",
         "PyTorch, a loop, 72 steps": "torch_members.py small --loop --steps 72",
-        **{
-            f"pjax_ensemble, K = 1000, {n} at once, init and 36 steps": (
-                f"ours.py small --members 1000 --at-once {n} --steps 36"
-            )
-            for n in (1, 10, 50, 500)
-        },
     },
     "small transformers, K = 8, batch 32 of 32 tokens; rows": {
         "pjax_ensemble, D = 2, 1 at once": "ours.py transformer",

@@ -137,9 +137,7 @@ def measure_classes(model, data: Data) -> tuple[dict, list]:
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sets", nargs="+", metavar="NAME", help="default: all")
-    parser.add_argument(
-        "--systems", nargs="+", choices=CLASSIFIERS, help="default: all"
-    )
+    parser.add_argument("--systems", nargs="+", choices=CLASSIFIERS, help="or all")
     parser.add_argument("--splits", type=int, default=10, help="how many per set")
     parser.add_argument("--classify", action="store_true", help="classes, not numbers")
     args, folder = parser.parse_args(argv), Path(os.environ.get("UCI_DIR", "."))

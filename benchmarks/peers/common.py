@@ -90,11 +90,9 @@ def serve(run, args, per_step=None):
     the first compiles, and `compile_seconds` is by how much it is longer.
     """
     first = timed(run, args.steps)
-    hello = {
-        "warm_up_loss": first["loss"],
-        "images_per_step": per_step or args.members * args.batch,
-        "compile_seconds": first["seconds"] - timed(run, args.steps)["seconds"],
-    }
+    hello = {"warm_up_loss": first["loss"]}
+    hello["images_per_step"] = per_step or args.members * args.batch
+    hello["compile_seconds"] = first["seconds"] - timed(run, args.steps)["seconds"]
     say(hello)
     for _ in sys.stdin:
         say(timed(run, args.steps))

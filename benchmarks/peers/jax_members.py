@@ -58,10 +58,8 @@ def main():
     optimizer = optax.sgd(0.1, 0.9) if sgd else optax.adam(cases.RATES[args.case])
     first = by_hand.start(init, optimizer)
     scan = by_hand.make_scan(by_hand.make_step(loss_fn, optimizer))
-    data, how = (
-        jax.tree.map(jnp.asarray, cases.LOAD[args.case]()),
-        (args.devices, args.at_once),
-    )
+    data = jax.tree.map(jnp.asarray, cases.LOAD[args.case]())
+    how = args.devices, args.at_once
     sizes = [args.devices] * (args.devices > 1)
     sizes.append(args.members // args.devices)
 

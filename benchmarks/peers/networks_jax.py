@@ -4,7 +4,6 @@ Two members are on two devices, or with --sync one model.  By hand, on one devic
 member takes its step in turn, on batches from the host; with --fast, through `fast`.
 """
 
-import functools
 import itertools
 from unittest import mock
 
@@ -194,22 +193,6 @@ class Plain(nn.Module):
         return self.net(x)
 
 
-def linen(net, example):
-    """Return init(key) and apply(params, state, x, training) of a network of Flax."""
-
-    def init(key):
-        state = dict(net.init(key, example, False))
-        return state.pop("params"), state
-
-    def apply(params, state, x, training):
-        model = {"params": params, **state}
-        if not training:
-            return net.apply(model, x, False), state
-        return net.apply(model, x, True, mutable=[*state])
-
-    return init, apply
-
-
 def plan():
     """List the convolutions of ResNet-20: (channels in, channels out, stride)."""
     layers, width = [(3, 16, 1)], 16
@@ -288,31 +271,33 @@ def our_batch_norm_cnn(example):
     return train_mnist.batch_norm_cnn_init, apply
 
 
-# A network of an example of its inputs, [1, ...].
+# A network of Flax, or a function of an example of its inputs, [1, ...].
 NETWORKS = {
     "CNN, our layers": our_cnn,
-    "CNN, Flax": functools.partial(linen, Plain(flax_guide.CNN())),
+    "CNN, Flax": Plain(flax_guide.CNN()),
     "batch-norm CNN, our layers": our_batch_norm_cnn,
-    "batch-norm CNN, Flax": functools.partial(linen, FlaxBatchNormCNN()),
-    "ResNet-20, Flax": functools.partial(linen, resnet.ResNet()),
+    "batch-norm CNN, Flax": FlaxBatchNormCNN(),
+    "ResNet-20, Flax": resnet.ResNet(),
     "ResNet-20, Equinox": equinox,
-    "WRN-16-2": functools.partial(linen, WideResNet()),
-    "depthwise separable": functools.partial(linen, Separable()),
-    "ConvNeXt": functools.partial(linen, ConvNeXt()),
-    "U-Net": functools.partial(linen, UNet()),
-    "3-D U-Net": functools.partial(linen, VolumeNet()),
-    "decoder": functools.partial(linen, Decoder()),
-    "signals": functools.partial(linen, Signals()),
-    "causal": functools.partial(linen, Causal()),
-    "LSTM": functools.partial(linen, LSTM()),
-    "transformer": functools.partial(linen, Plain(jax_members.Transformer())),
+    "WRN-16-2": WideResNet(),
+    "depthwise separable": Separable(),
+    "ConvNeXt": ConvNeXt(),
+    "U-Net": UNet(),
+    "3-D U-Net": VolumeNet(),
+    "decoder": Decoder(),
+    "signals": Signals(),
+    "causal": Causal(),
+    "LSTM": LSTM(),
+    "transformer": Plain(jax_members.Transformer()),
 }
 
 
 def make(name):
     """Return init(key), loss_fn, apply_fn and arrays of a network of `networks.py`."""
     x, y = networks.draw(name)
-    init, apply = NETWORKS[name](jnp.asarray(x[:1]))
+    net, example = NETWORKS[name], jnp.asarray(x[:1])
+    linen = isinstance(net, nn.Module)
+    init, apply = resnet.functions(net, example) if linen else net(example)
 
     def loss_fn(params, state, key, x, y):
         logits, state = apply(params, state, x, True)

@@ -103,18 +103,14 @@ def convnext():
 
 
 class UNet(nn.Module):
-    def __init__(self):
+    def __init__(self, twice, ins, stride, up, last, shrink):
         super().__init__()
-
-        def twice(ins, outs):
-            return nn.Sequential(conv_norm(ins, outs), conv_norm(outs, outs))
-
-        self.down = nn.ModuleList([twice(3, 16), twice(16, 32)])
-        self.middle = twice(32, 64)
-        ups = [nn.ConvTranspose2d(64, 32, 2, 2), nn.ConvTranspose2d(32, 16, 2, 2)]
-        self.ups = nn.ModuleList(ups)
-        self.after = nn.ModuleList([twice(64, 32), twice(32, 16)])
-        self.last, self.shrink = nn.Conv2d(16, 2, 1), nn.MaxPool2d(2)
+        small, wide, most = networks.VOLUMES
+        self.down = nn.ModuleList([twice(ins, small), twice(small, wide, stride)])
+        self.middle = twice(wide, most, stride)
+        self.ups = nn.ModuleList([up(most, wide, 2, 2), up(wide, small, 2, 2)])
+        self.after = nn.ModuleList([twice(most, wide), twice(wide, small)])
+        self.last, self.shrink = last, shrink
 
     def forward(self, x):
         kept = []
@@ -127,26 +123,23 @@ class UNet(nn.Module):
         return self.last(x)
 
 
-class VolumeNet(UNet):
-    def __init__(self):
-        super().__init__()
-        self.shrink = nn.Identity()  # strides shrink instead
+def unet():
+    def twice(ins, outs, stride=1):
+        return nn.Sequential(conv_norm(ins, outs, 3, stride), conv_norm(outs, outs))
 
-        def twice(ins, outs, stride=1):
-            layers = []
-            for each in stride, 1:
-                layers.append(nn.Conv3d(ins, outs, 3, each, 1))
-                layers += [nn.InstanceNorm3d(outs, affine=True), nn.LeakyReLU()]
-                ins = outs
-            return nn.Sequential(*layers)
+    last, shrink = nn.Conv2d(16, 2, 1), nn.MaxPool2d(2)
+    return UNet(twice, 3, 1, nn.ConvTranspose2d, last, shrink)
 
-        small, wide, most = networks.VOLUMES
-        self.down = nn.ModuleList([twice(1, small), twice(small, wide, 2)])
-        self.middle = twice(wide, most, 2)
-        steps = (most, wide), (wide, small)
-        self.ups = nn.ModuleList([nn.ConvTranspose3d(*step, 2, 2) for step in steps])
-        self.after = nn.ModuleList([twice(2 * outs, outs) for _, outs in steps])
-        self.last = nn.Conv3d(small, 3, 1)
+
+def volume_net():  # strides shrink
+    def once(ins, outs, stride):
+        norm = nn.InstanceNorm3d(outs, affine=True)
+        return [nn.Conv3d(ins, outs, 3, stride, 1), norm, nn.LeakyReLU()]
+
+    def twice(ins, outs, stride=1):
+        return nn.Sequential(*once(ins, outs, stride), *once(outs, outs, 1))
+
+    return UNet(twice, 1, 2, nn.ConvTranspose3d, nn.Conv3d(16, 3, 1), nn.Identity())
 
 
 def decoder():
@@ -284,8 +277,8 @@ NETWORKS = {
     "WRN-16-2": wide_resnet,
     "depthwise separable": separable,
     "ConvNeXt": convnext,
-    "U-Net": UNet,
-    "3-D U-Net": VolumeNet,
+    "U-Net": unet,
+    "3-D U-Net": volume_net,
     "decoder": decoder,
     "signals": signals,
     "causal": Causal,
