@@ -2290,9 +2290,9 @@ class Trainer:
         Member i depends on this key and its `hyper` alone.  On CPU it ends in the same
         bits for every K and D with K >= D.  It agrees to rounding if it has replicas or
         is computed together with others (`at_once`), and between one device and several
-        if XLA compiles the network otherwise for several, as for attention.  A loss that draws takes other
-        steps on replicas, unless one size of `microbatch` divides their parts of the
-        batch: see `make_sync_update`.
+        if XLA compiles the network otherwise for several, as for attention.  A loss
+        that draws takes other steps on replicas, unless one size of `microbatch`
+        divides their parts of the batch: see `make_sync_update`.
 
         Leaves of the state are [D * M, ...], by slot; `gather` returns them by member.
 
