@@ -2043,12 +2043,13 @@ class Trainer:
         Results are those of one device, to rounding.  A function may divide its arrays
         otherwise, by `jax.lax.with_sharding_constraint` over the axis "shards".  This
         takes JAX 0.8 or newer.
-      chunk: how many examples a device predicts at a time.
+      chunk: how many examples a device predicts at a time.  None is 32 on a CPU, and
+        elsewhere 32 to 4,096, as many as keep inputs and outputs within 4 MiB.
       at_once: how many of the members that share a device are computed together, by
-        `vmap`; a number above M means all.  This is faster where one member does not
-        fill the device, as often on a GPU.  Batches, activations, gradients and the
-        states at work take the memory of so many members.  Results are those of one
-        member after another, to rounding.
+        `vmap`; a number above M means all.  None is one on a CPU, in `init` and for
+        keys of "rbg", and elsewhere all, or as many as fit in the device's memory.
+        Batches, activations, gradients and the states at work take the memory of so
+        many members.  Results are those of one member after another, to rounding.
 
     `latest` is the state that the last `update` or `epoch` returned, or None before the
     first after `init` or `scatter`.  If Ctrl-C arrives before you assign the result,
@@ -2289,10 +2290,10 @@ class Trainer:
 
         Member i depends on this key and its `hyper` alone.  On CPU it ends in the same
         bits for every K and D with K >= D.  It agrees to rounding if it has replicas or
-        `at_once` is above 1, and between one device and several if XLA compiles the
-        network otherwise for several, as for attention.  A loss that draws takes other
-        steps on replicas, unless one size of `microbatch` divides their parts of the
-        batch: see `make_sync_update`.
+        is computed together with others (`at_once`), and between one device and several
+        if XLA compiles the network otherwise for several, as for attention.  A loss
+        that draws takes other steps on replicas, unless one size of `microbatch`
+        divides their parts of the batch: see `make_sync_update`.
 
         Leaves of the state are [D * M, ...], by slot; `gather` returns them by member.
 

@@ -15,8 +15,9 @@ models and devices:
                           of virtual devices (default: all devices, or fewer where the
                           batch does not split over a member's replicas; on a CPU, one
                           device per core)
-  --at-once N             number of members on a device that are computed together;
-                          meant for GPUs, slower on a CPU (default: 1)
+  --at-once N             number of members on a device that are computed together
+                          (default: 1 on a CPU, where more are slower; on an
+                          accelerator all, or as many as fit in its memory)
 
 training:
   --network {cnn,batchnorm}
@@ -153,7 +154,7 @@ class Recipe(NamedTuple):
     max_shift: int  # largest shift in pixels; in `RECIPES`, for images of side 28
     bootstrap: bool = False  # each member trains on its own resample
     skip_nonfinite: bool = False  # skip steps whose loss or gradient is not finite
-    at_once: int = 1  # members on a device that are computed together
+    at_once: int | None = None  # members of a device together; None is the trainer's
 
 
 # The cnn's recipe was chosen on held-out training images: see docs/mnist.md.
@@ -315,6 +316,7 @@ class Run:
         self.save_steps = max(1, round(args.save_every * self.num_steps))
         cpu = jax.default_backend() == "cpu"
         self.segment_images = SEGMENT_IMAGES if cpu else 64 * SEGMENT_IMAGES
+        self.chunk = 32 if cpu else 4096  # the trainer predicts at most so many at once
         a_step = layout.members_per_device * recipe.batch_size // layout.replicas
         self.segment_steps = min(max(1, self.segment_images // a_step), 256)
         total = recipe.epochs * self.num_steps
@@ -459,8 +461,8 @@ class Run:
     def predict(self, images: np.ndarray) -> np.ndarray:
         """Predict [K, N, C] in parts; look for signals after each part."""
         members, _, a_device, replicas = self.trainer.layout
-        turn = (chunk := self.trainer.chunk) * replicas
-        rows = max(1, self.segment_images // chunk // a_device) * turn
+        turn = self.chunk * replicas
+        rows = max(1, self.segment_images // self.chunk // a_device) * turn
         # Each part has at least a turn of rows: a smaller part would be predicted in
         # a smaller chunk, and round otherwise.
         cuts, parts = range(rows, len(images) - turn + 1, rows), []
@@ -1320,7 +1322,7 @@ def given_flags(argv: Sequence[str] | None) -> dict:
 
 def kept_flags(config: dict) -> dict:
     """Return the values of the flags in a run's config.json.  Raises Failure."""
-    kept = {name: config[name] for name in KEPT if name in config}
+    kept = {n: config[n] for n in KEPT if config.get(n) is not None}
     argv = [flag(name) for name, value in kept.items() if value is True]
     argv += [f"{flag(n)}={x}" for n, x in kept.items() if not isinstance(x, bool)]
     return given_flags(argv)
@@ -1448,7 +1450,8 @@ def announce(args: argparse.Namespace, recipe: Recipe, data: Dataset, layout) ->
     full = pe.layout(members, wanted, processes)
     split = f" (a batch of {recipe.batch_size} does not split over {full.replicas})"
     where += split * (full.replicas > replicas)
-    shown = recipe._replace(momentum=recipe.optimizer == "sgd" and recipe.momentum)
+    momentum = recipe.optimizer == "sgd" and recipe.momentum
+    shown = recipe._replace(momentum=momentum, at_once=recipe.at_once or False)
     how = {**shown._asdict(), "seed": args.seed, **VERSIONS}
     said = ", ".join(f"{n} {value}" for n, value in how.items() if value is not False)
     counts = f"{len(data.train_images)} training and {len(data.test_images)} test"
