@@ -411,6 +411,20 @@ def _sum_of_planes(x, g, size, axes, how):
 # ---------------------------------------------------------------------------------
 
 
+@functools.cache
+def _has_amx() -> bool:
+    """Return whether the processor has AMX, or may have it.
+
+    There, oneDNN (JAX 0.12) is wrong for half types: gradients of kernels with one
+    output are garbage, and others now and then.  So these are convolved in float32.
+    """
+    try:
+        with open("/proc/cpuinfo") as file:
+            return "amx_tile" in file.read()
+    except OSError:  # another system than Linux
+        return True
+
+
 def _convolve(lhs, rhs, *, onednn, dimension_numbers, **how):
     """Convolve in any form: on a CPU in the ways above, elsewhere by XLA."""
     (batch, features, *space), (out, ins, *window), (b, f, *s) = dimension_numbers
@@ -443,8 +457,11 @@ def _convolve(lhs, rhs, *, onednn, dimension_numbers, **how):
     def on_cpu(lhs, rhs):
         x = lhs.transpose(batch, *space, features)
         kernel = rhs.transpose(*window, ins, out)
-        # JAX 0.5 would add up in float16 on processors with such instructions.
-        sums = made.dtype if onednn else jnp.promote_types(made.dtype, _wide(lhs.dtype))
+        if onednn and _has_amx():
+            x, kernel = (y.astype(_wide(y.dtype)) for y in (x, kernel))
+        # JAX 0.5 and oneDNN would add up in float16, on processors that can.
+        own = onednn and lhs.dtype == x.dtype != np.float16
+        sums = made.dtype if own else jnp.promote_types(made.dtype, _wide(lhs.dtype))
         more = how | dict(preferred_element_type=sums, onednn=onednn)
         if is_gradient:
             x, g = x.swapaxes(0, -1), jnp.moveaxis(kernel, -2, 0)

@@ -2269,16 +2269,17 @@ class Trainer:
             return state
         places, (members, _) = self._places, self._places.slots
         expected = f"this trainer's {len(members)}: use init, or gather and scatter"
-        state = jax.tree.map(functools.partial(_numbers, "state"), state)
-        self._check_members(state, members, expected, trains)
 
         def there(x):  # as init and scatter put it
             now, at = getattr(x, "sharding", None), places.divide(x, places.by_slot)
             alike = getattr(now, "mesh", None) == at.mesh  # otherwise traces differ
             return alike and now.is_equivalent_to(at, x.ndim)
 
-        if not all(map(there, jax.tree.leaves(state))):
-            state = places.put(_private("state", state), places.by_slot, divide=True)
+        moves = not all(map(there, jax.tree.leaves(state)))
+        state = _private("state", state) if moves else state
+        self._check_members(state, members, expected, trains)
+        if moves:
+            state = places.put(state, places.by_slot, divide=True)
         if trains:
             _check_apart(state)
         return state

@@ -415,6 +415,7 @@ def test_a_function_that_changes_an_object_in_place_is_refused():
     assert batch["x"] is X
 
 
+X16, K16 = (4, 16, 16, 8), (3, 3, 8, 1)
 TRIED = jax.__version_info__[:2] in ((0, 11), (0, 12))
 
 
@@ -460,6 +461,26 @@ def test_options_bring_onednn_for_convolutions_and_their_gradients(axes, no_cach
     found = lowered.compile(compiler_options=options)
     assert found.as_text().count('"__onednn$convolution"') >= 3
     assert_close(found(kernel, x), jax.jit(plain)(kernel, x))
+
+
+@pytest.mark.skipif(not TRIED, reason="this JAX has no oneDNN, or none that was tried")
+@cases("dtype", jnp.bfloat16, jnp.float16)
+def test_with_onednn_half_types_are_right_on_processors_with_amx(dtype, no_cache):
+    x, kernel = (jnp.asarray(randn(i, *n), dtype) for i, n in ((0, X16), (1, K16)))
+
+    def gradient(kernel, x):  # with one output, which were garbage
+        return jax.grad(lambda k: jnp.square(dilated(x, k)).sum(dtype=float))(kernel)
+
+    def compiled():
+        options = fc._ONEDNN
+        lowered = jax.jit(fc.fast(gradient, options)).lower(kernel, x)
+        return lowered.compile(compiler_options=options)
+
+    exact = gradient(kernel.astype(float), x.astype(float))
+    assert_close(compiled()(kernel, x), exact, 0.01)
+    with mock.patch.object(fc, "_has_amx", lambda: True):
+        found = re.findall(r"= \((\w+)\[.*__onednn.conv", compiled().as_text())
+    assert found and {*found} == {"f32"}
 
 
 @pytest.mark.skipif(not TRIED, reason="this JAX has no oneDNN, or none that was tried")

@@ -1954,10 +1954,10 @@ def test_outputs_that_depend_on_other_examples_are_refused(members, devices):
 
 
 @contextlib.contextmanager
-def on_gpu():
-    """Have trainers take the ways of a GPU, on this CPU."""
-    gpu = mock.patch.multiple(pe._Places, platform="gpu", absent=False)
-    with gpu, mock.patch.object(fc, "compiler_options", lambda platform: None):
+def on(platform):
+    """Have trainers take the ways of a platform on this CPU, always without oneDNN."""
+    there = mock.patch.multiple(pe._Places, platform=platform, absent=False)
+    with there, mock.patch.object(fc, "compiler_options", lambda platform: None):
         yield
 
 
@@ -1970,7 +1970,7 @@ def test_accelerators_compute_as_many_members_at_once_as_fit(most, together):
         return real(program, args, by_slot) and max(of_program) <= most
 
     trainer = net_trainer.__wrapped__(5, 1, noting(traces)["loss_fn"])
-    with on_gpu(), mock.patch.object(pe, "_fits", fits):
+    with on("gpu"), mock.patch.object(pe, "_fits", fits):
         assert "at_once=5" in repr(trainer)
         found = take_steps(*begin(trainer))
         assert f"at_once={together}" in repr(trainer)
@@ -1981,12 +1981,12 @@ def test_accelerators_compute_as_many_members_at_once_as_fit(most, together):
 
 
 def test_accelerators_compute_members_in_turn_where_keys_would_draw_other_numbers():
-    trainer, key = net_trainer.__wrapped__(3, 1, **NOISY), jax.random.key(0, impl="rbg")
-    with on_gpu():
-        found = trainer.update(trainer.init(key), *net_batches(1)[0])
-    in_turn = net_trainer(3, 1, **NOISY)
-    expected = in_turn.update(in_turn.init(key), *net_batches(1)[0])
-    assert leaves_equal(found, expected)
+    key, ends = jax.random.key(0, impl="rbg"), []
+    for platform in "cpu", "gpu":
+        with on(platform):
+            trainer = net_trainer.__wrapped__(3, 1, **NOISY)
+            ends.append(trainer.update(trainer.init(key), *net_batches(1)[0]))
+    assert leaves_equal(*ends)
 
 
 def test_a_program_fits_if_a_fifth_of_every_devices_memory_stays_free():
@@ -2018,21 +2018,21 @@ def test_more_members_at_once_than_fit_are_named():
 def test_accelerators_predict_larger_chunks_of_the_same_outputs():
     (trainer, state), images = begin(net_trainer.__wrapped__(3, 1)), image_data()[0]
     images = np.tile(images, (30, 1, 1, 1))  # 7,200 of 64 bytes each, 48 of outputs
-    with on_gpu(), mock.patch.object(pe, "_BLOCK_BYTES", 112 * 512):
+    with on("gpu"), mock.patch.object(pe, "_BLOCK_BYTES", 112 * 512):
         found = trainer.predict_members(state, images)
         few = [trainer.predict_members(state, images[:n]) for n in (20, 40)]
     assert trainer._known["sizes", "uint8[8, 8, 1]"] == (512, 4)
     expected = net_trainer(3, 1).predict_members(state, images)
     assert_close([found, *few], [expected, expected[:, :20], expected[:, :40]])
-    with on_gpu():
+    with on("gpu"):
         net_trainer(3, 1, chunk=16).predict(state, images[:100])
     assert net_trainer(3, 1, chunk=16)._known["sizes", "uint8[8, 8, 1]"] == (16, 128)
 
 
 def test_steps_in_loops_of_known_length_have_the_same_bits():
     rows, ends, loops = np.arange(70)[:, None] * [1, 2, 3], [], []
-    for ways in contextlib.nullcontext, on_gpu:
-        with ways():
+    for platform in "cpu", "gpu":
+        with on(platform):
             trainer, state = begin(net_trainer.__wrapped__(2, 1, at_once=1, **NOISY))
             text = trainer.lower("epoch", image_data(), rows).as_text()
             loops.append(text.count("stablehlo.while"))
