@@ -415,8 +415,12 @@ def test_a_function_that_changes_an_object_in_place_is_refused():
     assert batch["x"] is X
 
 
-X16, K16 = (4, 16, 16, 8), (3, 3, 8, 1)
 TRIED = jax.__version_info__[:2] in ((0, 11), (0, 12))
+by_onednn = pytest.mark.skipif(not TRIED, reason="this JAX has none, or none tried")
+
+
+def compiled(f, *args):
+    return fc.jit(f).lower(*args).compile()
 
 
 @pytest.fixture
@@ -446,7 +450,7 @@ def test_options_are_for_cpus_where_they_were_tried(no_cache, monkeypatch):
     assert fc.compiler_options() == {}
 
 
-@pytest.mark.skipif(not TRIED, reason="this JAX has no oneDNN, or none that was tried")
+@by_onednn
 @cases("axes", 1, 2, 3)
 def test_options_bring_onednn_for_convolutions_and_their_gradients(axes, no_cache):
     x, kernel = randn(0, 8, *[6] * axes, 16), randn(1, *[3] * axes, 16, 32)
@@ -456,38 +460,33 @@ def test_options_bring_onednn_for_convolutions_and_their_gradients(axes, no_cach
     def loss(kernel, x):
         return jnp.sin(dilated(x, kernel, axes=names)).sum()
 
-    plain, options = jax.grad(loss, (0, 1)), fc._ONEDNN
-    lowered = jax.jit(fc.fast(plain, options)).lower(kernel, x)
-    found = lowered.compile(compiler_options=options)
+    plain = jax.grad(loss, (0, 1))
+    found = compiled(plain, kernel, x)
     assert found.as_text().count('"__onednn$convolution"') >= 3
     assert_close(found(kernel, x), jax.jit(plain)(kernel, x))
 
 
-@pytest.mark.skipif(not TRIED, reason="this JAX has no oneDNN, or none that was tried")
+@by_onednn
 @cases("dtype", jnp.bfloat16, jnp.float16)
 def test_with_onednn_half_types_are_right_on_processors_with_amx(dtype, no_cache):
-    x, kernel = (jnp.asarray(randn(i, *n), dtype) for i, n in ((0, X16), (1, K16)))
+    given = randn(0, 3, 3, 8, 1), randn(1, 4, 16, 16, 8)
+    given = [jnp.asarray(x, dtype) for x in given]
 
     def gradient(kernel, x):  # with one output, which were garbage
         return jax.grad(lambda k: jnp.square(dilated(x, k)).sum(dtype=float))(kernel)
 
-    def compiled():
-        options = fc._ONEDNN
-        lowered = jax.jit(fc.fast(gradient, options)).lower(kernel, x)
-        return lowered.compile(compiler_options=options)
-
-    exact = gradient(kernel.astype(float), x.astype(float))
-    assert_close(compiled()(kernel, x), exact, 0.01)
+    exact = gradient(*(x.astype(float) for x in given))
+    assert_close(compiled(gradient, *given)(*given), exact, 0.01)
     with mock.patch.object(fc, "_has_amx", lambda: True):
-        found = re.findall(r"= \((\w+)\[.*__onednn.conv", compiled().as_text())
-    assert found and {*found} == {"f32"}
+        text = compiled(gradient, *given).as_text()
+    assert {*re.findall(r"= \((\w+)\[.*__onednn.conv", text)} == {"f32"}
 
 
-@pytest.mark.skipif(not TRIED, reason="this JAX has no oneDNN, or none that was tried")
+@by_onednn
 def test_with_onednn_sums_of_half_types_stay_float32(no_cache):
     """oneDNN does an addition that follows, and would round the sum to bfloat16."""
     x = jnp.ones((300, 8, 8, 16), jnp.bfloat16)
-    kernel, options = jnp.ones((3, 3, 16, 16), jnp.bfloat16), fc._ONEDNN
+    kernel = jnp.ones((3, 3, 16, 16), jnp.bfloat16)
 
     def made(x, kernel):
         y = dilated(x, kernel)
@@ -498,8 +497,7 @@ def test_with_onednn_sums_of_half_types_stay_float32(no_cache):
         return y[0], *gradient(jax.tree.map(jnp.ones_like, y))
 
     with mock.patch.object(fc, "_CHUNK_BYTES", 2_000):
-        lowered = jax.jit(fc.fast(whole, options)).lower(kernel, x)
-    y, gradient = lowered.compile(compiler_options=options)(kernel, x)
+        y, gradient = compiled(whole, kernel, x)(kernel, x)
     assert y[0, 4, 4, 0] == 9 * 16 + 0.125
     expected = jnp.asarray(2 * 300 * np.outer((7, 8, 7), (7, 8, 7)), gradient.dtype)
     assert (gradient == expected[..., None, None]).all()
@@ -507,7 +505,7 @@ def test_with_onednn_sums_of_half_types_stay_float32(no_cache):
 
 # With options, XLA gives oneDNN what follows a product too: 17, 20 and 25 err without
 # barriers; 25 is float32, 17 bfloat16 and 20 float16.
-@pytest.mark.skipif(not TRIED, reason="this JAX has no oneDNN, or none that was tried")
+@by_onednn
 @cases("seed", 4, 17, 20, 25)
 def test_programs_with_onednn_are_those_without(seed, no_cache, optimized):
     """This is a short form of benchmarks/convolutions.py --programs."""
@@ -516,37 +514,27 @@ def test_programs_with_onednn_are_those_without(seed, no_cache, optimized):
         assert not convolutions.is_wrong(*convolutions.difference(seed))
 
 
-@pytest.mark.skipif(not TRIED, reason="this JAX has no oneDNN, or none that was tried")
+@by_onednn
 def test_with_onednn_products_of_float16_are_not_its_reference(no_cache):
-    x, options = jnp.ones((256, 256), jnp.float16), fc._ONEDNN
-    lowered = jax.jit(fc.fast(jnp.matmul, options)).lower(x, x)
-    found = lowered.compile(compiler_options=options)
+    found = compiled(jnp.matmul, *[x := jnp.ones((256, 256), jnp.float16)] * 2)
     assert re.search(r'f32\[256,256\].*"__onednn\$matmul"', found.as_text())
     assert (found(x, x) == 256).all()
 
 
-@pytest.mark.skipif(not TRIED, reason="this JAX has no oneDNN, or none that was tried")
-def test_activations_of_products_are_right_wherever_the_products_are(
-    no_cache, optimized
-):
+@by_onednn
+def test_activations_are_right_wherever_products_are(no_cache, optimized):
     """XLA puts silu(y) in the place of y for its other users too."""
     x, w = randn(0, 256, 256), randn(1, 256, 256) / 16
-
-    def both(y):
-        return y, jax.nn.silu(y)
-
-    def chosen(x, w):  # for a platform, by its author
-        return jax.lax.platform_dependent(x, w, default=jnp.matmul)
-
-    def mapped(x, w):
-        return jax.vmap(jnp.matmul, (0, None))(x[None], w)[0]
-
-    def scanned(x, w):
-        return jax.lax.scan(lambda y, _: (y @ w, None), x, None, length=1)[0]
-
-    for multiply in jnp.matmul, chosen, mapped, scanned, jax.checkpoint(jnp.matmul):
-        found = fc.jit(lambda *args, f=multiply: both(f(*args)))(x, w)
-        assert_close(found, both(np.float64(x) @ w))
+    places = {  # the third is for a platform, by its author
+        "vmap": lambda x, w: jax.vmap(jnp.matmul, (0, None))(x[None], w)[0],
+        "scan": lambda x, w: jax.lax.scan(lambda y, _: (y @ w, 0), x, None, 1)[0],
+        "branch": lambda x, w: jax.lax.platform_dependent(x, w, default=jnp.matmul),
+        "checkpoint": jax.checkpoint(jnp.matmul),
+    }
+    for multiply in jnp.matmul, *places.values():
+        found = fc.jit(lambda *args, f=multiply: (y := f(*args), jax.nn.silu(y)))(x, w)
+        y = np.float64(x) @ w
+        assert_close(found, (y, y / (1 + np.exp(-y))))
 
 
 def test_jit_is_fast_and_takes_the_arguments_of_jit():
