@@ -536,11 +536,11 @@ def compiler_options(backend: str | None = None) -> dict[str, bool | str]:
 def _multiply(*arrays, primitive, **how):
     """Multiply arrays by oneDNN, which leaves the operations that follow to XLA.
 
-    XLA (JAX 0.11, 0.12) gives oneDNN these too, and is wrong where others use the
-    product as well: SiLU and GELU, of which the gradient is an example, are put in its
-    place for all of them.  Sums of half types are rounded too early.  A barrier hides
-    what follows.  Of float16, oneDNN has only a reference implementation, several
-    hundred times as slow, but for sums in float32.
+    XLA (JAX 0.11, 0.12) gives oneDNN these too.  It puts the SiLU or GELU of a product
+    in the product's place, also for other users, such as the gradient, and rounds sums
+    of half types too early.  A barrier hides the operations.  For float16, oneDNN has
+    only a reference implementation, several hundred times as slow, unless the sums are
+    float32.
     """
     (made,) = jax.eval_shape(lambda *x: [primitive.bind(*x, **how)], *arrays)
     if made.dtype == np.float16:
