@@ -134,10 +134,6 @@ def random_probs(seed, *shape):
     return np.random.default_rng(seed).dirichlet(0.3 * np.ones(shape[-1]), shape[:-1])
 
 
-def begin(trainer, seed=0):
-    return trainer, trainer.init(jax.random.key(seed))
-
-
 def as_bytes(leaf):
     if jnp.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)

@@ -303,7 +303,7 @@ def readme():
 def test_code_of_every_page_runs_and_prints_what_it_says(
     name, readme, tmp_path, monkeypatch, request
 ):
-    if name in ("tables", "uncertainty"):  # whose training takes longer than compiling
+    if name in ("dense", "tables", "uncertainty"):  # train longer than they compile
         request.getfixturevalue("optimized")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tm, "load_data", lambda *_: tm.generate_digits(0, 640, 64))
