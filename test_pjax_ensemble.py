@@ -63,10 +63,6 @@ def out_of_range(name, below, call, *values):
 enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
 
 
-def test_eight_virtual_devices_are_there():
-    assert jax.local_device_count() == D
-
-
 # ---------------------------------------------------------------------------------
 # The module as a whole
 # ---------------------------------------------------------------------------------
@@ -89,6 +85,7 @@ import devices, faults, interrupts, memory, speed
     assert run_python(code) == ""
 
 
+@pytest.mark.once
 def test_usage_in_the_docstring_runs_with_the_module_alone(tmp_path):
     shutil.copy(HERE / "pjax_ensemble.py", tmp_path)
     code = r"""
@@ -877,10 +874,7 @@ STEPS = {
 }
 
 
-OTHERS = [*STEPS][1:] * 2  # each on every second way
-
-
-@cases("way, name", *((way, "ours") for way in WAYS), *zip(WAYS, OTHERS))
+@cases("name, way", *(("ours", way) for way in WAYS), *zip([*STEPS][1:], WAYS[::3]))
 def test_step_equals_one_on_the_whole_batch(way, name):
     ours, theirs = STEPS[name]
     theirs = optax.with_extra_args_support(theirs)
@@ -914,8 +908,7 @@ def test_step_traces_its_loss_once_and_reuses_its_state(way):
     assert look.call_count == 1  # update's own results are not checked again
 
 
-@pytest.mark.parametrize("what", ["key", "nan"])
-@pytest.mark.parametrize("way", WAYS[1::2], ids=str)
+@cases("way, what", (WAYS[1], "key"), (WAYS[3], "nan"))
 def test_members_never_touch_each_other(way, what):
     first = members_state(keys_of(0, way.members), model_state=jnp.zeros(()))
     changed = first._replace(key=first.key.at[2].set(jax.random.key(99)))
@@ -1001,7 +994,7 @@ def test_sync_averages_over_replicas():
     assert kinds == ["int32", "float16"]
 
 
-@every_way
+@pytest.mark.parametrize("way", WAYS[::3], ids=str)
 def test_microbatches_take_the_step_of_the_whole_batch(way):
     sizes = []
 
@@ -1084,7 +1077,7 @@ def test_changing_an_array_after_a_call_changes_no_result(use):
     assert leaves_equal(found, expected) and leaves_equal(again, expected)
 
 
-@pytest.mark.parametrize("way", WAYS[1:], ids=str)
+@pytest.mark.parametrize("way", WAYS[2:], ids=str)
 def test_a_nonfinite_step_can_be_skipped(way):
     def loss_fn(params, model_state, key, images, labels):
         bad = (images == 255).all(axis=(1, 2, 3)).any() & (model_state == 0)
@@ -1182,13 +1175,7 @@ REFUSED_STEPS = [
     (sync, one_number, dict(microbatch=0), (D, 8), "microbatch is 0; expected an int"),
     (sync, one_number, dict(stateful=True), (D, 1), r"train_state\(..., key=key\)"),
     (sync, one_number, dict(microbatch="all"), (D, 8), "'all'; expected an int"),
-    (
-        sync,
-        integers,
-        dict(optimizer=optax.sgd(0.1)),
-        8,
-        r"'\[0\]' is int32; expected fl",
-    ),
+    (sync, integers, dict(optimizer=optax.sgd(0.1)), 8, r"'\[0\]' is int32; expect"),
     (sync, one_number, {}, 16, r"axes .* \[\(8,\), \(16,\)\]; expected the number of"),
     (sync, lambda: one_number(2), {}, (D, 2), r"axes .* \[\(2,\), \(8,\)\]; expected"),
     (sync, lambda: one_number().params, {}, (D, 2), "state is ArrayImpl; expected a"),
@@ -1282,7 +1269,7 @@ def test_a_cached_trace_is_not_reused_for_another_number_of_replicas():
         assert_close(*[train(way, f, first, [batch], stateful=True)[1] for f in losses])
 
 
-KEPT = ("jit", "init", 1, 2), ("jit", "predict", 2, 4), ("jit", "training", 1, 2)
+KEPT = ("jit", "predict", 2, 4), ("jit", "training", 1, 2)
 KEPT += ("checkpoint", "init", 2, 4), ("scan", "by hand", 1, 2)
 
 
@@ -1351,7 +1338,6 @@ def test_layout_uses_as_many_devices_as_it_can(members, available):
 
 # The laws hold for one member with replicas, for several, and for K > D.
 LAYOUTS = [(1, 4), (2, 4), (5, 3)]
-every_layout = pytest.mark.parametrize("members, devices", LAYOUTS)
 
 
 @functools.cache  # a trainer takes its compiled programs along
@@ -1548,6 +1534,8 @@ def test_a_step_that_is_skipped_takes_a_branch_on_cpus_and_selects_elsewhere():
     trainer, state = begin(net_trainer.__wrapped__(1, 1, skip_nonfinite=True))
     program, args = program_of(trainer.update, state, *image_data())
     cuda = export.export(program, platforms=["cuda"])(*shapes_of(args)).mlir_module()
+    old = jax.__version_info__ < (0, 10)  # programs have the branches of all platforms
+    assert old or "optimization_barrier" not in cuda
     cpu = program.lower(*args).compile().as_text()
     assert re.search(r"\.select.*64x6xf32", cuda)
     assert not re.search(r"64,6\].* select\(", cpu)
@@ -1619,16 +1607,6 @@ def test_lower_takes_arguments_as_the_method_does():
     assert text("epoch", order=Labelled(order), data=data) == text("epoch", data, order)
     assert text("predict", inputs=frame) == text("predict", images)
     assert text("init", key=KEY) == text("init", KEY)
-
-
-def test_latest_is_none_from_init_and_scatter_on():
-    trainer, state = begin(net_trainer(2, 2))
-    batch = net_batches(1)[0]
-    for make, *args in (trainer.init, KEY), (trainer.scatter,):
-        state, _ = trainer.update(state, *batch)
-        assert trainer.latest is state
-        state = make(*args or [trainer.gather(state)])
-        assert trainer.latest is None
 
 
 def test_hyper_may_hold_random_keys_beside_a_plain_optimizer():
@@ -1867,7 +1845,7 @@ def test_predictions_of_any_type_have_float32_means(name):
     assert found.tolist() == ([0, 1, 1] if name == "bool" else [0, 1, 3])
 
 
-@every_layout
+@cases("members, devices", *LAYOUTS[::2])
 def test_a_program_is_traced_once_for_every_kind_of_state_and_epoch(members, devices):
     traces, (batch,), order = [], net_batches(1), orders(members)
     trainer = net_trainer.__wrapped__(members, devices, **noting(traces))
@@ -2004,10 +1982,8 @@ def test_a_program_fits_if_a_fifth_of_every_devices_memory_stays_free():
 
     def fits(*free):
         stats = [n and {"bytes_limit": n + 7, "bytes_in_use": 7} for n in free]
-        devices = [types.SimpleNamespace(memory_stats=lambda x=x: x) for x in stats]
-        return pe._fits(
-            program, (x,), types.SimpleNamespace(addressable_devices=devices)
-        )
+        devices = [mock.Mock(**{"memory_stats.return_value": x}) for x in stats]
+        return pe._fits(program, (x,), mock.Mock(addressable_devices=devices))
 
     assert need >= 4000 and fits(None)  # a CPU does not tell
     assert fits(2 * need, 1.25 * need) and not fits(2 * need, 1.24 * need)
@@ -2049,9 +2025,7 @@ def test_the_ways_of_a_gpu_have_the_bits_of_a_cpus():
             probs = trainer.predict_members(state, image_data()[0])
         ends.append((losses, probs, trainer.gather(state)))
         assert ends[-1][2].model_state.tolist() == [70] * 3
-        counts.append(
-            [update.count("stablehlo.reshape"), epoch.count("stablehlo.while")]
-        )
+        counts.append([update.count("lo.reshape"), epoch.count("lo.while")])
     assert leaves_equal(*ends) and (np.diff(counts, axis=0) > 1).all()
 
 
@@ -2072,7 +2046,7 @@ def tree_apply(params, inputs):  # tokens [B, 5], position [B, 2], keys [B]
 
 
 @pytest.mark.filterwarnings("error")  # such as JAX's when it truncates int64
-@every_layout
+@cases("members, devices", *LAYOUTS[1:])
 def test_predictions_are_any_tree_of_any_tree(members, devices):
     options = dict(init_fn=tree_init, apply_fn=tree_apply, output=None, chunk=3)
     trainer, state = begin(net_trainer(members, devices, **options))
@@ -2216,6 +2190,7 @@ def test_at_once_is_the_number_of_members_in_one_vmap(at_once, together):
     assert max(sizes) == together
 
 
+@pytest.mark.once
 def test_frozen_arrays_are_copied_shared_and_not_trained():
     frozen, ends, make = aligned(FROZEN), [], full_trainer.__wrapped__
     options = dict(which=(0, 2, 3, 4), devices=2, at_once=2)
@@ -2373,10 +2348,8 @@ def test_states_of_other_types_and_optimizers_predict_and_are_not_trained():
     makes = optax.adam, optax.adamw  # whose state has one part more, without a leaf
     ours, other = (net_trainer.__wrapped__(2, 2, optimizer=f(0.1)) for f in makes)
     found = said_by(ValueError, other.update, ours.init(KEY), *data)
-    assert re.search(
-        r"structure .*\(\), None.*; expected .*EmptyState.*, as the", found
-    )
-    assert len(found) < 500
+    named = r"structure .*\(\), None.*; expected .*EmptyState.*, as the"
+    assert re.search(named, found) and len(found) < 500
 
 
 @cases("members, devices", *LAYOUTS[1:])
@@ -2578,8 +2551,9 @@ def test_a_mesh_that_is_set_for_the_whole_program_changes_nothing():
 @cases("members, devices", *LAYOUTS[1:])
 def test_a_stateful_loss_needs_no_type_promotion(members, devices):
     with enable_x64(True), jax.numpy_dtype_promotion("strict"):
-        trainer, (batch,) = net_trainer.__wrapped__(members, devices, **NOISY), net_batches(1)
-        state, losses = trainer.epoch(trainer.init(KEY), batch, np.arange(8)[None])
+        trainer = net_trainer.__wrapped__(members, devices, **NOISY)
+        (batch,), order = net_batches(1), np.arange(8)[None]
+        state, losses = trainer.epoch(trainer.init(KEY), batch, order)
         ended = trainer.gather(state)
         assert losses.dtype == ended.params.dense.weight.dtype == float
         assert ended.model_state.tolist() == [1] * members
@@ -2595,9 +2569,11 @@ def test_a_copy_of_a_trainer_works_without_the_original():
     del trainer
     assert copied.layout == (2, 2, 1, 1)
     state = copied.scatter(first)
+    assert copied.latest is None
     assert leaves_equal(copied.predict(state, inputs), probs)
     other = [x[:6] for x in batch]  # compiles another program
     assert copied.update(state, *other)[1].shape == expected.shape
+    assert copied.init(KEY) and copied.latest is None
 
 
 def test_trainers_and_states_have_one_line_reprs_without_values():
@@ -2938,10 +2914,8 @@ def one_process(index, count, local, port, folder):
 
     optimizer = pe.sgd(0.1)
     plain = on_all(same, loss_fn, optimizer, members=2)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with pytest.warns(UserWarning, match="equal weights"):
         _, found["losses"] = plain.update(plain.init(jax.random.key(1)), xs, ys)
-    assert any("equal weights" in str(each.message) for each in told)
 
     if len(layouts) > 2:  # a state of a trainer whose members have other shards
         both = (on_all(init, loss_fn, optimizer, members=4, shards=n) for n in (1, 2))
@@ -2958,9 +2932,8 @@ def one_process(index, count, local, port, folder):
     keys = jax.random.split(jax.random.key(5), local)  # equal in every process
     state, said = pe.replicate(one, local)._replace(key=keys), ""
     try:
-        pe.make_ensemble_update(loss_fn, optimizer)(
-            state, *pe.replicate((xs, ys), local)
-        )
+        other = pe.make_ensemble_update(loss_fn, optimizer)
+        other(state, *pe.replicate((xs, ys), local))
     except ValueError as error:
         said = str(error)
     found["equal keys"] = f"members 0 and {local} have equal keys" in said
@@ -2969,7 +2942,7 @@ def one_process(index, count, local, port, folder):
 
 @linux
 def test_two_processes_equal_one_with_as_many_devices(tmp_path):
-    code = "import functools, jax, warnings, numpy as np, pjax_ensemble as pe\n"
+    code = "import functools, jax, pytest, numpy as np, pjax_ensemble as pe\n"
     code += inspect.getsource(one_process)
     port, folder = free_port(), str(tmp_path)
     calls = [f"one_process({i}, 2, 2, {port}, {folder!r})" for i in range(2)]
@@ -3211,9 +3184,8 @@ class Paths(tuple):
     """A tree whose leaves have the paths that it holds."""
 
 
-jax.tree_util.register_pytree_with_keys(
-    Paths, lambda paths: ([(path, A) for path in paths], None), lambda *_: None
-)
+as_paths = lambda paths: ([(path, A) for path in paths], None)  # noqa: E731
+jax.tree_util.register_pytree_with_keys(Paths, as_paths, lambda *_: None)
 
 
 @cases(

@@ -37,6 +37,7 @@ from conftest import idx, leaves_equal, lines_of, linux, member, posix, said_by
 # isort: split
 from conftest import small_files, start_python, words, write_files
 
+pytestmark = pytest.mark.once  # CI runs the script itself on other versions of JAX
 IMAGES, LABELS, TEST_IMAGES, TEST_LABELS = tm.MNIST_FILES
 
 
@@ -114,7 +115,7 @@ LINEAR = "tiny --optimizer sgd --learning-rate 0.1 --momentum 0.5 --schedule lin
 @cases(
     "network, optimizer",
     (LINEAR, pe.sgd(pe.linear_schedule(0.1, 16), momentum=0.5)),
-    pytest.param("batchnorm", pe.adam(0.001), marks=pytest.mark.once),
+    ("batchnorm", pe.adam(0.001)),
 )
 def test_run_ends_in_the_bits_of_training_by_hand(script, tmp_path, network, optimizer):
     _, x, labels, *_ = tm.generate_digits(3, 256, 0)
@@ -259,7 +260,6 @@ def check_images(axes, images, labels, probs, classes):
         assert sorted(votes) == sorted(classes[probs[:, i].argmax(axis=-1)])
 
 
-@pytest.mark.once
 @cases("members, network, epochs", (3, "tiny", 3), (1, "cnn", 1))
 def test_run_learns_oblong_images(tmp_path, capsys, drawn, members, network, epochs):
     data = tm.generate_digits(3, 768, 200)
@@ -295,7 +295,6 @@ def test_run_learns_oblong_images(tmp_path, capsys, drawn, members, network, epo
     check_images(shown, images[1], labels[1], probs, run.classes)
 
 
-@pytest.mark.once
 def test_failed_member_is_left_out(tmp_path, script, small_folder, drawn, monkeypatch):
     def spoil(run):
         gathered = run.trainer.gather(run.state)
@@ -400,7 +399,6 @@ STOPPING = signal.SIGTERM, signal.SIGINT
 STOPS = (3, 1), (7, 1), (8, 3), (11, 1)  # the third one during the epoch's evaluation
 
 
-@pytest.mark.once
 def test_resumed_run_ends_in_the_bits_of_one_that_was_never_stopped(
     tmp_path, elsewhere, script, whole_run, monkeypatch
 ):
@@ -654,7 +652,6 @@ def test_generated_digits_have_mnists_form_and_depend_on_the_seed():
 # ---------------------------------------------------------------------------------
 
 
-@pytest.mark.once
 def test_loaded_run_predicts_as_reported_and_recorded(whole_run, small_folder):
     def files():
         paths = whole_run.glob("*")
@@ -902,7 +899,6 @@ def process_flags(port, index, count=2, timeout=20):
     return f"{flags} --process-id {index} --connect-timeout {timeout}"
 
 
-@pytest.mark.once
 @linux
 def test_two_processes_end_in_the_bits_of_one(tmp_path, start_run, whole_run):
     # Slurm would set these variables; JAX derives a port from the job's number.
@@ -934,7 +930,6 @@ tm.Run.look, tm.Run.save = looking, saving
 sys.exit(tm.main(sys.argv[1:]))"""
 
 
-@pytest.mark.once
 @linux
 def test_processes_stop_together_and_notice_one_that_dies(tmp_path, start_run):
     port = free_port()
@@ -957,7 +952,6 @@ def test_no_process_leaves_before_process_0_has_saved():
     assert calls == ["signals.agree", "save", "signals.agree"]
 
 
-@pytest.mark.once
 @linux
 def test_processes_that_do_not_fit_together_end_with_an_error(start_run, monkeypatch):
     port, alone = free_port(), free_port()

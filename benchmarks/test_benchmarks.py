@@ -194,12 +194,9 @@ def test_gpu_tables_have_every_row_and_say_what_is_wrong(monkeypatch, capsys):
     gpu.shrink()
     few = [x for x in gpu.SPEEDS if re.search("K = 1$|small|predict|8, `", x)]
     rows = {x: (gpu.SPEEDS[x][0], "small", *gpu.SPEEDS[x][2:]) for x in few}
-    for name, value in (
-        ("apart", lambda task, *args, **_: getattr(gpu, task)(*args)),  # in this process
-        ("RIGHT", ("small",)),
-        ("MEMORY", ("dense",)),
-        ("SPEEDS", rows),  # others take longer to compile
-    ):
+    few = dict(RIGHT=("small",), MEMORY=("dense",), SPEEDS=rows)  # sooner compiled
+    few["apart"] = lambda task, *args, **_: getattr(gpu, task)(*args)  # in this process
+    for name, value in few.items():
         monkeypatch.setattr(gpu, name, value)
     found = gpu.do_tasks()
     monkeypatch.setattr(gpu, "do_tasks", lambda: found)
@@ -384,6 +381,7 @@ def test_tabular_classifier_learns_labels_of_any_type():
 
 
 X, Y = np.float64(randn(6, 24, 2)), np.float64(randn(7, 24))
+SIXTH = np.arange(24) == 5
 SHORT = dict(members=1, epochs=1, random_state=0)
 LABELS = [True] * 24, ["1"] * 24, np.array([False, 2.5] * 12, object)
 
@@ -404,7 +402,7 @@ def test_tabular_estimators_take_numbers_of_any_scale():
     said = said_by(ValueError, model.fit(X, Y).predict, far)
     assert said.startswith("X[3, 1] is 1e+300; expected 1e18 deviations from the mean")
     with np.errstate(divide="ignore", invalid="ignore"):  # its deviation rounds to 0
-        said = said_by(ValueError, model.fit, X, least * (np.arange(24) == 5))
+        said = said_by(ValueError, model.fit, X, least * SIXTH)
     assert said.startswith("y[0] is 0.0; expected 1e18 deviations")
     said = said_by(ValueError, model.fit(X, Y).log_density, X, Y[:9])
     assert said == "y has shape (9,); expected (24,), one number per row of X"
@@ -418,10 +416,7 @@ def test_tabular_estimators_take_numbers_of_any_scale():
         for bad in (0, -1, 2.0, True, None)
     ),
     *(({}, y, f"y[0] is {y[0]!r}; use numbers, or Ens") for y in LABELS),
-    *(
-        ({}, np.where(np.arange(24) == 5, bad, Y), f"y[5] is {bad}; use numbers")
-        for bad in (None, np.nan)
-    ),
+    *(({}, np.where(SIXTH, bad, Y), f"y[5] is {bad}; use n") for bad in (None, np.nan)),
 )
 def test_tabular_estimators_name_what_they_cannot_take(options, y, message):
     model = tabular.EnsembleRegressor(**SHORT | options)
@@ -757,9 +752,8 @@ def draw_cifar10(folder, **files):
 @pytest.mark.once
 def test_cifar10_is_trained_once_and_scored(tmp_path, monkeypatch, capsys):
     draw_cifar10(tmp_path, data_batch_1=256, data_batch_2=128, test_batch=60)
-    monkeypatch.setenv(
-        "MNIST_DIR", str(write_files(tmp_path / "digits", small_files()))
-    )
+    digits = write_files(tmp_path / "digits", small_files())
+    monkeypatch.setenv("MNIST_DIR", str(digits))
     monkeypatch.setattr(cifar10, "CALIBRATE", 20)
     monkeypatch.setattr(cifar10, "SHIFTED", 20)
     net = resnet.ResNet(0, (4,))  # a convolution and a layer
@@ -793,13 +787,11 @@ def test_damage_is_refused_and_nothing_is_lost(name):
 def test_table_of_cheaper_ways_has_the_ways_that_the_page_prints():
     page = cheaper.PAGE.read_text("utf-8")
     printed = re.findall(cheaper.LINE, page, re.MULTILINE)
-    rows = re.findall(
-        r"^\| (.+) \| ([\d,]+) \| .+ ± .+ \| .+ ± .+ \|$", page, re.MULTILINE
-    )
+    row = r"^\| (.+) \| ([\d,]+) \| .+ ± .+ \| .+ ± .+ \|$"
+    rows = re.findall(row, page, re.MULTILINE)
     assert [way[:2] for way in printed] == rows and len(rows) > 10
-    assert machines.seeded("key(0), default_rng(0), key(1)", 7) == (
-        "key(7), default_rng(7), key(1)"
-    )
+    seeded = machines.seeded("key(0), default_rng(0), key(1)", 7)
+    assert seeded == "key(7), default_rng(7), key(1)"
 
 
 @linux

@@ -88,6 +88,7 @@ def test_example_of_adapters_learns_more_from_few_examples(run_example):
     assert (2 * adapters[1:] < anew[1:] + 0.1).all() and adapters[-1] < whole[-1]
 
 
+@pytest.mark.usefixtures("optimized")
 def test_example_of_tables_has_intervals_that_hold(run_example, monkeypatch):
     pytest.importorskip("sklearn")
     monkeypatch.setattr("tabular.FOLDS", 3)  # a third of the networks
@@ -223,6 +224,7 @@ def test_page_of_long_trainings_has_the_loop_of_the_example():
     assert f"\n\n\n{code}```" in PAGES["training"]
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.usefixtures("optimized")
 def test_example_of_volumes_bounds_the_share_missed_of_kinds_it_knows(run_example):
     *members, ensemble, entropy, mutual, known, unseen = run_example("volumes")
