@@ -2554,6 +2554,7 @@ def test_a_stateful_loss_needs_no_type_promotion(members, devices):
     with enable_x64(True), jax.numpy_dtype_promotion("strict"):
         trainer = net_trainer.__wrapped__(members, devices, **NOISY)
         (batch,), order = net_batches(1), np.arange(8)[None]
+        trainer.lower("update", *batch)
         state, losses = trainer.epoch(trainer.init(KEY), batch, order)
         ended = trainer.gather(state)
         assert losses.dtype == ended.params.dense.weight.dtype == float
