@@ -225,7 +225,6 @@ def test_page_of_long_trainings_has_the_loop_of_the_example():
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.usefixtures("optimized")
 def test_example_of_volumes_bounds_the_share_missed_of_kinds_it_knows(run_example):
     *members, ensemble, entropy, mutual, known, unseen = run_example("volumes")
     losses = [row[3] for row in members]
