@@ -35,15 +35,15 @@ These letters are used everywhere:
 
 Images are NHWC, kernels HWIO, labels integers, losses in nats per example.
 
-Contents: Layers, Network, Losses, Optimizers, Devices, Updates, Trainer, Checkpoints,
-Demo.  Each section uses only the sections above it.  An import touches no device.
+Contents: Layers, Network, Losses, Optimizers, Devices, States, Arguments, Member,
+Calls, Updates, Places, Programs, Predictions, Trainer, Batches, Checkpoints, Demo.
+Each section uses only the sections above it.  An import touches no device.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -54,6 +54,7 @@ import json
 import math
 import operator
 import os
+import queue
 import signal
 import stat
 import threading
@@ -107,10 +108,10 @@ __all__ = [
     "linear_schedule", "cosine_schedule",
     # Devices
     "use_cpu_devices", "split", "merge", "replicate", "unreplicate",
-    # Updates
+    # States, Calls, Updates
     "TrainState", "train_state", "gather_processes", "make_sync_update",
     "make_ensemble_update",
-    # Trainer
+    # Places, Trainer, Batches
     "Layout", "layout", "Trainer", "make_trainer", "choose_members", "epoch_order",
     "prefetch",
     # Checkpoints, Demo
@@ -894,7 +895,7 @@ def unreplicate(tree: PyTree) -> PyTree:
 
 
 # ---------------------------------------------------------------------------------
-# Updates: one step, for one model on one device, and two ways to place its copies
+# States: what a state is, and whether it fits
 # ---------------------------------------------------------------------------------
 
 
@@ -907,7 +908,7 @@ class TrainState(NamedTuple):
     key: Array | None  # the member's random key; every stateful step returns a new one
 
     def __repr__(self) -> str:  # forms alone: the numbers may be deleted
-        forms = [f"{name}={_form(x)}" for name, x in zip(self._fields, self)]
+        forms = [f"{name}={_described(x)}" for name, x in zip(self._fields, self)]
         return f"TrainState({', '.join(forms)})".replace("'", "")
 
 
@@ -920,12 +921,13 @@ def _is_key(leaf: Any) -> bool:
 def _kind(leaf: Any) -> str:
     """Name the type of a leaf, or of a leaf's form."""
     if _is_key(leaf):
-        return f"key<{jax.random.key_impl(jnp.empty((), leaf.dtype))}>"
+        with jax.transfer_guard("allow"):  # an array tells, and its type alone does not
+            return f"key<{jax.random.key_impl(jnp.empty((), leaf.dtype))}>"
     dtype = getattr(leaf, "dtype", type(leaf).__name__)
     return getattr(dtype, "name", dtype)
 
 
-def _form(tree: PyTree, first: int = 0, typed: bool = True) -> PyTree:
+def _described(tree: PyTree, first: int = 0, typed: bool = True) -> PyTree:
     """Name the type, and the shape from the first axis on, of every leaf."""
 
     def name(x):
@@ -937,6 +939,15 @@ def _form(tree: PyTree, first: int = 0, typed: bool = True) -> PyTree:
 def _like(leaf: Any, *axes: int) -> jax.ShapeDtypeStruct:
     """Return the form of a leaf with other axes in place of its first one."""
     return jax.ShapeDtypeStruct((*axes, *leaf.shape[1:]), leaf.dtype)
+
+
+def _on_data(function: Callable, leaf: Array) -> Array:
+    """Apply a function of an array to a leaf, or to the data of a typed random key."""
+    if not _is_key(leaf):
+        return function(leaf)
+    data = function(jax.random.key_data(leaf))
+    data = data if isinstance(data, Array) else jax.device_put(data)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
 
 
 def _check_leaves(what: Any, found: dict, expected: dict, remedy: str = "") -> None:
@@ -957,7 +968,7 @@ def _check_form(what, tree, like, remedy="", first=0, typed=True) -> None:
     (leaves, found), (own, expected) = both
     if found == expected and [*map(form, leaves)] == [*map(form, own)]:
         return  # without names, which take longer
-    ours, theirs = (dict(_named(_form(x, first, typed))) for x in (like, tree))
+    ours, theirs = (dict(_named(_described(x, first, typed))) for x in (like, tree))
     _check_leaves(what, theirs, ours, remedy)
     if found != expected:  # without a leaf, as an empty part of an optimizer's state
         same = zip(str(found), str(expected))
@@ -989,171 +1000,17 @@ def train_state(
     return TrainState(params, optimizer.init(params), model_state, key)
 
 
-def _call(what: str, given: str, function: Callable, *args) -> Any:
+# ---------------------------------------------------------------------------------
+# Arguments: what is foreign, made one form once
+# ---------------------------------------------------------------------------------
+
+
+def _user_call(what: str, given: str, function: Callable, *args) -> Any:
     """Call a user's function; name it in a ValueError if it refuses the arguments."""
     try:
         return function(*args)
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{what}: {error}; {given}") from error
-
-
-def _full_loss(loss_fn, more, has_aux, stateful) -> Callable:
-    """Bring the four forms of a `LossFn` into one, whose aux has floats.
-
-    The result is (params, model_state, key, *batch) -> (loss, (model_state, aux)).
-    loss_fn takes `more` as its last arguments.
-    """
-
-    def loss(params, model_state, key, *batch):
-        model = (params, model_state, key) if stateful else (params,)
-        given = f"it is given {len(batch)} arguments from the batch or data"
-        result = _call("loss_fn", given, loss_fn, *model, *batch, *more)
-        value, rest = result if has_aux or stateful else (result, ())
-        shapes = [jnp.shape(x) for x in jax.tree.leaves(value)]
-        if shapes != [()]:
-            expected = "one number, the mean over examples; use has_aux=True for more"
-            found = f"loss_fn returns a loss of shapes {shapes}"
-            raise ValueError(f"{found}; expected {expected}")
-        if not stateful:
-            rest = model_state, rest
-        elif not has_aux:
-            rest = rest, ()
-        new_model_state, aux = rest
-        aux = jax.tree.map(lambda x: _floats(jnp.asarray(x)), aux)
-        return value, (new_model_state, aux)
-
-    return loss
-
-
-def _num_parts(batch: PyTree, model_state: PyTree, microbatch: int | str | None) -> int:
-    """Return the number of micro-batches in a device's batch [B, ...]."""
-    if any(np.shape(x)[:1] == (0,) for x in jax.tree.leaves(batch)):
-        raise ValueError("the batch is empty; expected one or more examples")
-    rows = jax.tree.leaves(batch)[0].shape[0] if microbatch else 0
-    if isinstance(microbatch, str):  # "auto"
-        at_once = jax.default_backend() != "cpu" or jax.tree.leaves(model_state)
-        sizes = () if at_once else range(16, 33)  # these fit a core's cache
-        microbatch = max((n for n in sizes if rows % n == 0), default=None)
-    if not microbatch or rows <= microbatch:
-        return 1
-    _check_axes("batch", batch)
-    if rows % microbatch:
-        found = f"a device's batch of {rows} does not divide into micro-batches of"
-        raise ValueError(f"{found} {microbatch}; use a divisor of {rows}")
-    if jax.tree.leaves(model_state):
-        found = f"microbatch={microbatch} would compute the model state, such as batch"
-        parts = f"from parts of a batch of {rows}"
-        raise ValueError(f"{found} statistics, {parts}; use microbatch=None")
-    return rows // microbatch
-
-
-def _scan(f: Callable, carry: PyTree, xs: PyTree) -> tuple:
-    """Do as `lax.scan` does, without a loop of one turn.
-
-    Such a loop copies its carry.  Over shards, XLA for TPUs computes other loops within
-    it twice.
-    """
-    if len(jax.tree.leaves(xs)[0]) > 1:
-        return lax.scan(f, carry, xs)
-    carry, y = f(carry, jax.tree.map(lambda x: x[0], xs))
-    return carry, jax.tree.map(lambda y: jnp.asarray(y)[None], y)
-
-
-def _over_shards(rows: PyTree, shards: int) -> PyTree:
-    """Divide examples, leaves [B, ...], over a model's S devices, where S divides B."""
-    if shards == 1 or len(jax.tree.leaves(rows)[0]) % shards:
-        return rows
-    spec = jax.sharding.PartitionSpec("shards")
-    return jax.tree.map(lambda x: lax.with_sharding_constraint(x, spec), rows)
-
-
-def _make_step(shards, loss_fn, optimizer, more, *options) -> Callable:
-    """Make the training step: (part, state, *batch) -> (state, metrics).
-
-    Each of the model's replicas sees a part of the batch, whose number is `part`, from
-    0.  Each is on S = shards devices.  The loss takes `more` as its last arguments.
-    The options are make_sync_update's, in their order.
-    """
-    has_aux, stateful, microbatch, skip_nonfinite = options
-    loss_fn = _full_loss(loss_fn, more, has_aux, stateful)
-    loss_and_grads = jax.value_and_grad(loss_fn, has_aux=True)
-    if microbatch not in (None, "auto"):
-        _count("microbatch", microbatch)
-    both = operator.attrgetter("init", "update")
-    expected = "expected one with init and update, such as sgd(0.1)"
-    _, update = _call("optimizer", expected, both, optimizer)
-    parameters = inspect.signature(update).parameters.values()
-    takes_value = any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in parameters)
-
-    def step(part, state, *batch):
-        params, _, model_state, key = state
-        _check_params(params, jnp.inexact)
-        num_parts = _num_parts(batch, model_state, microbatch)
-        if stateful and key is None:
-            remedy = "make it with train_state(..., key=key)"
-            raise ValueError(f"stateful=True needs a state with a key; {remedy}")
-        key, loss_key = jax.random.split(key) if stateful else (key, None)
-
-        def add(total, numbered_rows):
-            # Each part of the batch, on any replica, draws its own numbers.
-            i, rows = numbered_rows
-            number = part * num_parts + i
-            rows_key = jax.random.fold_in(loss_key, number) if stateful else None
-            rows = _over_shards(rows, shards)
-            result, grads = loss_and_grads(params, model_state, rows_key, *rows)
-            total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
-            return total, result
-
-        def mean(x):  # over the parts
-            return x.astype(_wide(x.dtype)).mean(axis=0)
-
-        rows = jax.tree.map(lambda x: x[None], batch)
-        rows = split(batch, num_parts) if num_parts > 1 else rows
-        parts = jnp.arange(num_parts, dtype=jnp.int32), rows
-        total, results = _scan(add, _zeros(params), parts)
-        loss, (new_model_state, aux) = results
-        loss, aux = jax.tree.map(mean, (loss, aux))
-        new_model_state = jax.tree.map(lambda x: x[0], new_model_state)  # one part
-        grads = jax.tree.map(lambda g: g / num_parts, total)
-        _check_form("the model state of loss_fn", new_model_state, model_state)
-        means = _average((grads, loss, aux, new_model_state))
-        grads, loss, aux, new_model_state = means
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-        more = {"value": loss} if takes_value else {}
-
-        def optimize(old, grads, new_model_state):
-            params, opt_state, _ = old
-            updates, new = optimizer.update(grads, opt_state, params, **more)
-            _check_form("the optimizer's new state", new, opt_state)
-            return apply_updates(params, updates), new, new_model_state
-
-        ok: Any = True
-        if skip_nonfinite:  # replicas have the same averages, so they skip together
-            finite = [jnp.isfinite(x).all() for x in jax.tree.leaves((loss, grads))]
-            ok = jnp.stack(finite).all()
-            loss = jnp.where(ok, loss, jnp.nan)
-
-        # On CPU, XLA cannot see that this branch is always taken, so it compiles the
-        # optimizer by itself; otherwise bits would depend on fusion, and so on K.  (In
-        # a loop of one turn, XLA would move parts out of it, and use one thread.)  On
-        # an accelerator XLA sees it, and removes the branch, as it would be slow there:
-        # a step that is skipped selects each array in place of the branch.
-        hide = lax.optimization_barrier
-        taken, kept = lax.platform_dependent(
-            ok, cpu=lambda ok: (hide(ok), True), default=lambda ok: (True, ok)
-        )
-        given = (
-            "it is given gradients, a state that its own init made, parameters and, by "
-            "name, value=loss; docs/coming-from.md#l-bfgs shows how to give it more"
-        )
-        branches = optimize, lambda old, *_: old
-        args = state[:3], grads, new_model_state
-        new = _call("the optimizer's update", given, lax.cond, taken, *branches, *args)
-        if skip_nonfinite:
-            new = jax.tree.map(lambda x, y: jnp.where(kept, x, y), new, state[:3])
-        return TrainState(*new, key), (loss, aux) if has_aux else loss
-
-    return step
 
 
 _ANY = "arrays of one length, 1 or more; reshape longer ones to [N, m, ...]"
@@ -1208,7 +1065,7 @@ def _numbers(what: str, x: Any) -> Any:
         return x
     given = x.astype(x.dtype.newbyteorder("="), copy=False)
     remedy, kind = "convert it, as by x.astype(numpy.float32)", np.empty(0, given.dtype)
-    held = given.astype(_call(what, remedy, jnp.result_type, kind), copy=False)
+    held = given.astype(_user_call(what, remedy, jnp.result_type, kind), copy=False)
     if held is not given and held.dtype.kind in "iu" and (held != given).any():
         found = f"found {given[held != given][0]}, beyond {held.dtype}, JAX's type for"
         remedy = "use smaller numbers, or set jax_enable_x64"
@@ -1222,22 +1079,338 @@ def _private(what: str, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, tree)
 
 
-def _key_data(keys: Any) -> Array:
-    expected = "expected random keys, such as jax.random.split(key, K)"
-    return _call("the state's key", expected, jax.random.key_data, keys)
+# ---------------------------------------------------------------------------------
+# Member: what one model does on one device, written once
+# ---------------------------------------------------------------------------------
 
 
-def _check_keys(key_data: Any, members: Sequence[int] | np.ndarray) -> None:
-    """Raise ValueError unless keys [n] are equal exactly where members [n] are."""
-    rows = [row.tobytes() for row in jax.device_get(key_data)]
-    first: dict = {}  # a member's or a key's first index
-    for i, (member, row) in enumerate(zip(members, rows)):
-        if rows[j := first.setdefault(member, i)] != row:
-            remedy = "they would drift apart: make them by replicate(train_state(...))"
-            raise ValueError(f"replicas {j} and {i} have different keys; {remedy}")
-        if members[j := first.setdefault(row, i)] != member:
-            found = f"members {j} and {i} have equal keys, so they would draw the same"
-            raise ValueError(f"{found} numbers; use jax.random.split(key, {len(rows)})")
+def _num_parts(batch: PyTree, model_state: PyTree, size: Any, platform: str) -> int:
+    """Return the number of micro-batches in a device's batch [B, ...].
+
+    `size` is the option `microbatch`.  "auto" is for a CPU's cache, and divides only
+    leaves of one length.
+    """
+    lengths = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
+    if (0,) in lengths:
+        raise ValueError("the batch is empty; expected one or more examples")
+    if size == "auto":
+        (rows,) = min(lengths, default=()) or (0,)
+        divisible = len(lengths) == 1 and platform == "cpu"
+        sizes = range(16, 33) if divisible and not jax.tree.leaves(model_state) else ()
+        size = max((n for n in sizes if rows % n == 0), default=None)
+    if size is None:
+        return 1
+    _check_axes("batch", batch)
+    ((rows,),) = lengths
+    if rows <= size:
+        return 1
+    if rows % size:
+        found = f"a device's batch of {rows} does not divide into micro-batches of"
+        raise ValueError(f"{found} {size}; use a divisor of {rows}")
+    if jax.tree.leaves(model_state):
+        found = f"microbatch={size} would compute the model state, such as batch"
+        parts = f"from parts of a batch of {rows}"
+        raise ValueError(f"{found} statistics, {parts}; use microbatch=None")
+    return rows // size
+
+
+def _scan(f: Callable, carry: PyTree, xs: PyTree) -> tuple:
+    """Do as `lax.scan` does, without a loop of one turn.
+
+    Such a loop copies its carry.  Over shards, XLA for TPUs computes other loops within
+    it twice.
+    """
+    if len(jax.tree.leaves(xs)[0]) > 1:
+        return lax.scan(f, carry, xs)
+    carry, y = f(carry, jax.tree.map(lambda x: x[0], xs))
+    return carry, jax.tree.map(lambda y: jnp.asarray(y)[None], y)
+
+
+def _over_shards(rows: PyTree, shards: int) -> PyTree:
+    """Divide examples, leaves [B, ...], over a model's S devices, where S divides B."""
+    if shards == 1 or len(jax.tree.leaves(rows)[0]) % shards:
+        return rows
+    spec = jax.sharding.PartitionSpec("shards")
+    return jax.tree.map(lambda x: lax.with_sharding_constraint(x, spec), rows)
+
+
+def _by_itself(ok: Any, f: Callable, old: PyTree, *args: PyTree) -> PyTree:
+    """Return f(old, *args), or `old` where `ok` is false; on a CPU, compile f apart.
+
+    On CPU, XLA cannot see that this branch is always taken, so it compiles f by itself;
+    otherwise bits would depend on fusion, and so on K.  (In a loop of one turn, XLA
+    would move parts out of it, and use one thread.)  On an accelerator XLA sees it, and
+    removes the branch, as it would be slow there: each array is selected in its place.
+    """
+    hide = lax.optimization_barrier
+    taken, kept = lax.platform_dependent(
+        ok, cpu=lambda ok: (hide(ok), True), default=lambda ok: (True, ok)
+    )
+    new = lax.cond(taken, f, lambda old, *_: old, old, *args)
+    if ok is True:
+        return new
+    return jax.tree.map(lambda x, y: jnp.where(kept, x, y), new, old)
+
+
+# On these platforms, XLA would keep all members' kernels twice, in cuDNN's order and in
+# JAX's, so states are flat between the members (on a TPU, flattening would copy them).
+# And the host waits before each turn of a loop whose length the program does not hold,
+# so most steps are taken in loops of _TURNS.
+_GPU, _TURNS = ("gpu",), 32
+
+
+def _scan_first(f, carry, xs, count, platform) -> tuple:
+    """Scan the first `count` of xs; results for the others are 0.
+
+    `count` is traced, so one program serves every count up to the length of xs.
+    """
+
+    def at(i):
+        return jax.tree.map(lambda x: x[i], xs)
+
+    def advance(i, both):
+        carry, ys = both
+        carry, y = run(carry, at(i))
+        return carry, jax.tree.map(lambda ys, y: ys.at[i].set(y), ys, y)
+
+    run = jax.jit(f, inline=True)  # f is traced once for all uses
+    _, shapes = run.eval_shape(carry, at(0))
+    length = len(jax.tree.leaves(xs)[0])
+    ys = jax.tree.map(lambda y: jnp.zeros((length, *y.shape), y.dtype), shapes)
+    both, done = (carry, ys), 0
+    if platform in _GPU and length >= _TURNS:
+
+        def several(i, both):
+            turn = lambda j, both: advance(i * _TURNS + j, both)  # noqa: E731
+            return lax.fori_loop(0, _TURNS, turn, both)
+
+        both = lax.fori_loop(0, count // _TURNS, several, both)
+        done = count // _TURNS * _TURNS
+    return lax.fori_loop(done, count, advance, both)
+
+
+def _check_made(made: PyTree, stateful: bool) -> None:
+    """Raise ValueError unless init_fn returned a tree of arrays."""
+    if stateful and (type(made) is not tuple or len(made) != 2):
+        expected = "with stateful=True, expected the tuple (params, model_state)"
+        raise ValueError(f"init_fn returns {type(made).__name__}; {expected}")
+    for name, leaf in _named(made):
+        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+            expected = "a tree of arrays: split off other leaves (equinox.partition, "
+            found = f"init_fn returns {type(leaf).__name__} at '{name}'"
+            raise ValueError(f"{found}; expected {expected}flax.nnx.split)")
+        _numbers("leaves that init_fn returns", leaf)
+
+
+def _two(found: Any, expected: str) -> Any:
+    """Return a pair that loss_fn returns, or raise ValueError."""
+    several = isinstance(found, (tuple, list))
+    if several and len(found) == 2:
+        return found
+    count = f"{len(found)} results" if several else "one result"
+    raise ValueError(f"loss_fn returns {count}; expected the pair {expected}")
+
+
+def _takes_value(update: Callable) -> bool:
+    """Return whether an optimizer's update takes the loss, as an argument `value`."""
+    parameters = inspect.signature(update).parameters.values()
+    return any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _as_arguments(tree: PyTree) -> PyTree:
+    """Return the tree, which XLA then treats as it treats a program's arguments.
+
+    Of arrays that a program computes, XLA:CPU may update one in place while it still
+    reads the old entries, as where a state's rows move by one (xla issue 49176).
+    """
+    barrier = lax.optimization_barrier
+    return lax.platform_dependent(tree, cpu=barrier, default=lambda tree: tree)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Member:
+    """What one member does on one device; an update or a trainer maps it over all.
+
+    `init`, `update`, `epoch` and `predict` take the member's state, its hyper, the
+    frozen tree, and their other arguments by name.  Hyper and the frozen tree are each
+    in a tuple, which is empty if there is none; users' functions take both last, as
+    `extras`.  No field is an array, which programs would hold.
+    """
+
+    loss_fn: LossFn
+    optimizer: Any  # with hyper also a function of it
+    has_aux: bool
+    stateful: bool
+    microbatch: int | str | None
+    skip_nonfinite: bool
+    # The others are a trainer's.
+    init_fn: Any = None
+    apply_fn: Any = None
+    output: Callable | None = None
+    shards: int = 1
+    platform: str | None = None  # None is JAX's default, asked for in the first call
+
+    def __post_init__(self) -> None:
+        if self.microbatch not in (None, "auto"):
+            _count("microbatch", self.microbatch)
+
+    def optimizer_of(self, *hyper: PyTree) -> OptimizerLike:
+        """Return the member's optimizer.  Raises ValueError if it is none."""
+        made, both = self.optimizer, operator.attrgetter("init", "update")
+        if hyper and callable(made) and not hasattr(made, "update"):
+            advice = "with hyper, expected a function, such as lambda h: sgd(h)"
+            made = _user_call("optimizer", advice, made, *hyper)
+        advice = "expected one with init and update, such as sgd(0.1)"
+        _user_call("optimizer", advice, both, made)
+        return made
+
+    def loss(self, params, model_state, key, batch, extras):
+        """Bring the four forms of a `LossFn` into one: (loss, (model_state, aux))."""
+        model = (params, model_state, key) if self.stateful else (params,)
+        advice = f"it is given {len(batch)} arguments from the batch or data"
+        if not self.stateful:
+            advice += "; with stateful=True, also model_state and key before them"
+        value = _user_call("loss_fn", advice, self.loss_fn, *model, *batch, *extras)
+        second = "(model_state, aux)" if self.has_aux else "model_state"
+        expected, rest = f"(loss, {second if self.stateful else 'aux'})", ()
+        if self.stateful or self.has_aux:
+            value, rest = _two(value, expected)
+        shapes = [jnp.shape(x) for x in jax.tree.leaves(value)]
+        if shapes != [()]:
+            expected = "one number, the mean over examples; use has_aux=True for more"
+            found = f"loss_fn returns a loss of shapes {shapes}"
+            raise ValueError(f"{found}; expected {expected}")
+        if self.stateful:
+            model_state, rest = _two(rest, expected) if self.has_aux else (rest, ())
+        return value, (model_state, jax.tree.map(_floats, rest))
+
+    def gradients(self, state, key, batch, part, extras):
+        """Return gradients, loss, aux and model state: means over micro-batches."""
+        params, _, model_state, _ = state
+        platform = self.platform or jax.default_backend()
+        count = _num_parts(batch, model_state, self.microbatch, platform)
+        loss_and_grads = jax.value_and_grad(self.loss, has_aux=True)
+
+        def add(total, numbered_rows):
+            # Each part of the batch, on any replica, draws its own numbers.
+            i, rows = numbered_rows
+            number = part * count + i
+            rows_key = jax.random.fold_in(key, number) if self.stateful else None
+            rows = _over_shards(rows, self.shards)
+            result, grads = loss_and_grads(params, model_state, rows_key, rows, extras)
+            total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
+            return total, result
+
+        def mean(x):  # over the parts
+            return x.astype(_wide(x.dtype)).mean(axis=0)
+
+        rows = jax.tree.map(lambda x: x[None], batch)
+        rows = split(batch, count) if count > 1 else rows
+        parts = jnp.arange(count, dtype=jnp.int32), rows
+        total, (loss, (model_state, aux)) = _scan(add, _zeros(params), parts)
+        loss, aux = jax.tree.map(mean, (loss, aux))
+        model_state = jax.tree.map(lambda x: x[0], model_state)  # of one part
+        grads = jax.tree.map(lambda g: g / count, total)
+        _check_form("the model state of loss_fn", model_state, state.model_state)
+        return grads, loss, aux, model_state
+
+    def optimize(self, old, ok, loss, grads, model_state, *hyper):
+        """Return params, opt_state and model_state after a step, or `old`."""
+        optimizer = self.optimizer_of(*hyper)
+        value = {"value": loss} if _takes_value(optimizer.update) else {}
+        advice = (
+            "it is given gradients, a state that its own init made, parameters and, by "
+            "name, value=loss; docs/coming-from.md#l-bfgs shows how to give it more"
+        )
+
+        def step(old, grads, model_state):
+            params, opt_state, _ = old
+            update = functools.partial(optimizer.update, **value)
+            args = update, grads, opt_state, params
+            updates, new = _user_call("the optimizer's update", advice, *args)
+            _check_form("the optimizer's new state", new, opt_state)
+            what, like = (
+                "the optimizer's updates",
+                "expected a tree like the parameters",
+            )
+            new_params = _user_call(what, like, apply_updates, params, updates)
+            _check_form("the updated parameters", new_params, params)
+            return new_params, new, model_state
+
+        return _by_itself(ok, step, old, grads, model_state)
+
+    def update(self, state, hyper, frozen, batch, part=0):
+        """Take a step: (state, metrics).  A replica's part of the batch has a number.
+
+        This is the training step, written once.
+        """
+        _check_params(state.params, jnp.inexact)
+        if self.stateful and state.key is None:
+            remedy = "make it with train_state(..., key=key)"
+            raise ValueError(f"stateful=True needs a state with a key; {remedy}")
+        state, hyper = _as_arguments((state, hyper))
+        key, used = jax.random.split(state.key) if self.stateful else (state.key, None)
+        found = self.gradients(state, used, batch, part, (*hyper, *frozen))
+        grads, loss, aux, model_state = _average(found)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+        ok: Any = True
+        if (
+            self.skip_nonfinite
+        ):  # replicas have the same averages, so they skip together
+            finite = [jnp.isfinite(x).all() for x in jax.tree.leaves((loss, grads))]
+            ok = jnp.stack(finite).all()
+            loss = jnp.where(ok, loss, jnp.nan)
+        new = self.optimize(state[:3], ok, loss, grads, model_state, *hyper)
+        return TrainState(*new, key), (loss, aux) if self.has_aux else loss
+
+    def init(self, _, hyper, frozen, number, key):
+        init_key, key = jax.random.split(jax.random.fold_in(key, number))
+        made = self.init_fn(init_key, *hyper, *frozen)
+        _check_made(made, self.stateful)
+        params, model_state = made if self.stateful else (made, ())
+        optimizer = self.optimizer_of(*hyper)
+        return train_state(params, optimizer, model_state=model_state, key=key)
+
+    def epoch(self, state, hyper, frozen, order, data, num_steps, part=0):
+        def train_on(state, rows):
+            batch = jax.tree.map(lambda x: x[rows], data)
+            return self.update(state, hyper, frozen, batch, part)
+
+        return _scan_first(train_on, state, order, num_steps, self.platform)
+
+    def predict(self, model, hyper, frozen, chunks, count, part=0):
+        def predict(carry, inputs):
+            inputs = _over_shards(inputs, self.shards)
+            return carry, self.outputs(model, hyper, frozen, inputs)
+
+        return _scan_first(predict, (), chunks, count, self.platform)[1]
+
+    def outputs(self, model, hyper, frozen, inputs):
+        """Return what a member predicts for a chunk."""
+        advice = f"for inputs {_described(inputs)}, filled up to a chunk"
+        advice += "; one example x is given as x[None]"
+        model, hyper = _as_arguments((model, hyper))
+        arguments = *model, inputs, *hyper, *frozen
+        outputs = _user_call("apply_fn", advice, self.apply_fn, *arguments)
+        if self.output is jax.nn.softmax:
+            logits = isinstance(outputs, Array) and outputs.ndim > 1
+            if not (logits and outputs.shape[-1] > 1):
+                found = f"apply_fn returns {_described(outputs)} {advice}"
+                raise ValueError(
+                    f"{found}; the softmax takes logits [B, ..., C]: make the trainer "
+                    "with output=None, or with a function of the outputs"
+                )
+            outputs = outputs.astype(_wide(outputs.dtype))
+        outputs = outputs if self.output is None else self.output(outputs)
+        chunk = jax.tree.leaves(inputs)[0].shape[0]
+        expected = f"{chunk}, an entry per example of the chunk, in every leaf"
+        _check_axes("outputs", outputs, chunk, expected=expected)
+        return outputs
+
+
+# ---------------------------------------------------------------------------------
+# Calls: how a program is called, and the one door for states
+# ---------------------------------------------------------------------------------
 
 
 def _no_mesh() -> Any:
@@ -1275,12 +1448,65 @@ def gather_processes(x: Any) -> np.ndarray:
 
     Every process has to call it, with the same shape and a dtype that JAX has.
     """
-    return _gather_devices(np.asarray(x)[None])
+    return _gather_devices(np.array(x)[None])
 
 
 def _is_consumed(state: PyTree) -> bool:
     leaves = jax.tree.leaves(state)
     return any(isinstance(x, Array) and x.is_deleted() for x in leaves)
+
+
+def _run_consuming(owner: Any, program: Callable, state: PyTree, *rest) -> tuple:
+    """Call program(state, *rest) -> (state, metrics), which reuses state's buffers."""
+    # 1. During the call, `guard` stands in front of the handler of SIGINT.
+    # 2. Until the buffers are taken, nothing can be lost, and compiling may take long:
+    #    an interrupt goes on at once, and if its handler returns, guard is set again.
+    # 3. From then on interrupts wait until the result is the owner's latest.
+    # 4. The handler that was set last is set again, and the waiting interrupts go on.
+    handler: Any = signal.getsignal(signal.SIGINT)
+    waiting = 0
+
+    def guard(*interrupt):
+        nonlocal handler, waiting
+        if _is_consumed(state):
+            waiting += 1
+        else:
+            itself = signal.signal(signal.SIGINT, handler)  # avoids a reference cycle
+            signal.raise_signal(signal.SIGINT)
+            handler = signal.signal(signal.SIGINT, itself)
+
+    # Only the main thread is interrupted, and only there can handlers be set.
+    here = threading.main_thread() is threading.current_thread()
+    guarded = here and callable(handler)
+    try:
+        if guarded:
+            signal.signal(signal.SIGINT, guard)
+        result = program(state, *rest)
+        object.__setattr__(owner, "latest", result[0])  # a trainer is frozen
+    finally:
+        if guarded and (last := signal.signal(signal.SIGINT, handler)) is not guard:
+            signal.signal(signal.SIGINT, last)
+        for _ in range(waiting):  # also if the program failed
+            signal.raise_signal(signal.SIGINT)
+    return result
+
+
+def _key_data(keys: Any) -> Array:
+    expected = "expected random keys, such as jax.random.split(key, K)"
+    return _user_call("the state's key", expected, jax.random.key_data, keys)
+
+
+def _check_keys(key_data: Any, members: Sequence[int] | np.ndarray) -> None:
+    """Raise ValueError unless keys [n] are equal exactly where members [n] are."""
+    rows = [row.tobytes() for row in jax.device_get(key_data)]
+    first: dict = {}  # a member's or a key's first index
+    for i, (member, row) in enumerate(zip(members, rows)):
+        if rows[j := first.setdefault(member, i)] != row:
+            remedy = "they would drift apart: make them by replicate(train_state(...))"
+            raise ValueError(f"replicas {j} and {i} have different keys; {remedy}")
+        if members[j := first.setdefault(row, i)] != member:
+            found = f"members {j} and {i} have equal keys, so they would draw the same"
+            raise ValueError(f"{found} numbers; use jax.random.split(key, {len(rows)})")
 
 
 def _identity(tree: PyTree) -> tuple:
@@ -1313,11 +1539,12 @@ def _check_apart(state: PyTree) -> None:
             raise ValueError(f"{both} share one buffer, {remedy}")
 
 
-def _is_latest(owner: Any, state: Any) -> bool:
-    """Return whether the owner's last step returned this state, which needs no check.
+def _admit(owner: Any, state: Any, fit: Callable, trains: bool = True) -> Any:
+    """Let a state in: the one door for states, of updates and of trainers.
 
-    Raises ValueError for any other that is not a state outside of `jax.jit`, and for
-    one that was consumed.
+    The owner's latest needs no check.  For any other, fit(state) raises ValueError if
+    it does not fit, and returns it on its devices.  Where a state is to be trained, no
+    two leaves may share a buffer.
     """
     latest = owner.latest
     known = latest and (state is latest or _identity(state) == _identity(latest))
@@ -1329,75 +1556,46 @@ def _is_latest(owner: Any, state: Any) -> bool:
             "that this call returned, state, metrics = update(state, ...), which a "
             "trainer keeps as trainer.latest, or, if the call failed, with a saved one"
         )
-    return bool(known)
+    if not known:
+        state = fit(state)
+        if trains:
+            _check_apart(state)
+    return state
 
 
-def _consume(owner: Any, program: Callable, state: PyTree, *rest) -> tuple:
-    """Call program(state, *rest) -> (state, metrics), which reuses state's buffers."""
-    # 1. During the call, `guard` stands in front of the handler of SIGINT.
-    # 2. Until the buffers are taken, nothing can be lost, and compiling may take long:
-    #    an interrupt goes on at once, and if its handler returns, guard is set again.
-    # 3. From then on interrupts wait until the result is the owner's latest.
-    # 4. The handler that was set last is set again, and the waiting interrupts go on.
-    handler: Any = signal.getsignal(signal.SIGINT)
-    waiting = 0
-
-    def guard(*interrupt):
-        nonlocal handler, waiting
-        if _is_consumed(state):
-            waiting += 1
-        else:
-            itself = signal.signal(signal.SIGINT, handler)  # avoids a reference cycle
-            signal.raise_signal(signal.SIGINT)
-            handler = signal.signal(signal.SIGINT, itself)
-
-    # Only the main thread is interrupted, and only there can handlers be set.
-    here = threading.main_thread() is threading.current_thread()
-    guarded = here and callable(handler)
-    try:
-        if guarded:
-            signal.signal(signal.SIGINT, guard)
-        result = program(state, *rest)
-        object.__setattr__(owner, "latest", result[0])  # a trainer is frozen
-    finally:
-        if guarded and (last := signal.signal(signal.SIGINT, handler)) is not guard:
-            signal.signal(signal.SIGINT, last)
-    for _ in range(waiting):
-        signal.raise_signal(signal.SIGINT)
-    return result
+# ---------------------------------------------------------------------------------
+# Updates: the step of a member, and two ways to place its copies
+# ---------------------------------------------------------------------------------
 
 
-def _make_update(replicas: bool, *args) -> Callable:
-    """Map the step over the devices; check and place states that it did not return."""
-    axis, step = "replicas" if replicas else "members", _make_step(1, *args)
+def _make_update(axis: str, member: _Member) -> Callable:
+    """Map a member's step over the devices, with this name of their axis."""
+    member.optimizer_of()  # raises if it is none
+    form = "the number of devices in all of them: replicate or split them"
+    meet = axis == "replicas"
 
-    def on_device(*args):
-        return step(lax.axis_index(axis) if replicas else 0, *args)
+    def on_device(state, *batch):
+        return member.update(state, (), (), batch, lax.axis_index(axis) if meet else 0)
 
     fast = _fast_convolutions.fast(on_device)
     pmapped = jax.pmap(fast, axis_name=axis, donate_argnums=0)
-    form = "the number of devices in all of them: replicate or split them"
 
-    def admit(state):
-        if _is_latest(update, state):
-            return state
+    def fit(state):
         _check_axes("state", state, expected=form)
         if state.key is not None:
             keys = _gather_devices(_key_data(state.key))
-            _check_keys(keys, np.zeros(len(keys)) if replicas else range(len(keys)))
+            _check_keys(keys, np.zeros(len(keys)) if meet else range(len(keys)))
         num_devices = np.shape(jax.tree.leaves(state)[0])[0]
         sharding = _device_sharding(num_devices, axis)
-        state = jax.device_put(_private("state", state), sharding)
-        _check_apart(state)
-        return state
+        return jax.device_put(_private("state", state), sharding)
 
     def update(state, *batch):
         """Take a step: (state, metrics).  `state` is consumed."""
-        state = admit(state)
+        state = _admit(update, state, fit)
         _check_axes("state and the batch", (state, batch), expected=form)
-        alone = replicas and jax.default_backend() == "cpu"
+        alone = meet and jax.default_backend() == "cpu"
         program = functools.partial(_run, pmapped, alone)
-        return _consume(update, program, state, *_private("batch", batch))
+        return _run_consuming(update, program, state, *_private("batch", batch))
 
     vars(update)["latest"] = None
     return update
@@ -1459,8 +1657,8 @@ def make_sync_update(
     returned in another form, and a loss_fn or optimizer that takes other arguments than
     it is given.
     """
-    options = loss_fn, optimizer, (), has_aux, stateful, microbatch, skip_nonfinite
-    return _make_update(True, *options)
+    member = _Member(loss_fn, optimizer, has_aux, stateful, microbatch, skip_nonfinite)
+    return _make_update("replicas", member)
 
 
 def make_ensemble_update(
@@ -1489,12 +1687,12 @@ def make_ensemble_update(
     Raises ValueError as `make_sync_update` does; its `update` refuses members with
     equal keys instead of replicas with unequal ones.
     """
-    options = loss_fn, optimizer, (), has_aux, stateful, microbatch, skip_nonfinite
-    return _make_update(False, *options)
+    member = _Member(loss_fn, optimizer, has_aux, stateful, microbatch, skip_nonfinite)
+    return _make_update("members", member)
 
 
 # ---------------------------------------------------------------------------------
-# Trainer: any number of members on any number of devices
+# Places: where the arrays of all members are
 # ---------------------------------------------------------------------------------
 
 
@@ -1528,21 +1726,6 @@ def layout(members: int, num_devices: int, num_processes: int = 1) -> Layout:
     return Layout(members, -(-members // shared) * replicas, shared, replicas)
 
 
-def _on_data(function: Callable, leaf: Array) -> Array:
-    """Apply a function of an array to a leaf, or to the data of a typed random key."""
-    if not _is_key(leaf):
-        return function(leaf)
-    data = function(jax.random.key_data(leaf))
-    data = data if isinstance(data, Array) else jax.device_put(data)
-    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _join(copies, lengths):
-    """Join the members of all devices, each copy [M, ...], and cut the first axes."""
-    return jnp.concatenate(copies)[tuple(map(slice, lengths))]
-
-
 _WHOLE = 1024  # a leaf of fewer numbers is not divided over shards
 
 
@@ -1561,7 +1744,7 @@ class _Places:
 
         to_slots    members [K, ...]       -> by slot, each in the slots of its replicas
         from_slots  arrays by slot         -> members [K, ...], their first replicas
-        share       a batch                -> its parts by slot, or whole everywhere
+        deal        a batch                -> its parts by slot, or whole everywhere
         put         a tree                 -> on the devices, with a given sharding
         give        a program's arguments  -> the same, but NumPy's where it puts them
     """
@@ -1580,6 +1763,10 @@ class _Places:
     @property
     def platform(self) -> str:
         return self.devices[0].platform
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.platform == "cpu"
 
     @functools.cached_property
     def absent(self) -> bool:
@@ -1660,6 +1847,15 @@ class _Places:
 
         return jax.tree.map(give, arguments)
 
+    @functools.cached_property
+    def joined(self) -> Callable:
+        """The program that joins copies [M, ...] and cuts the first axes."""
+
+        def joined(copies, lengths):
+            return jnp.concatenate(copies)[tuple(map(slice, lengths))]
+
+        return jax.jit(joined, static_argnums=1)
+
     def to_slots(self, what: str, tree: PyTree) -> PyTree:
         """Lay members [K, ...] into their slots, [D * M, ...]."""
         member, _ = self.slots
@@ -1670,7 +1866,7 @@ class _Places:
 
         return jax.tree.map(lay, tree)
 
-    def share(self, name: str, batch: PyTree, axis: int, own: bool = False) -> tuple:
+    def deal(self, name: str, batch: PyTree, axis: int, own: bool = False) -> tuple:
         """Give each slot its part of a batch, and the part's number: of_slot, of_all.
 
         They are dicts, as `_over_members` takes them; where all slots have the whole
@@ -1704,25 +1900,35 @@ class _Places:
     def from_slots(self, tree: PyTree, *steps: int) -> PyTree:
         """Take each member's first replica out of the slots: [D * M, ...] to [K, ...].
 
-        With `steps`, the second axis is cut to that length.  The result is on the first
-        device, or on the host where a slot is in another process.
+        With `steps`, the second axis is cut to that length, on a CPU without a program
+        for each.  The result is on the first device, or on the host where a slot is in
+        another process.
         """
         lengths, replicas = (self.layout.members, *steps), self.layout.replicas
+        cut = tuple(map(slice, lengths))
 
         def take(x):
             if isinstance(x, Array) and not x.is_fully_addressable:
                 x = _gather_devices(x)
             if isinstance(x, np.ndarray):  # copied, since JAX's own is read-only
-                return np.array(x[::replicas][tuple(map(slice, lengths))])
+                return np.array(x[::replicas][cut])
             firsts = x.addressable_shards[:: replicas * self.shards]
             copies = [shard.data for shard in firsts]
             if len(copies) == 1 and copies[0].shape[: len(lengths)] == lengths:
                 return copies[0]  # at once, which short steps notice
+            if steps and self.on_cpu:
+                parts = np.concatenate([*map(_gather_devices, copies)])
+                return jax.device_put(parts[cut], *copies[0].devices())
             copies = jax.device_put(copies, *copies[0].devices())
             with _no_mesh():
-                return _join(copies, lengths)
+                return self.joined(copies, lengths)
 
         return jax.tree.map(take, tree)
+
+
+# ---------------------------------------------------------------------------------
+# Programs: a member's functions, mapped over all members
+# ---------------------------------------------------------------------------------
 
 
 def _is_rbg(key: Any) -> bool:
@@ -1748,14 +1954,6 @@ else:  # JAX 0.5
     _shard_map = functools.partial(shard_map, check_rep=False)
 
 
-_TRAINING = "update", "epoch"  # functions whose programs reuse the state's buffers
-# On these platforms, XLA would keep all members' kernels twice, in cuDNN's order and in
-# JAX's, so states are flat between the members (on a TPU, flattening would copy them).
-# And the host waits before each turn of a loop whose length the program does not hold,
-# so most steps are taken in loops of _TURNS.
-_GPU, _TURNS = ("gpu",), 32
-
-
 def _fits(program: Any, args: tuple, by_slot: Any) -> bool:
     """Return whether a program leaves a fifth of the memory that its devices have free.
 
@@ -1764,6 +1962,8 @@ def _fits(program: Any, args: tuple, by_slot: Any) -> bool:
     """
     with _no_mesh():
         found = program.lower(*args).compile().memory_analysis()
+    if found is None:  # the backend does not tell
+        return True
     made = found.output_size_in_bytes - found.alias_size_in_bytes
     stats = [x for d in by_slot.addressable_devices if (x := d.memory_stats())]
     free = min((x["bytes_limit"] - x["bytes_in_use"] for x in stats), default=math.inf)
@@ -1810,18 +2010,17 @@ def _in_turn(f, states, of_slot, places, train, at_once) -> tuple:
     return jax.tree.map(lambda x, y: x.reshape(y.shape), kept, states), results
 
 
-def _over_members(f: Callable, places: _Places, at_once: int) -> Callable:
+def _over_members(f: Callable, places: _Places, at_once: int, train: bool) -> Callable:
     """Map f(state, **of_slot, **of_all), of one member on one device, over all slots.
 
     The result is a program of state, of_slot and of_all; the last two are dicts of f's
     arguments.  Leaves of state and of_slot are by slot, and so are the leaves that f
-    returns; of_all is everywhere.  In training, the state's buffers are reused, and
+    returns; of_all is everywhere.  With `train`, the state's buffers are reused, and
     replicas wait for each other.
 
     This maps as `jax.pmap` does, but the program is freed with the function returned,
     while JAX (0.10, 0.12) keeps a program of `pmap` for good, with all that f holds.
     """
-    train = f.__name__ in _TRAINING
     by_slot, everywhere = places.shardings(train)
     given = by_slot, by_slot, everywhere
     how: dict = dict(in_shardings=given, out_shardings=by_slot)
@@ -1851,6 +2050,113 @@ def _over_members(f: Callable, places: _Places, at_once: int) -> Callable:
     return jax.jit(mapped if places.shards == 1 else divided, **how)
 
 
+class _Work(NamedTuple):
+    """A call to be made: a function of one member, for all members.
+
+    It is called as f(state, **of_slot, **of_all), with the member's hyper and the
+    frozen tree beside these.
+    """
+
+    f: Callable  # a method of `_Member`
+    state: PyTree  # by slot
+    of_slot: dict  # more arguments, by slot
+    of_all: dict  # and everywhere
+    trains: bool = False  # then the state's buffers are reused, and replicas meet
+    num_rows: int = 0  # of a block of predictions
+
+
+@dataclasses.dataclass(eq=False)
+class _Programs:
+    """A member's functions, compiled for its places; it makes, keeps and runs them."""
+
+    member: _Member
+    places: _Places
+    hyper: tuple  # by slot
+    frozen: tuple  # everywhere
+    at_once: int | None  # members of a device at once; None is as many as fit
+    made: dict = dataclasses.field(default_factory=dict)  # by (f, together)
+    fitting: dict = dataclasses.field(default_factory=dict)  # by (f, its arguments)
+
+    @property
+    def most(self) -> int:
+        """How many members of a device are together if they fit."""
+        shared = self.places.layout.members_per_device
+        return min(self.at_once or (1 if self.places.on_cpu else shared), shared)
+
+    @property
+    def together(self) -> int:
+        """How many are together, as far as is known: of the program made last."""
+        return next(reversed(self.fitting.values()), self.most)
+
+    def _mapped(self, work: _Work, together: int) -> Callable:
+        if (key := (work.f, together)) not in self.made:
+            how = self.places, together, work.trains
+            self.made[key] = _over_members(work.f, *how)
+        return self.made[key]
+
+    def _fitting(self, work: _Work, args: tuple) -> int:
+        """Return how many of a device's members the program computes together.
+
+        By default it is one on a CPU, in `init`, and for keys whose draws would change;
+        elsewhere all, or as many as fit.
+        """
+        key = getattr(work.state, "key", None)
+        if self.at_once is None and (work.f == self.member.init or _is_rbg(key)):
+            return 1
+        count, known = self.most, (work.f, str(_described((work.of_slot, work.of_all))))
+        if self.at_once or self.places.absent or count == 1:
+            return count
+        if known not in self.fitting:
+            where = self.places.by_slot
+            while count > 1 and not _fits(self._mapped(work, count), args, where):
+                count = -(-count // 2)
+            self.fitting[known] = count
+        return self.fitting[known]
+
+    def _program(self, work: _Work) -> tuple[Any, tuple]:
+        """Return the program of some work, and its arguments."""
+        of_slot = {"hyper": self.hyper, **work.of_slot}
+        args = work.state, of_slot, {"frozen": self.frozen, **work.of_all}
+        return self._mapped(work, self._fitting(work, args)), args
+
+    def run(self, owner: Any, work: _Work) -> Any:
+        """Do the work.  If it trains, it consumes its state: see `_run_consuming`."""
+        if (places := self.places).absent:
+            found = "the devices are a topology's, which cannot run"
+            raise ValueError(f"{found}; use Trainer.lower")
+        of_slot = places.give(work.of_slot, places.by_slot)
+        of_all = places.give(work.of_all, places.everywhere)
+        program, args = self._program(work._replace(of_slot=of_slot, of_all=of_all))
+        meet = places.shards > 1 or (work.trains and places.layout.replicas > 1)
+        call = functools.partial(_run, program, meet and places.on_cpu)
+        try:
+            return _run_consuming(owner, call, *args) if work.trains else call(*args)
+        except jax.errors.JaxRuntimeError as error:
+            if not self.at_once or "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            remedy = "use fewer, or None for as many as fit"
+            raise RuntimeError(f"at_once={self.at_once}: {error}; {remedy}") from error
+
+    def lower(self, work: _Work) -> jax.stages.Lowered:
+        """Lower the program of some work, whose arguments may be forms."""
+        forms = jax.eval_shape(lambda *given: given, work.of_slot, work.of_all)
+        of_slot, of_all = forms  # forms also of keys
+        program, args = self._program(work._replace(of_slot=of_slot, of_all=of_all))
+        with _no_mesh():
+            return program.lower(*args)
+
+    def form(self, work: _Work) -> PyTree:
+        """Return the form of the result; nothing is computed."""
+        program, args = self._program(work)
+        with _no_mesh():
+            return jax.eval_shape(program, *args)
+
+
+# ---------------------------------------------------------------------------------
+# Predictions: inputs to blocks and back, and whether examples are independent
+# ---------------------------------------------------------------------------------
+
+
 def _near(x: np.ndarray, y: np.ndarray, like: np.ndarray) -> bool:
     """Return whether arrays are equal, or floats that differ by rounding alone.
 
@@ -1865,14 +2171,143 @@ def _near(x: np.ndarray, y: np.ndarray, like: np.ndarray) -> bool:
     return np.allclose(x, y, rtol=0, atol=rounding * size, equal_nan=True)
 
 
-_STEPS = 256  # orders of up to so many steps share a program
+# A chunk has so many examples on a CPU, and more elsewhere, up to the second number.
+_CHUNK = 32, 4096
+# A block has at most _BLOCK_CHUNKS chunks, whose inputs and outputs take about
+# _BLOCK_BYTES on a CPU.  Elsewhere, a chunk may take so many, and a block four times.
+_BLOCK_CHUNKS, _BLOCK_BYTES = 128, 2**22
 
 
-def _padded(order: Any, members: int, num_rows: int) -> tuple[np.ndarray, int]:
-    """Check an order [steps, B] or [K, steps, B]; return it as int32, and its steps.
+@dataclasses.dataclass(eq=False)
+class _Predictions:
+    """Predicting: from inputs to blocks of chunks, and back to the members' outputs."""
 
-    It is padded with steps of zeros to `_STEPS`, or a multiple of half as many.
-    """
+    programs: _Programs
+    chunk: int | None  # examples that a device takes at a time; None is by size
+    # What earlier calls found out, by the form of the inputs.
+    sizes: dict = dataclasses.field(default_factory=dict)  # of chunks and blocks
+    independent: set = dataclasses.field(
+        default_factory=set
+    )  # no example changes others
+
+    def works(self, model: tuple, inputs: PyTree) -> Iterator[_Work]:
+        """Yield the work of each block of the inputs, for a model by slot.
+
+        A block has the same number of chunks for each replica, dealt out in turn.
+        """
+        _check_axes("inputs", inputs)
+        inputs = jax.tree.map(functools.partial(_array, "inputs"), inputs)
+        num_rows = len(jax.tree.leaves(inputs)[0])
+        places, replicas = self.programs.places, self.programs.places.layout.replicas
+        # Few rows fill one chunk of a power of two; all larger numbers share a program.
+        chunk, chunks = 2 ** math.ceil(math.log2(-(-num_rows // replicas))), 1
+        if chunk >= (self.chunk or _CHUNK[0]):
+            most, several = self._sizes(model, inputs)
+            chunk, chunks = (most, several) if chunk >= most else (chunk, 1)
+        turn, size = replicas * chunk, replicas * chunk * chunks
+
+        def block(start, x):  # of rows [N, ...]: [chunks, R * chunk, ...]
+            x = np.array(_numbers("inputs", x[start : start + size]))
+            if len(x) < size:
+                x = np.pad(x, [(0, size - len(x)), *[(0, 0)] * (x.ndim - 1)])
+            return x.reshape(chunks, turn, *x.shape[1:])
+
+        for start in range(0, num_rows, size):
+            n, cut = min(size, num_rows - start), functools.partial(block, start)
+            rows = jax.tree.map(functools.partial(_on_data, cut), inputs)
+            of_slot, of_all = places.deal("chunks", rows, axis=1)
+            of_all["count"] = np.int32(-(-n // turn))
+            predict = self.programs.member.predict
+            yield _Work(predict, model, of_slot, of_all, num_rows=n)
+
+    def _sizes(self, model, inputs):
+        """Return how many examples a chunk has, and how many chunks a block.
+
+        They depend on the form of the inputs, not on the number, so one program serves
+        all numbers.
+        """
+        if (key := str(_described(inputs, first=1))) in self.sizes:
+            return self.sizes[key]
+        programs = self.programs
+        member, places = programs.member, programs.places
+        least, most = (self.chunk,) * 2 if self.chunk else _CHUNK
+
+        rows = jax.tree.map(lambda x: _like(_numbers("inputs", x[:1]), least), inputs)
+        one = jax.tree.map(_like, (model, programs.hyper))  # of a member
+        with _no_mesh():
+            made = jax.eval_shape(member.outputs, *one, programs.frozen, rows)
+        arrays = jax.tree.leaves((rows, [made] * places.layout.members_per_device))
+        chunk, size = least, sum(x.size * x.dtype.itemsize for x in arrays) or 1
+        while 2 * chunk <= most and 2 * size <= _BLOCK_BYTES and not places.on_cpu:
+            chunk, size = 2 * chunk, 2 * size
+        chunks = _BLOCK_BYTES * (1 if places.on_cpu else 4) // size
+        self.sizes[key] = chunk, max(1, min(_BLOCK_CHUNKS, chunks))
+        return self.sizes[key]
+
+    def blocks(self, model: tuple, inputs: PyTree, tried: bool = False) -> Iterator:
+        """Yield the members' outputs for the inputs, a block at a time, [K, n, ...]."""
+        computing: collections.deque = collections.deque()
+        for work in self.works(model, inputs):
+            made = self.programs.run(None, work)
+            computing.append((functools.partial(self._members, work.num_rows), made))
+            if len(computing) > 1:  # the devices are a block ahead
+                yield jax.tree.map(*computing.popleft())
+            elif work.num_rows > 1 and not tried:
+                self._check_independence(model, inputs, work.num_rows, made)
+        yield jax.tree.map(*computing.pop())
+
+    def _members(self, n, x):
+        """Bring [D * M, chunks, chunk, ...] to the host: [K, n, ...]."""
+        layout, x = self.programs.places.layout, _gather_devices(x)
+        shape = len(x) // layout.replicas, layout.replicas, *x.shape[1:]
+        x = x.reshape(shape).swapaxes(1, 2)
+        x = x.reshape(len(x), math.prod(x.shape[1:4]), *x.shape[4:])
+        return x[: layout.members, :n]
+
+    def _check_independence(self, model, inputs, n, made):
+        """Raise ValueError if the outputs of an example depend on other examples.
+
+        The first and the last example of a chunk are tried, each among copies of
+        itself, until a chunk of such a form has outputs that differ.
+        """
+        inputs = jax.tree.map(functools.partial(_array, "inputs"), inputs)
+        if (key := str(_described(inputs, first=1))) in self.independent:
+            return
+        most = self.programs.places.layout.replicas * jax.tree.leaves(made)[0].shape[2]
+        count = min(most, n)
+        made = jax.tree.map(functools.partial(self._members, n), made)
+        for i, name in (0, "first"), (count - 1, "last"):
+
+            def repeat(x, i=i):
+                return np.repeat(np.asarray(x[i : i + 1]), count, axis=0)
+
+            copies = jax.tree.map(functools.partial(_on_data, repeat), inputs)
+            (again,) = self.blocks(model, copies, tried=True)
+            for x, y in zip(*map(jax.tree.leaves, (made, again))):
+                if not _near(x[:, i], y[:, i], like=x):
+                    raise ValueError(
+                        f"apply_fn's output for the {name} example changes with the "
+                        "others; inputs are [N, ...], x[None] for one example x, and "
+                        "predicting uses no batch statistics: train=False"
+                    )
+        for x in jax.tree.leaves(made):
+            same = np.broadcast_to(x[:, :1], x.shape)
+            if not np.array_equal(x[:, :count], same[:, :count], equal_nan=True):
+                self.independent.add(key)
+
+
+# ---------------------------------------------------------------------------------
+# Trainer: any number of members on any number of devices
+# ---------------------------------------------------------------------------------
+
+
+# Orders of up to so many steps share a program, which holds the aux of all of them:
+# fewer steps, where these would take more bytes.
+_STEPS, _AUX_BYTES = 256, 2**26
+
+
+def _checked_order(order: Any, members: int, num_rows: int) -> np.ndarray:
+    """Check an order [steps, B] or [K, steps, B] of rows; return it as int32."""
     order = np.asarray(_numbers("order", order))
     fits = order.ndim == 2 or (order.ndim == 3 and len(order) == members)
     if not (fits and order.size and order.dtype.kind in "iu"):
@@ -1883,129 +2318,7 @@ def _padded(order: Any, members: int, num_rows: int) -> tuple[np.ndarray, int]:
     if not 0 <= order.min() <= order.max() < num_rows:
         found = f"order holds rows {order.min()} to {order.max()}"
         raise ValueError(f"{found}; the data have rows 0 to {num_rows - 1}")
-    num_steps, axes = order.shape[-2], [(0, 0)] * order.ndim
-    axes[-2] = 0, max(_STEPS - num_steps, -num_steps % (_STEPS // 2))
-    return np.pad(order.astype(np.int32, copy=False), axes), num_steps
-
-
-def _scan_first(f, carry, xs, count, platform) -> tuple:
-    """Scan the first `count` of xs; results for the others are 0.
-
-    `count` is traced, so one program serves every count up to the length of xs.
-    """
-
-    def at(i):
-        return jax.tree.map(lambda x: x[i], xs)
-
-    def advance(i, both):
-        carry, ys = both
-        carry, y = run(carry, at(i))
-        return carry, jax.tree.map(lambda ys, y: ys.at[i].set(y), ys, y)
-
-    run = jax.jit(f, inline=True)  # f is traced once for all uses
-    _, shapes = run.eval_shape(carry, at(0))
-    length = len(jax.tree.leaves(xs)[0])
-    ys = jax.tree.map(lambda y: jnp.zeros((length, *y.shape), y.dtype), shapes)
-    both, done = (carry, ys), 0
-    if platform in _GPU and length >= _TURNS:
-
-        def several(i, both):
-            turn = lambda j, both: advance(i * _TURNS + j, both)  # noqa: E731
-            return lax.fori_loop(0, _TURNS, turn, both)
-
-        both = lax.fori_loop(0, count // _TURNS, several, both)
-        done = count // _TURNS * _TURNS
-    return lax.fori_loop(done, count, advance, both)
-
-
-def _check_made(made: PyTree, stateful: bool) -> None:
-    """Raise ValueError unless init_fn returned a tree of arrays."""
-    if stateful and (type(made) is not tuple or len(made) != 2):
-        expected = "with stateful=True, expected the tuple (params, model_state)"
-        raise ValueError(f"init_fn returns {type(made).__name__}; {expected}")
-    for name, leaf in _named(made):
-        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
-            expected = "a tree of arrays: split off other leaves (equinox.partition, "
-            found = f"init_fn returns {type(leaf).__name__} at '{name}'"
-            raise ValueError(f"{found}; expected {expected}flax.nnx.split)")
-        _numbers("leaves that init_fn returns", leaf)
-
-
-# A chunk has so many examples on a CPU, and more elsewhere, up to the second number.
-_CHUNK = 32, 4096
-# A block has at most _BLOCK_CHUNKS chunks, whose inputs and outputs take about
-# _BLOCK_BYTES on a CPU.  Elsewhere, a chunk may take so many, and a block four times.
-_BLOCK_CHUNKS, _BLOCK_BYTES = 128, 2**22
-
-_ARRAYS = "hyper", "frozen", "latest", "_known"  # a trainer's, that members lack
-
-
-class _Member(types.SimpleNamespace):
-    """A member's work on one device, which a trainer maps over all of its members.
-
-    It has the trainer's functions and options, and not its arrays, which programs would
-    hold.  Each function takes the member's state, its hyper, the frozen tree, and its
-    other arguments by name.  Hyper and the frozen tree are each in a tuple, which is
-    empty if there is none.
-    """
-
-    def make_optimizer(self, *hyper):
-        form = "with hyper, expected a function, such as lambda h: sgd(h)"
-        make = self.optimizer
-        own = hyper and callable(make)
-        return _call("optimizer", form, make, *hyper) if own else make
-
-    def make_step(self, hyper, frozen):
-        options = self.has_aux, self.stateful, self.microbatch, self.skip_nonfinite
-        functions = self.loss_fn, self.make_optimizer(*hyper)
-        return _make_step(self.shards, *functions, (*hyper, *frozen), *options)
-
-    def init(self, _, hyper, frozen, number, key):
-        init_key, key = jax.random.split(jax.random.fold_in(key, number))
-        made = self.init_fn(init_key, *hyper, *frozen)
-        _check_made(made, self.stateful)
-        params, model_state = made if self.stateful else (made, ())
-        optimizer = self.make_optimizer(*hyper)
-        return train_state(params, optimizer, model_state=model_state, key=key)
-
-    def update(self, state, hyper, frozen, batch, part=0):
-        return self.make_step(hyper, frozen)(part, state, *batch)
-
-    def epoch(self, state, hyper, frozen, order, data, num_steps, part=0):
-        step = self.make_step(hyper, frozen)
-
-        def train_on(state, rows):
-            return step(part, state, *jax.tree.map(lambda x: x[rows], data))
-
-        return _scan_first(train_on, state, order, num_steps, self.platform)
-
-    def predict(self, model, hyper, frozen, chunks, count, part=0):
-        def predict(carry, inputs):
-            inputs = _over_shards(inputs, self.shards)
-            return carry, self.outputs(model, hyper, frozen, inputs)
-
-        return _scan_first(predict, (), chunks, count, self.platform)[1]
-
-    def outputs(self, model, hyper, frozen, inputs):
-        """Return what a member predicts for a chunk."""
-        given = f"for inputs {_form(inputs)}, filled up to a chunk"
-        given += "; one example x is given as x[None]"
-        more = *hyper, *frozen
-        outputs = _call("apply_fn", given, self.apply_fn, *model, inputs, *more)
-        if self.output is jax.nn.softmax:
-            logits = isinstance(outputs, Array) and outputs.ndim > 1
-            if not (logits and outputs.shape[-1] > 1):
-                raise ValueError(
-                    f"apply_fn returns {_form(outputs)} {given}; the softmax takes "
-                    "logits [B, ..., C]: make the trainer with output=None, or with a "
-                    "function of the outputs"
-                )
-            outputs = outputs.astype(_wide(outputs.dtype))
-        outputs = outputs if self.output is None else self.output(outputs)
-        chunk = jax.tree.leaves(inputs)[0].shape[0]
-        expected = f"{chunk}, an entry per example of the chunk, in every leaf"
-        _check_axes("outputs", outputs, chunk, expected=expected)
-        return outputs
+    return order.astype(np.int32, copy=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -2091,13 +2404,6 @@ class Trainer:
     frozen: PyTree = None  # arrays that members share and none trains
     shards: int = 1  # devices that hold one member together
     latest: TrainState | None = dataclasses.field(init=False, default=None)
-    # What earlier calls made or found out, by
-    #   (function, together)     its program, for so many members together
-    #   (function, its input)    how many members are together: `_together`
-    #   ("any", "together")      the same, of the program made last
-    #   ("sizes", inputs)        of chunks and blocks: `_sizes`
-    #   ("independent", inputs)  True, if no example changes another
-    _known: dict = dataclasses.field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         _count("chunk", 1 if self.chunk is None else self.chunk)
@@ -2106,20 +2412,20 @@ class Trainer:
             found = f"init_fn is {type(self.init_fn).__name__}; expected a function"
             raise ValueError(f"{found}; each architecture takes a trainer of its own")
         on_host = functools.partial(_on_data, np.asarray)
-        own = jax.tree.map(on_host, (self.hyper,) if self._hyper else ())
-        for i in range(self.layout.members if own else 1):  # raises if one cannot be
-            hyper = jax.tree.map(operator.itemgetter(i), own)
-            self._member.make_step(hyper, self._frozen)
+        hyper = (self.hyper,) if self._programs.hyper else ()
+        hyper = jax.tree.map(on_host, hyper)
+        for i in range(self.members if hyper else 1):  # raises if one cannot be
+            self._member.optimizer_of(*jax.tree.map(operator.itemgetter(i), hyper))
 
     def __repr__(self) -> str:  # on one line, without arrays and addresses
         made_of = self.init_fn, self.loss_fn
         names = [getattr(f, "__name__", type(f).__name__) for f in made_of]
-        given = f"shards={self.shards}, at_once={self._together()}"
-        return f"Trainer({', '.join(names)}, {self.layout}, {given})"
+        options = f"shards={self.shards}, at_once={self._programs.together}"
+        return f"Trainer({', '.join(names)}, {self.layout}, {options})"
 
-    def __getstate__(self) -> dict:  # a copy makes programs of its own
-        own = {name: x for name, x in vars(self).items() if name != "_places"}
-        return own | {"_known": {}}
+    def __getstate__(self) -> dict:  # a copy finds out the rest, where it is
+        fields = dataclasses.fields(self)
+        return {x.name: getattr(self, x.name) for x in fields if x.init}
 
     @functools.cached_property
     def _places(self) -> _Places:
@@ -2152,12 +2458,18 @@ class Trainer:
 
     @functools.cached_property
     def _member(self) -> _Member:
-        names = {x.name for x in dataclasses.fields(self)} - {*_ARRAYS}
-        own = {name: getattr(self, name) for name in names}
-        own["platform"] = self._places.platform
-        if self.microbatch == "auto" and own["platform"] != "cpu":
-            own["microbatch"] = None  # micro-batches are for a CPU's cache
-        return _Member(**own)
+        functions = self.init_fn, self.apply_fn, self.output
+        where = self.shards, self._places.platform
+        return _Member(
+            self.loss_fn,
+            self.optimizer,
+            self.has_aux,
+            self.stateful,
+            self.microbatch,
+            self.skip_nonfinite,
+            *functions,
+            *where,
+        )
 
     @functools.cached_property
     def _hyper(self) -> tuple:
@@ -2176,72 +2488,20 @@ class Trainer:
         frozen, places = _private("frozen", self.frozen), self._places
         return (places.put(frozen, places.everywhere, divide=True),)
 
-    # `_init`, `_update`, `_epoch` and `_predict` check a method's arguments, and return
-    # its work, (f, state, of_slot, of_all): f is one of `_Member`'s functions, and the
-    # arguments are as in `_over_members`.  `_do` runs the work, and `lower` lowers it.
+    @functools.cached_property
+    def _programs(self) -> _Programs:
+        arrays = self._hyper, self._frozen
+        return _Programs(self._member, self._places, *arrays, self.at_once)
 
-    def _program(self, f, state, of_slot, of_all):
-        """Return the program of some work, and its arguments."""
-        given = of_slot, of_all
-        of_slot = {"hyper": self._hyper, **of_slot}
-        args = state, of_slot, {"frozen": self._frozen, **of_all}
-        return self._mapped(f, self._together(f, args, given)), args
-
-    def _mapped(self, f, together):
-        if (key := (f.__name__, together)) not in self._known:
-            self._known[key] = _over_members(f, self._places, together)
-        return self._known[key]
-
-    def _together(self, f=None, args=(None,), given=()):
-        """Return how many of a device's members are computed together.
-
-        By default it is one on a CPU, in `init`, and for keys whose draws would change;
-        elsewhere all, or as many as fit.
-        """
-        most, known = self.layout.members_per_device, self._known
-        in_turn = self._places.platform == "cpu" or f == self._member.init
-        if self.at_once:
-            return min(self.at_once, most)
-        if in_turn or _is_rbg(getattr(args[0], "key", None)):
-            return 1
-        if f is None or self._places.absent:
-            return known.get(("any", "together"), most)
-        if (key := (f.__name__, str(_form(given)))) not in known:
-            where = self._places.by_slot
-            while most > 1 and not _fits(self._mapped(f, most), args, where):
-                most = -(-most // 2)
-            known[key] = known["any", "together"] = most
-        return known[key]
-
-    def _do(self, f, state, of_slot, of_all):
-        """Call f(state, hyper, frozen, **of_slot, **of_all), of one member, for all."""
-        if (places := self._places).absent:
-            found = "the devices are a topology's, which cannot run"
-            raise ValueError(f"{found}; use Trainer.lower")
-        of_slot = places.give(of_slot, places.by_slot)
-        of_all = places.give(of_all, places.everywhere)
-        program, args = self._program(f, state, of_slot, of_all)
-        train = f.__name__ in _TRAINING
-        meet = places.shards > 1 or (train and self.layout.replicas > 1)
-        call = functools.partial(_run, program, meet and places.platform == "cpu")
-        try:
-            return _consume(self, call, *args) if train else call(*args)
-        except jax.errors.JaxRuntimeError as error:
-            if not self.at_once or "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            remedy = "use fewer, or None for as many as fit"
-            raise RuntimeError(f"at_once={self.at_once}: {error}; {remedy}") from error
-
-    def _form_made(self, key):
-        """Return the form of the state that init makes, leaves [D * M, ...]."""
-        program, args = self._program(*self._init(key))
-        with _no_mesh():
-            return jax.eval_shape(program, *args)
+    @functools.cached_property
+    def _predictions(self) -> _Predictions:
+        return _Predictions(self._programs, self.chunk)
 
     @functools.cached_property
     def _made(self) -> TrainState:
+        """The form of the state that init makes, leaves [D * M, ...]."""
         with jax.transfer_guard("allow"):
-            return self._form_made(jax.random.key(0))
+            return self._programs.form(self._init(jax.random.key(0)))
 
     def _check_members(self, state, members, expected, trains=False):
         """Raise ValueError unless these members are as init makes them.
@@ -2250,23 +2510,20 @@ class Trainer:
         """
         what = "a state of another trainer"
         _check_axes("state", state, len(members), expected=expected)
-        if state.key is not None:
-            _check_draws(state.key, self.at_once)
-            keys = _gather_devices(_key_data(state.key))
-            _call(what, expected, _check_keys, keys, members)
+        if state.key is None:
+            found = "the state has no key, which tells members from replicas"
+            keys = f"members [K, ...] take jax.random.split(key, {self.members})"
+            raise ValueError(f"{found}; keep it, or scatter: {keys}")
+        _check_draws(state.key, self.at_once)
+        keys = _gather_devices(_key_data(state.key))
+        _user_call(what, expected, _check_keys, keys, members)
         part = {"key": None} | ({} if trains else {"opt_state": ()})
         both = (each._replace(**part) for each in (state, self._made))
         remedy = ", as the trainer's init returns it"
         _check_form(what, *both, remedy, first=1, typed=trains)
 
-    def _admit(self, state, trains=False):
-        """Check a state, and return it in its slots: the one door for states.
-
-        The latest one needs no check.  Where a state is to be trained, its types and
-        the optimizer's state matter too, and no two leaves may share a buffer.
-        """
-        if _is_latest(self, state):
-            return state
+    def _fit(self, state, trains):
+        """Check a state, and return it in its slots: see `_admit`."""
         places, (members, _) = self._places, self._places.slots
         expected = f"this trainer's {len(members)}: use init, or gather and scatter"
 
@@ -2278,11 +2535,14 @@ class Trainer:
         moves = not all(map(there, jax.tree.leaves(state)))
         state = _private("state", state) if moves else state
         self._check_members(state, members, expected, trains)
-        if moves:
-            state = places.put(state, places.by_slot, divide=True)
-        if trains:
-            _check_apart(state)
-        return state
+        return places.put(state, places.by_slot, divide=True) if moves else state
+
+    def _admit(self, state, trains=False):
+        fit = functools.partial(self._fit, trains=trains)
+        return _admit(self, state, fit, trains)
+
+    # `_init`, `_update`, `_epoch` and `_predict` check a method's arguments and return
+    # its work, which `_programs` runs, or lowers.
 
     # Making and moving the members
 
@@ -2302,13 +2562,14 @@ class Trainer:
         above 1, and for an init_fn that returns leaves other than arrays.
         """
         object.__setattr__(self, "latest", None)  # the trainer is frozen
-        return self._do(*self._init(key))
+        return self._programs.run(self, self._init(key))
 
     def _init(self, key):
         expected = "expected one random key, such as jax.random.key(0), for all members"
-        _call("key", expected, jax.random.split, key)
+        _user_call("key", expected, jax.random.split, key)
         _check_draws(key, self.at_once)
-        return self._member.init, None, {"number": self._places.slots[0]}, {"key": key}
+        number = {"number": self._places.slots[0]}
+        return _Work(self._member.init, None, number, {"key": key})
 
     def gather(self, state: TrainState) -> TrainState:
         """Bring each member to the host, leaves [K, ...]; compare its replicas.
@@ -2346,9 +2607,8 @@ class Trainer:
         Leaves are `jax.ShapeDtypeStruct`; nothing is computed.  The state's key has the
         kind of `key`, by default the kind of `jax.random.key(0)`.
         """
-
-        made = self._made if key is None else self._form_made(key)
-        return jax.tree.map(lambda x: _like(x, self.members), made)
+        form = self._made if key is None else self._programs.form(self._init(key))
+        return jax.tree.map(lambda x: _like(x, self.members), form)
 
     def scatter(self, gathered: TrainState) -> TrainState:
         """Put members, leaves [K, ...], on the devices: the inverse of `gather`.
@@ -2374,7 +2634,13 @@ class Trainer:
 
         Raises ValueError as the method does, and for another method.
         """
-        if method not in ("init", "update", "epoch", "predict"):
+        works = {
+            "init": self._init,
+            "update": self._update,
+            "epoch": self._epoch,
+            "predict": self._predict,
+        }
+        if method not in works:
             expected = "'init', 'update', 'epoch' or 'predict'"
             raise ValueError(f"method is {method!r}; expected {expected}")
 
@@ -2387,13 +2653,7 @@ class Trainer:
             places = self._places
             args, options = jax.tree.map(zeros, (args, options))
             args = places.put(self._made, places.by_slot, divide=True), *args
-        work = getattr(self, f"_{method}")(*args, **options)
-        *_, work = next(work) if method == "predict" else (work,)
-        f, state, *given = work
-        given = jax.eval_shape(lambda *given: given, *given)  # forms, also of keys
-        program, args = self._program(f, state, *given)
-        with _no_mesh():
-            return program.lower(*args)
+        return self._programs.lower(works[method](*args, **options))
 
     # Training
 
@@ -2419,7 +2679,7 @@ class Trainer:
         state = self._admit(state, trains=True)
         work = self._update(state, *batch, per_member=per_member)
         self._warn_if_equal(state, own=per_member)
-        state, metrics = self._do(*work)
+        state, metrics = self._programs.run(self, work)
         return state, self._places.from_slots(metrics)
 
     def _update(self, state, *batch, per_member=False):
@@ -2429,8 +2689,8 @@ class Trainer:
         else:
             _check_axes("batch", batch)
         batch = _private("batch", batch)
-        given = self._places.share("batch", batch, int(per_member), per_member)
-        return self._member.update, state, *given
+        parts = self._places.deal("batch", batch, int(per_member), per_member)
+        return _Work(self._member.update, state, *parts, trains=True)
 
     def epoch(
         self, state: TrainState, data: tuple | list, order: ArrayLike
@@ -2451,25 +2711,41 @@ class Trainer:
         for data of several lengths.
         """
         state = self._admit(state, trains=True)
-        f, state, of_slot, of_all = self._epoch(state, data, order)
-        of_all["data"] = self.place(of_all["data"])  # as a trace depends on it
+        work = self._epoch(state, data, order, self.place)
         order = np.asarray(order)
         own = order.ndim == 3 and (order != order[:1]).any()
         self._warn_if_equal(state, own)
-        state, metrics = self._do(f, state, of_slot, of_all)
+        state, metrics = self._programs.run(self, work)
         return state, self._places.from_slots(metrics, order.shape[-2])
 
-    def _epoch(self, state, data, order):
+    def _epoch(self, state, data, order, place=lambda data: data):
         if not isinstance(data, (tuple, list)):
             found = f"data is {type(data).__name__}"
             raise ValueError(f"{found}; expected a tuple of loss_fn's arguments")
         _check_axes("data", data)
         num_rows = np.shape(jax.tree.leaves(data)[0])[0]
-        rows, num_steps = _padded(order, self.members, num_rows)
-        own = rows.ndim == 3
-        given, of_all = self._places.share("order", rows, rows.ndim - 1, own)
-        of_all |= {"data": tuple(data), "num_steps": np.int32(num_steps)}
-        return self._member.epoch, state, given, of_all
+        order = _checked_order(order, self.members, num_rows)
+        data = place(tuple(data))  # before the call, as a trace depends on it
+        num_steps, axes = order.shape[-2], [(0, 0)] * order.ndim
+        least = self._shared_steps(state, data, order.shape[-1])
+        axes[-2] = 0, max(least - num_steps, -num_steps % -(-least // 2))
+        order = np.pad(order, axes)
+        parts = self._places.deal("order", order, order.ndim - 1, order.ndim == 3)
+        parts[1].update(data=data, num_steps=np.int32(num_steps))
+        return _Work(self._member.epoch, state, *parts, trains=True)
+
+    def _shared_steps(self, state, data, size):
+        """Return up to how many steps orders share a program, which holds their aux."""
+        if not self.has_aux:
+            return _STEPS
+        params, _, *model = jax.tree.map(_like, state)  # of a member
+        batch = jax.tree.map(lambda x: _like(_numbers("data", x), size), data)
+        extras = *jax.tree.map(_like, self._hyper), *self._frozen
+        with _no_mesh():
+            given = params, *model, batch, extras
+            _, (_, aux) = jax.eval_shape(self._member.loss, *given)
+        num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(aux))
+        return max(1, min(_STEPS, _AUX_BYTES // max(1, num_bytes)))
 
     def place(self, data: PyTree) -> PyTree:
         """Copy all of data, a tree of arrays [N, ...], to every device in use.
@@ -2513,7 +2789,8 @@ class Trainer:
             return x.mean(axis=0, dtype=_wide(x.dtype))
 
         with np.errstate(invalid="ignore", over="ignore"):
-            means = [jax.tree.map(mean, block) for block in self._blocks(state, inputs)]
+            blocks = self.predict_blocks(state, inputs)
+            means = [jax.tree.map(mean, block) for block in blocks]
         return jax.tree.map(lambda *x: np.concatenate(x), *means)
 
     def predict_members(self, state: TrainState, inputs: PyTree) -> PyTree:
@@ -2521,113 +2798,36 @@ class Trainer:
 
         Inputs and errors are those of `predict`.
         """
-        blocks = self._blocks(state, inputs)
+        blocks = self.predict_blocks(state, inputs)
         return jax.tree.map(lambda *x: np.concatenate(x, axis=1), *blocks)
 
-    def _blocks(self, state, inputs, tried=False):
-        """Yield the members' outputs for the inputs, a block at a time, [K, n, ...]."""
-        state = self._admit(state)
-        computing = collections.deque()
-        for n, work in self._predict(state, inputs):
-            computing.append((functools.partial(self._join, n), self._do(*work)))
-            if len(computing) > 1:  # the devices are a block ahead
-                yield jax.tree.map(*computing.popleft())
-            elif n > 1 and not tried:
-                self._check_independence(state, inputs, *computing[0])
-        yield jax.tree.map(*computing.pop())
+    def predict_blocks(self, state: TrainState, inputs: PyTree) -> Iterator[PyTree]:
+        """Yield what `predict_members` returns, a block of examples at a time.
 
-    def _join(self, n, x):  # [D * M, chunks, chunk, ...] -> [K, n, ...]
-        x, replicas = _gather_devices(x), self.layout.replicas
-        x = x.reshape(len(x) // replicas, replicas, *x.shape[1:]).swapaxes(1, 2)
-        x = x.reshape(len(x), math.prod(x.shape[1:4]), *x.shape[4:])
-        return x[: self.members, :n]
-
-    def _check_independence(self, state, inputs, join, made):
-        """Raise ValueError if the outputs of an example depend on other examples.
-
-        Inputs of each form are tried once: the first and the last example of a chunk,
-        each among copies of itself.
+        Leaves are [K, n, ...].  The host holds two blocks, and never all outputs.  The
+        devices are a block ahead of the loop, so the state may be consumed only after
+        the last block.  Inputs and errors are those of `predict`.
         """
-        inputs = jax.tree.map(functools.partial(_array, "inputs"), inputs)
-        if (key := ("independent", str(_form(inputs, first=1)))) in self._known:
-            return
-        most = self.layout.replicas * jax.tree.leaves(made)[0].shape[2]
-        made = jax.tree.map(join, made)
-        count = min(most, len(jax.tree.leaves(made)[0][0]))
-        for i, name in (0, "first"), (count - 1, "last"):
-
-            def repeat(x, i=i):
-                return np.repeat(np.asarray(x[i : i + 1]), count, axis=0)
-
-            copies = jax.tree.map(functools.partial(_on_data, repeat), inputs)
-            (again,) = self._blocks(state, copies, tried=True)
-            for x, y in zip(*map(jax.tree.leaves, (made, again))):
-                if not _near(x[:, i], y[:, i], like=x):
-                    raise ValueError(
-                        f"apply_fn's output for the {name} example changes with the "
-                        "others; inputs are [N, ...], x[None] for one example x, and "
-                        "predicting uses no batch statistics: train=False"
-                    )
-        self._known[key] = True
+        state = self._admit(state)
+        return self._predictions.blocks(self._model(state), inputs)
 
     def _predict(self, state, inputs):
-        """Yield the number of examples and the work of each block of the inputs.
+        return next(self._predictions.works(self._model(state), inputs))
 
-        A block has the same number of chunks for each replica, dealt out in turn.
-        """
+    def _model(self, state):
+        """Return the parts of a state that apply_fn takes."""
         if self.apply_fn is None:
             raise ValueError("predicting takes an apply_fn; give make_trainer one")
-        _check_axes("inputs", inputs)
-        inputs = jax.tree.map(functools.partial(_array, "inputs"), inputs)
-        num_rows = len(jax.tree.leaves(inputs)[0])
-        model = (state.params, state.model_state)[: 1 + self.stateful]
-        replicas = self.layout.replicas
-        # Few rows fill one chunk of a power of two; all larger numbers share a program.
-        chunk, chunks = 2 ** math.ceil(math.log2(-(-num_rows // replicas))), 1
-        if chunk >= (self.chunk or _CHUNK[0]):
-            most, more = self._sizes(model, inputs)
-            chunk, chunks = (most, more) if chunk >= most else (chunk, 1)
-        turn, size = replicas * chunk, replicas * chunk * chunks
-
-        def block(start, x):  # of rows [N, ...]: [chunks, R * chunk, ...]
-            x = np.array(_numbers("inputs", x[start : start + size]))
-            if len(x) < size:
-                x = np.pad(x, [(0, size - len(x)), *[(0, 0)] * (x.ndim - 1)])
-            return x.reshape(chunks, turn, *x.shape[1:])
-
-        for start in range(0, num_rows, size):
-            n, cut = min(size, num_rows - start), functools.partial(block, start)
-            rows = jax.tree.map(functools.partial(_on_data, cut), inputs)
-            of_slot, of_all = self._places.share("chunks", rows, axis=1)
-            of_all["count"] = np.int32(-(-n // turn))
-            yield n, (self._member.predict, model, of_slot, of_all)
-
-    def _sizes(self, model, inputs):
-        """Return how many examples a chunk has, and how many chunks a block.
-
-        They depend on the form of the inputs, not on the number, so one program serves
-        all numbers.
-        """
-        if (key := ("sizes", str(_form(inputs, first=1)))) in self._known:
-            return self._known[key]
-        least, most = (self.chunk,) * 2 if self.chunk else _CHUNK
-
-        rows = jax.tree.map(lambda x: _like(_numbers("inputs", x[:1]), least), inputs)
-        own = jax.tree.map(_like, (model, self._hyper))
-        with _no_mesh():
-            made = jax.eval_shape(self._member.outputs, *own, self._frozen, rows)
-        arrays = jax.tree.leaves((rows, [made] * self.layout.members_per_device))
-        chunk, size = least, sum(x.size * x.dtype.itemsize for x in arrays) or 1
-        on_cpu = self._places.platform == "cpu"
-        while 2 * chunk <= most and 2 * size <= _BLOCK_BYTES and not on_cpu:
-            chunk, size = 2 * chunk, 2 * size
-        chunks = _BLOCK_BYTES * (1 if on_cpu else 4) // size
-        self._known[key] = chunk, max(1, min(_BLOCK_CHUNKS, chunks))
-        return self._known[key]
+        return (state.params, state.model_state)[: 1 + self.stateful]
 
 
 del Trainer.output  # a default; help() would explain JAX's softmax for the attribute
 make_trainer = Trainer
+
+
+# ---------------------------------------------------------------------------------
+# Batches: which examples a step sees, and making them in advance
+# ---------------------------------------------------------------------------------
 
 
 def choose_members(better: ArrayLike, new: TrainState, old: TrainState) -> TrainState:
@@ -2712,17 +2912,34 @@ def prefetch(batches: Iterable, size: int = 2) -> Iterator:
     not an int of 1 or more.
     """
     _count("size", size)
-    items, end = iter(batches), object()
+    items = iter(batches)
 
     def ahead():
-        pool = concurrent.futures.ThreadPoolExecutor(max_workers=1)
+        room: Any = threading.Semaphore(size)
+        made: Any = queue.SimpleQueue()
+        left = False  # by the loop
+
+        def make():
+            while room.acquire() and not left:
+                try:
+                    made.put((next(items), None))
+                except BaseException as error:  # the loop's, or its end
+                    return made.put((None, error))
+
+        # A process can end although a daemon waits for an item that never comes.
+        threading.Thread(target=make, daemon=True).start()
         try:
-            made = collections.deque(pool.submit(next, items, end) for _ in range(size))
-            while (item := made.popleft().result()) is not end:
-                made.append(pool.submit(next, items, end))
+            while True:
+                item, error = made.get()
+                if isinstance(error, StopIteration):
+                    return
+                if error:
+                    raise error
+                room.release()
                 yield item
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            left = True
+            room.release()
 
     return ahead()
 
@@ -2771,6 +2988,8 @@ def replace_file(path: str | os.PathLike) -> Iterator[Any]:
             finally:
                 os.close(handle)
     except OSError as error:
+        if error.filename not in (None, temporary, path, folder or "."):
+            raise  # of another file, in the caller's block
         raise OSError(error.errno, error.strerror or str(error), path) from error
     finally:
         with contextlib.suppress(OSError):  # it exists only if something failed
@@ -2911,7 +3130,7 @@ def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
     ours = _by_path(like)
     remedy = "; gather a state before you save it, or give its kind of key to like"
     end = f"{remedy}: see help(load)" if isinstance(like, TrainState) else ""
-    _check_leaves(path, _form(leaves), _form(ours), end)
+    _check_leaves(path, _described(leaves), _described(ours), end)
     return jax.tree.unflatten(jax.tree.structure(like), [leaves[n] for n in ours])
 
 

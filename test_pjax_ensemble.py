@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import itertools
 import os
+import pickle
 import re
 import runpy
 import shutil
@@ -1183,6 +1184,24 @@ REFUSED_STEPS = [
 ]
 
 
+@cases(
+    "options, made, message",
+    ("has_aux", (), r"one result; expected the pair \(loss, aux\)$"),
+    ("stateful", (), r"one result; expected the pair \(loss, model_state\)$"),
+    ("stateful", (1.0, 2.0), r"3 results; expected the pair \(loss, model_state\)$"),
+    ("has_aux stateful", (1.0,), r"one result; .* \(loss, \(model_state, aux\)\)$"),
+)
+def test_a_loss_that_returns_no_pair_is_told_which(options, made, message):
+    def loss_fn(params, *rest):
+        return (jnp.sum(params), *made) if made else jnp.sum(params)
+
+    update = pe.make_ensemble_update(
+        loss_fn, SGD, **dict.fromkeys(options.split(), True)
+    )
+    state = numbers(keys_of(0, D))
+    assert re.search(message, said_by(ValueError, update, state, np.ones((D, 2))))
+
+
 @pytest.mark.parametrize("make, make_state, options, shape, message", REFUSED_STEPS)
 def test_a_refused_update_keeps_its_state(make, make_state, options, shape, message):
     state = make_state()
@@ -1195,15 +1214,26 @@ def test_a_batch_is_cut_only_if_its_leaves_are_of_one_length():
     def loss_fn(params, x, class_weights):
         return params * x.mean() * class_weights.sum()
 
-    x, class_weights = np.ones((2, 8)), np.ones((2, 4))
-    said = "first axes of the batch have lengths [(4,), (8,)]; expected"
-    for microbatch, message in (4, said), ("auto", None), (None, None):
-        update = pe.make_sync_update(loss_fn, SGD, microbatch=microbatch)
+    for x, weights, lengths in (
+        (np.ones((2, 8)), np.ones((2, 4)), "[(4,), (8,)]"),
+        (np.ones((2, 64, 3)), np.ones((2, 10)), "[(10,), (64,)]"),
+        (np.ones(2), np.ones((2, 64)), "[(), (64,)]"),
+    ):
+        said = f"first axes of the batch have lengths {lengths}; expected"
+        for microbatch, message in (4, said), ("auto", None), (None, None):
+            update = pe.make_sync_update(loss_fn, SGD, microbatch=microbatch)
+            if message:
+                state = one_number(2)
+                assert message in said_by(ValueError, update, state, x, weights)
+            else:
+                loss = update(one_number(2), x, weights)[1]
+                assert_close(loss, np.float32([weights[0].size] * 2))
+    for microbatch, message in (4, "first axes of the batch"), ("auto", None):
+        update = pe.make_sync_update(lambda p: p * 2, SGD, microbatch=microbatch)
         if message:
-            state = one_number(2)
-            assert message in said_by(ValueError, update, state, x, class_weights)
+            assert message in said_by(ValueError, update, one_number(2))
         else:
-            assert_close(update(one_number(2), x, class_weights)[1], np.float32([4, 4]))
+            assert_close(update(one_number(2))[1], np.float32([2, 2]))
 
 
 def norm_init(key):
@@ -1869,6 +1899,24 @@ def test_a_program_is_traced_once_for_every_kind_of_state_and_epoch(members, dev
     assert len(traces) == known and {dtype for dtype, *_ in traces} == {"uint8"}
 
 
+def test_an_epoch_holds_no_more_large_aux_than_it_has_to(monkeypatch):
+    def loss_fn(params, images, labels):
+        return net_loss(params, images, labels), params.dense.bias  # 16 bytes
+
+    options, data, order = dict(has_aux=True), image_data(), orders(1)[0][:3]
+    expected, ended = [], []
+    for most, held in (2**26, 256), (48, 3), (1, 1):
+        monkeypatch.setattr(pe, "_AUX_BYTES", most)
+        trainer, state = begin(net_trainer.__wrapped__(2, 2, loss_fn, **options))
+        lowered = trainer.lower("epoch", data, order[:1])
+        assert {x.shape[1] for x in jax.tree.leaves(lowered.out_info[1])} == {held}
+        state, metrics = trainer.epoch(state, data, order)
+        (ended if expected else expected).append((metrics, trainer.gather(state)))
+        assert "joined" not in vars(trainer._places)  # no program for each length
+    assert metrics[1].shape == (2, 3, 4)
+    assert all(leaves_equal(expected[0], each) for each in ended)
+
+
 def test_predicting_compiles_few_programs_and_holds_one_chunk_at_a_time():
     shapes = []
     trainer, state = begin(net_trainer(2, 4, **noting(shapes), chunk=5))
@@ -1904,7 +1952,7 @@ def test_a_block_of_predictions_is_bounded_by_its_inputs_and_outputs(monkeypatch
     # A chunk takes 2 x 64 bytes and returns 2 x 4 floats for each of two members.
     for most, expected in ((191, 8), (192 + 191, 8), (2 * 192, 4), (4 * 192, 2)):
         monkeypatch.setattr(pe, "_BLOCK_BYTES", most)
-        trainer._known.pop(("sizes", "uint8[8, 8, 1]"), None)
+        trainer._predictions.sizes.clear()
         calls.clear()
         trainer.predict_members(state, image_data()[0][:16])
         assert len(calls) == expected + 2 * (most == 191)  # a new form is tried twice
@@ -1934,6 +1982,9 @@ def test_outputs_that_depend_on_other_examples_are_refused(members, devices):
     for apply_fn in wrong:
         count = 4 if members == 3 else 17
         assert "train=False" in said_by(ValueError, predict, count, apply_fn)
+    trainer = net_trainer.__wrapped__(members, devices, apply_fn=wrong[0], output=None)
+    trainer.predict(state, np.zeros_like(images))  # a warm-up, whose rows are equal
+    assert "train=False" in said_by(ValueError, trainer.predict, state, images)
     drawn = jax.random.normal(KEY, (8, 4))  # a draw of its own for each row
     nan = jnp.array([[jnp.nan, jnp.inf, 0, 0]])
     predict(17, lambda p, x: net(p, x) + drawn[: len(x)] + nan)
@@ -1953,7 +2004,7 @@ def test_accelerators_compute_as_many_members_at_once_as_fit(most, together):
     traces = []
 
     def fits(program, args, by_slot, real=pe._fits):
-        of_program = [n for (_, n), x in trainer._known.items() if x is program]
+        of_program = [n for (_, n), x in trainer._programs.made.items() if x is program]
         return real(program, args, by_slot) and max(of_program) <= most
 
     trainer = net_trainer.__wrapped__(5, 1, noting(traces)["loss_fn"])
@@ -1987,6 +2038,10 @@ def test_a_program_fits_if_a_fifth_of_every_devices_memory_stays_free():
         return pe._fits(program, (x,), mock.Mock(addressable_devices=devices))
 
     assert need >= 4000 and fits(None)  # a CPU does not tell
+    blind = mock.Mock(
+        **{"lower.return_value.compile.return_value.memory_analysis.return_value": None}
+    )
+    assert pe._fits(blind, (x,), None)  # nor does every backend
     assert fits(2 * need, 1.25 * need) and not fits(2 * need, 1.24 * need)
 
 
@@ -2006,12 +2061,12 @@ def test_accelerators_predict_larger_chunks_of_the_same_outputs():
     with on("gpu"), mock.patch.object(pe, "_BLOCK_BYTES", 112 * 512):
         found = trainer.predict_members(state, images)
         few = [trainer.predict_members(state, images[:n]) for n in (20, 40)]
-    assert trainer._known["sizes", "uint8[8, 8, 1]"] == (512, 4)
+    assert trainer._predictions.sizes["uint8[8, 8, 1]"] == (512, 4)
     expected = net_trainer(3, 1).predict_members(state, images)
     assert_close([found, *few], [expected, expected[:, :20], expected[:, :40]])
     with on("gpu"):
         net_trainer(3, 1, chunk=16).predict(state, images[:100])
-    assert net_trainer(3, 1, chunk=16)._known["sizes", "uint8[8, 8, 1]"] == (16, 128)
+    assert net_trainer(3, 1, chunk=16)._predictions.sizes["uint8[8, 8, 1]"] == (16, 128)
 
 
 def test_the_ways_of_a_gpu_have_the_bits_of_a_cpus():
@@ -2424,7 +2479,7 @@ def handling(handler):
 @pytest.fixture
 def interrupts(monkeypatch):
     """Send SIGINT before and after programs, as often as set; count their ends."""
-    run, times = pe._run, types.SimpleNamespace(before=0, after=0, ended=0)
+    run, times = pe._run, types.SimpleNamespace(before=0, after=0, ended=0, fails=False)
 
     def interrupted(*args):
         for _ in range(times.before):
@@ -2433,6 +2488,8 @@ def interrupts(monkeypatch):
         for _ in range(times.after):
             signal.raise_signal(signal.SIGINT)
         times.ended += 1
+        if times.fails:
+            raise RuntimeError
         return result
 
     monkeypatch.setattr(pe, "_run", interrupted)
@@ -2462,6 +2519,8 @@ def test_an_interrupt_loses_no_state(kind, interrupts):
     assert "latest" in said_by(ValueError, call, state, *batch)
     assert leaves_equal(owner.latest.params, expected.params)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    interrupts.fails = True  # after it took the buffers
+    said_by(KeyboardInterrupt, call, owner.latest, *batch)
 
 
 def test_updates_keep_other_interrupt_handlers_and_run_in_threads(interrupts):
@@ -2567,7 +2626,8 @@ def test_a_copy_of_a_trainer_works_without_the_original():
     inputs, first = batch[0], trainer.gather(state)
     probs = trainer.predict(state, inputs)
     for copied in (copy.copy(trainer), copy.deepcopy(trainer)):
-        assert leaves_equal(copied.predict(copied.latest, inputs), probs)
+        assert copied.latest is None  # a state is no part of a trainer
+        assert leaves_equal(copied.predict(copied.scatter(first), inputs), probs)
     del trainer
     assert copied.layout == (2, 2, 1, 1)
     state = copied.scatter(first)
@@ -2578,6 +2638,29 @@ def test_a_copy_of_a_trainer_works_without_the_original():
     assert copied.init(KEY) and copied.latest is None
 
 
+def rated_init(key, rate):
+    return net_init(key)
+
+
+def rated_loss(params, images, labels, rate):
+    return net_loss(params, images, labels)
+
+
+def test_a_pickled_trainer_lays_its_hyper_over_the_devices_that_are_there():
+    options = dict(hyper=np.float32([0.1, 0.4]), init_fn=rated_init, apply_fn=None)
+    options |= dict(optimizer=pe.sgd, output=None)
+    trainer = net_trainer.__wrapped__(2, None, rated_loss, **options)
+    (_, state), (batch,) = begin(trainer), net_batches(1)
+    gathered = trainer.gather(state)
+    expected = trainer.gather(trainer.update(state, *batch)[0])
+    packed, devices = pickle.dumps(trainer), jax.devices()
+    with mock.patch.object(jax, "devices", lambda *platform: devices[:1]):
+        loaded = pickle.loads(packed)
+        assert trainer.layout.replicas == 4 and loaded.layout == (2, 1, 2, 1)
+        state, _ = loaded.update(loaded.scatter(gathered), *batch)
+        assert_close(loaded.gather(state).params, expected.params)
+
+
 def test_trainers_and_states_have_one_line_reprs_without_values():
     trainer, state = begin(net_trainer(3, 2))
     stands = "members=3, devices=2, members_per_device=2, replicas=1"
@@ -2585,7 +2668,8 @@ def test_trainers_and_states_have_one_line_reprs_without_values():
     assert repr(trainer) == shown
     nameless = dataclasses.replace(trainer, init_fn=functools.partial(net_init))
     assert repr(nameless) == repr(trainer).replace("net_init", "partial")
-    shown = repr(state)
+    with jax.transfer_guard("disallow"):
+        shown = repr(state)
     assert shown.startswith("TrainState(params=Net(hidden=Dense(weight=float32[4, 64, ")
     assert shown.endswith("model_state=(), key=key<threefry2x32>[4])")
     trainer.update(state, *net_batches(1)[0])
@@ -2685,9 +2769,12 @@ def test_a_model_state_may_be_any_tree_and_keeps_its_form():
 
 @cases(
     "new, message",
-    ({"n": 0.5, "m": 1}, r"leaf '\['n'\]' is float32\[\]; expected int32\[\]; "),
+    (
+        {"n": 0.5, "m": 1},
+        r"new state: leaf '\['n'\]' is float32\[\]; expected int32\[\]$",
+    ),
     ({"n": np.zeros(2, int), "m": 1}, r"'\['n'\]' is int32\[2\]; expected int32\[\]"),
-    ({"n": 1}, r"leaf '\['m'\]' is absent; expected int32\[\]"),
+    ({"n": 1}, r"new state: leaf '\['m'\]' is absent; expected int32\[\]$"),
 )
 def test_an_optimizer_keeps_the_form_of_its_state(new, message):
     def optimizer(step):
@@ -2740,10 +2827,12 @@ def test_microbatches_are_chosen_by_platform_and_batch(monkeypatch):
     assert sizes(128, has_aux=True, **auto) == [32]
     assert sizes(128, stateful=True, **auto) == [128]
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert sizes(128, **auto) == [128]
+    assert sizes(128, **auto) == [32]  # the trainer's devices are CPUs
+    with on("gpu"):
+        assert sizes(128, **auto) == [128]
     monkeypatch.undo()
     other = making(devices=[mock.Mock(platform="tpu")], **auto)()
-    assert other._places.absent and other._member.microbatch is None
+    assert other._places.absent and other._member.platform == "tpu"
 
 
 def making(**options):
@@ -2805,6 +2894,10 @@ def long_double(call):  # no rows where it is float64
     return [(r"batch: .*; convert it", *call(np.longdouble))] if wide else []
 
 
+def bare(state):
+    return state._replace(key=None)
+
+
 def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
     trainer, state = begin(net_trainer(2, D))
     other, others = begin(net_trainer(3, 2))
@@ -2816,7 +2909,7 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
     bad = pe.Optimizer(SGD.init, optax.scale_by_adam().update)
     bad = net_trainer(2, D, optimizer=bad)
     bent, bents = begin(net_trainer(2, D, loss_fn=lambda p, x, y: p.dense.bias))
-    large = np.full(NUM_IMAGES, 2**40)
+    large, keyed = np.full(NUM_IMAGES, 2**40), net_trainer(2, D, loss_fn=noisy_loss)
     own = functools.partial(trainer.update, per_member=True)
     for message, call, *args in [
         ("rows 0 to 240; the data have rows 0 to 239", trainer.epoch, data, 240 * last),
@@ -2831,6 +2924,11 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         ("loss_fn: .*'labels'; it is given 1 argu", trainer.update, data[0]),
         ("data: found 1099511627776, beyo", trainer.epoch, (data[0], large), rows),
         (r"loss of shapes \[\(4,\)\]; exp", lambda _: bent.update(bents, *data)),
+        (
+            "'images' and 'labels'; it .* stateful=True, also model_state",
+            keyed.update,
+            *data,
+        ),
         (".*'value_fn'; .*=loss; docs.*#l-bfgs", lambda _: odd.update(odds, *data)),
         ("update: .* no attribute .*; it is given gradients", bad.update, *data),
         (r"data .*\[\(10,\), \(240,\)\]", trainer.epoch, (data[0], ten[1]), rows),
@@ -2856,6 +2954,8 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         ("first axes of the batch", own),
         (r"\(3,\)\]; expected .* 2 members", lambda _: trainer.scatter(three)),
         ("members 0 and 2 have equal keys", lambda _: other.scatter(equal)),
+        ("no key, .*members from repl", lambda s: trainer.predict(bare(s), data[0])),
+        (r"take jax.random.split\(key, 3\)", lambda _: other.scatter(bare(three))),
         ("state is tuple; expected a Tr", lambda s: trainer.epoch(data, s, rows)),
         ("state is Net; exp", lambda s: trainer.scatter(trainer.gather(s).params)),
     ]:
@@ -3040,6 +3140,18 @@ def test_prefetch_ends_its_thread_when_the_loop_is_left():
     assert not made[0].is_alive() and len(made) <= 2
 
 
+def test_a_process_ends_although_prefetch_waits_for_an_item():
+    code = """
+import queue, pjax_ensemble as pe
+items = queue.Queue()
+items.put(1)
+for item in pe.prefetch(iter(items.get, None)):
+    break
+print("left")
+"""
+    assert run_python(code) == "left\n"
+
+
 def test_prefetch_raises_its_sources_error_in_order():
     def fail(i):
         if i == 2:
@@ -3218,6 +3330,8 @@ def test_a_file_is_replaced_when_it_is_whole_and_not_before(tmp_path, monkeypatc
     with pytest.raises(KeyError), pe.replace_file(path) as file:
         file.write(b"newer")
         raise KeyError
+    with pytest.raises(FileNotFoundError, match="'other'"), pe.replace_file(path):
+        Path("other").read_bytes()
     assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
 
 
