@@ -4,8 +4,9 @@
 
 A program shifts, sorts, scatters and scans the leaves of a tree: histories, queues,
 rings, masks, counters, random keys.  The tree is a model state, an optimizer's state,
-the parameters, `hyper` or `frozen`.  XLA has faults for arrays that a program computes
-and not for its arguments, and a trainer's programs compute a member's arrays.
+`hyper`, `frozen`, or a part of the parameters or of the batch.  XLA has faults for
+arrays that a program computes and not for its arguments, and a trainer's programs
+compute a member's arrays.
 
 A seed determines each case.  The script compares as many cases as it is told, from the
 first seed on, prints the seeds of wrong ones, and fails if there are any.  Cases that
@@ -14,7 +15,6 @@ are as wrong in a step by hand under `jax.jit` are XLA's own; it counts these ap
 
 import argparse
 import collections
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jax import lax
 
 import pjax_ensemble as pe
 
-PLACES = "model", "optimizer", "params", "hyper", "frozen"
+PLACES = "model", "optimizer", "params", "hyper", "frozen", "batch"
 
 
 def rows(b, *places):
@@ -55,7 +55,7 @@ def write(b, x, i):
 MOVES = {
     "down": down,
     "up": up,
-    "no new row down": lambda b, x, i: b.at[1:].set(b[:-1]),
+    "shift": lambda b, x, i: b.at[1:].set(b[:-1]),
     "push": lambda b, x, i: jnp.concatenate([x[None], b[:-1]]),
     "roll": lambda b, x, i: jnp.concatenate([b[-1:], b[:-1]]),
     "reverse": lambda b, x, i: b[::-1],
@@ -82,32 +82,37 @@ SUMS = {
 }
 
 
-def draw(seed):
+def draw(seed, place):
     """Return a tree and a function (tree, number) -> tree, and the names of its steps.
 
     Leaves "a" and "b" have one form, which may be of numbers, booleans or random keys.
     """
     rng = np.random.default_rng(seed)
-    kind = rng.choice(["f", "f", "f", "i", "b", "key", "raw"])
-    axes = rng.choice(3, 2), rng.choice([1, 2, 3], 2)
-    shape = (int(rng.choice([3, 4, 6])), *map(int, axes[1][: axes[0][0]]))
+    kind = str(rng.choice(["f", "f", "f", "i", "b", "key", "raw"]))
+    if place == "params":
+        kind = "f"
+    length = 8 if place == "batch" else int(rng.choice([3, 4, 6]))
+    shape = length, *rng.choice([1, 2, 3, 16], rng.integers(3)).tolist()
 
     def leaf(kind):
         if kind in ("key", "raw"):
             keys = jax.random.split(jax.random.key(rng.integers(99)), shape[0])
             return keys if kind == "key" else jax.random.key_data(keys)
-        numbers = rng.normal(size=shape)
-        types = {"f": np.float32, "i": np.int32, "b": bool}
-        return jnp.asarray((9 * numbers if kind == "i" else numbers) > 0
-                           if kind == "b" else (9 * numbers if kind == "i" else numbers), types[kind])
+        numbers = rng.integers(-9, 10, shape)
+        numbers = rng.normal(size=shape) if kind == "f" else numbers
+        return jnp.asarray(numbers, {"f": "float32", "i": "int32", "b": "bool"}[kind])
 
-    tree = {"a": leaf(kind), "b": leaf(kind), "f": leaf("f"), "count": jnp.int32(0)}
-    plan = []
+    tree = {"a": leaf(kind), "b": leaf(kind), "f": leaf("f")}
+    if place not in ("params", "batch"):
+        tree["count"] = jnp.int32(0)
+    plan = {}
     for name in "a", "b", "f":
-        names = [*MOVES] + [*SUMS] * (name == "f" or kind in "fi")
-        for _ in range(rng.choice([0, 1, 1, 2, 3])):
-            plan.append((name, str(rng.choice(names)), rng.random() < 0.2))
-    last = rng.choice(["", "", "trade", "select"])
+        names = [*MOVES] + [*SUMS] * (name == "f" or kind in ("f", "i"))
+        more = ["down", "shift", "slide down"]  # the likeliest to be wrong
+        step, flat = str(rng.choice(names + 6 * more)), bool(rng.random() < 0.2)
+        if rng.random() < 0.8:
+            plan[name] = step, flat
+    trade = bool(rng.random() < 0.3)
 
     def apply(name, flat, b, number, i):
         typed = jnp.issubdtype(b.dtype, jax.dtypes.prng_key)
@@ -122,16 +127,15 @@ def draw(seed):
         return f(b, x, i)
 
     def move(tree, number):
-        tree = jax.tree.map(jnp.asarray, tree)
-        for name, step, flat in plan:
-            tree[name] = apply(step, flat, tree[name], number, tree["count"])
-        if last == "trade":
-            tree["a"], tree["b"] = tree["b"], tree["a"]
-        if last == "select":
-            tree["a"] = jnp.where(tree["count"] % 2 == 0, tree["a"], tree["b"])
-        return tree | {"count": tree["count"] + 1}
+        new = dict(jax.tree.map(jnp.asarray, tree))
+        i = new.get("count", 0) + jnp.int32(1)
+        for name, step in plan.items():
+            new[name] = apply(*step, new[name], number, i)
+        if trade:
+            new["a"], new["b"] = new["b"], new["a"]
+        return new | ({"count": i} if "count" in new else {})
 
-    return tree, move, [" ".join([n, s, "flat" * f]) for n, s, f in plan] + [str(last)]
+    return tree, move, f"{plan}, {trade=}, {kind}{[*shape]}"
 
 
 def shown(tree):
@@ -161,17 +165,13 @@ class Case:
         self.place = str(self.rng.choice(places))
         self.stateful, self.aux = self.place == "model", self.rng.random() < 0.6
         self.skip = bool(self.rng.random() < 0.3)
-        self.tree, self.move, self.steps = draw(seed)
+        self.tree, self.move, self.steps = draw(seed, self.place)
         self.given = self.place in ("hyper", "frozen")
-        if self.place == "params":
-            self.tree = {k: x for k, x in self.tree.items() if x.dtype == jnp.float32}
-            names, move = [*self.tree], self.move
-            full = draw(seed)[0]
-            self.move = lambda t, x: {k: move(full | t, x)[k] for k in names}
         x = self.rng.normal(size=(2, 8, 3)).astype(np.float32)
         if self.skip and self.rng.random() < 0.5:
             x[1, 3] = np.nan
-        self.batches = [(x[i], x[i] @ np.float32([1, -2, 3])) for i in range(2)]
+        own = (self.tree,) if self.place == "batch" else ()
+        self.batches = [(x, x @ np.float32([1, -2, 3]), *own) for x in x]
         self.optimizer = pe.sgd(0.1)
         if self.place == "optimizer":
             self.optimizer = pe.Optimizer(lambda params: self.tree, self.optimize)
@@ -181,7 +181,7 @@ class Case:
     def more(self, i):
         """Return member i's hyper, or the frozen tree, as the last arguments."""
         if self.place == "hyper":  # members differ in it
-            return (jax.tree.map(lambda x: x if pe._is_key(x) or x.dtype == bool else x + i, self.tree),)
+            return ({**self.tree, "f": self.tree["f"] + i},)
         return (self.tree,) if self.given else ()
 
     def init(self, key, *more):
@@ -201,7 +201,7 @@ class Case:
             model_state, _, x, y = args
             new = self.move(model_state, params["w"].sum())
         else:
-            x, y, *more = args
+            x, y, *more = args  # more is of the batch, hyper or frozen
             new = self.moved(params, more)
         errors = jnp.square(x @ params["w"] - y).mean()
         loss = errors + (0.1 + params["w"].mean()) * read(new)
@@ -246,7 +246,9 @@ class Case:
         new = pe.apply_updates(params, updates), opt_state, new_model_state
         if self.skip:
             leaves = jax.tree.leaves((loss, grads))
-            ok = functools.reduce(jnp.logical_and, [jnp.isfinite(x).all() for x in leaves])
+            ok = functools.reduce(
+                jnp.logical_and, [jnp.isfinite(x).all() for x in leaves]
+            )
             new = jax.tree.map(lambda x, y: jnp.where(ok, x, y), new, state[:3])
             loss = jnp.where(ok, loss, jnp.nan)
         key = jax.random.split(key)[0] if self.stateful else key
@@ -271,13 +273,25 @@ class Case:
 
     def by_trainer(self, way, members, devices, at_once, microbatch):
         stack = lambda *x: jnp.stack(x)  # noqa: E731
-        hyper = jax.tree.map(stack, *(self.more(i)[0] for i in range(members))) if self.given else None
-        given = {"hyper": hyper} if self.place == "hyper" else {}
-        given |= {"frozen": self.tree} if self.place == "frozen" else {}
+        given = {}
+        if self.given:
+            each = [self.more(i)[0] for i in range(members)]
+            hyper = self.place == "hyper"
+            given[self.place] = jax.tree.map(stack, *each) if hyper else self.tree
         trainer = pe.make_trainer(
-            self.init, self.loss, self.optimizer, members=members, devices=devices,
-            apply_fn=self.apply, output=None, at_once=at_once, microbatch=microbatch,
-            stateful=self.stateful, has_aux=True, skip_nonfinite=self.skip, **given,
+            self.init,
+            self.loss,
+            self.optimizer,
+            members=members,
+            devices=devices,
+            apply_fn=self.apply,
+            output=None,
+            at_once=at_once,
+            microbatch=microbatch,
+            stateful=self.stateful,
+            has_aux=True,
+            skip_nonfinite=self.skip,
+            **given,
         )
         if way == "init":
             return trainer.gather(trainer.init(jax.random.key(7)))
@@ -288,7 +302,7 @@ class Case:
         if way == "predict":
             return trainer.predict_members(state, self.batches[0][0])
         if way == "epoch":
-            data = jax.tree.map(lambda *x: np.concatenate(x), *self.batches)
+            data = jax.tree.map(lambda *x: jnp.concatenate(x), *self.batches)
             state, metrics = trainer.epoch(state, data, np.arange(16).reshape(2, 8))
         else:
             found = []
@@ -300,8 +314,14 @@ class Case:
 
     def by_update(self, way, members, devices, at_once, microbatch):
         make = pe.make_sync_update if way == "sync" else pe.make_ensemble_update
-        update = make(self.loss, self.optimizer, has_aux=True, stateful=self.stateful,
-                      microbatch=microbatch, skip_nonfinite=self.skip)
+        update = make(
+            self.loss,
+            self.optimizer,
+            has_aux=True,
+            stateful=self.stateful,
+            microbatch=microbatch,
+            skip_nonfinite=self.skip,
+        )
         with jax.disable_jit():
             states = [self.start(i) for i in range(members)]
             stacked = jax.tree.map(lambda *x: jnp.stack(x), *states)
@@ -319,40 +339,49 @@ def differs(found, expected):
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         x, y = (jax.random.key_data(z) if pe._is_key(z) else z for z in (x, y))
         x, y = np.asarray(x), np.asarray(y)
-        size = np.abs(np.where(np.isfinite(y), y, 0)).max(initial=1e-3) if y.dtype.kind != "b" else 0
-        off = 1e-4 * size if y.dtype.kind == "f" else 0
-        if not np.allclose(np.float64(x), np.float64(y), rtol=0, atol=off, equal_nan=True):
+        exact, (x, y) = y.dtype.kind != "f", map(np.float64, (x, y))
+        off = 0 if exact else 1e-4 * np.abs(np.nan_to_num(y)).max(initial=1e-3)
+        if not np.allclose(x, y, rtol=0, atol=off, equal_nan=True):
             return True
     return False
 
 
-def compare(seed, places=PLACES, count=3):
-    """Yield ((place, way, layout), verdict, steps) for some ways to run a case."""
-    case = Case(seed, places)
-    rng = np.random.default_rng([seed, 2])
-    ways = ["update", "epoch", "predict", "sync", "ensemble", "init"]
-    drop = {"optimizer": ("predict", "init"), "hyper": ("sync", "ensemble"), "frozen": ("sync", "ensemble")}
-    ways = [way for way in ways if way not in drop.get(case.place, ("init",))]
-    hand = {}
-    for way in rng.choice(ways, count, replace=False):
-        layouts = [(1, 1, 1), (2, 1, 1), (3, 2, 1), (2, 1, 2), (3, 1, 2), (1, 2, 1), (2, 4, 1)]
-        members, devices, at_once = layouts[rng.integers(len(layouts))]
-        run = case.by_trainer
+# Members, devices, and members at once.
+LAYOUTS = (1, 1, 1), (2, 1, 1), (3, 2, 1), (2, 1, 2), (3, 1, 2), (1, 2, 1), (2, 4, 1)
+WAYS = {
+    "model": ("update", "epoch", "predict", "sync", "ensemble"),
+    "optimizer": ("update", "epoch", "sync", "ensemble"),
+    "params": ("update", "epoch", "predict", "sync", "ensemble"),
+    "hyper": ("update", "epoch", "predict", "init"),
+    "frozen": ("update", "epoch", "predict", "init"),
+    "batch": ("update", "epoch", "sync", "ensemble"),
+}
+
+
+def compare(seed, places=PLACES, count=2):
+    """Yield how a case ran, "right", "wrong" or "XLA's own", and its steps."""
+    case, rng, hand = Case(seed, places), np.random.default_rng([seed, 2]), {}
+    for way in rng.choice(WAYS[case.place], count, replace=False).tolist():
+        members, devices, at_once = LAYOUTS[rng.integers(len(LAYOUTS))]
+        micro, run = rng.choice([0, 0, 2]), case.by_trainer
         if way in ("sync", "ensemble"):
-            members, devices, at_once, run = 1 if way == "sync" else 2, 2, 1, case.by_update
-        micro = None if case.stateful or rng.random() < 0.7 else 2
-        found = run(str(way), members, devices, at_once, micro)
-        kind = str(way) if way in ("predict", "init") else "step"
-        verdict = "right"
+            run, at_once, devices = case.by_update, 1, 2
+            members = 1 if way == "sync" else 2
+        if case.place == "batch":  # a part of it has other rows
+            micro, devices = 0, 1 if way == "sync" else min(devices, members)
+        micro = None if case.stateful or micro == 0 else int(micro)
+        found = run(way, members, devices, at_once, micro)
+        kind, verdict = way if way in ("predict", "init") else "step", "right"
         for i in range(members):
             if (kind, i) not in hand:
                 with jax.disable_jit():
                     hand[kind, i] = case.by_hand(kind, i)
-            if differs(jax.tree.map(lambda x: x[i], found), hand[kind, i]):
+            if differs(jax.tree.map(lambda x, i=i: x[i], found), hand[kind, i]):
                 own = differs(case.by_hand(kind, i, jax.jit), hand[kind, i])
-                verdict = "own" if own else "wrong"
+                verdict = "XLA's own" if own else "wrong"
                 break
-        yield (case.place, str(way), members, devices, at_once, micro), verdict, case.steps
+        how = f"{members=}, {devices=}, {at_once=}, microbatch={micro}"
+        yield (case.place, way, how), verdict, case.steps
 
 
 def main() -> None:
@@ -362,17 +391,16 @@ def main() -> None:
     parser.add_argument("--places", nargs="+", default=PLACES, choices=PLACES)
     args = parser.parse_args()
     pe.use_cpu_devices(4)
-    total = collections.Counter()
-    table = collections.Counter()
+    table: dict = collections.defaultdict(collections.Counter)
     for seed in range(args.first, args.first + args.count):
-        for how, verdict, steps in compare(seed, args.places):
-            total[verdict] += 1
-            table[how[0], how[1], verdict] += 1
-            if verdict == "wrong":
-                print(f"seed {seed}: {how}, {[s for s in steps if s.strip()]}", flush=True)
-    for key, n in sorted(table.items()):
-        print(*key, n)
-    print(f"{dict(total)}")
+        for (place, way, how), verdict, steps in compare(seed, args.places):
+            table[place, way][verdict] += 1
+            if verdict != "right":
+                print(f"seed {seed}, {verdict}: {place} by {way}, {how}, {steps}")
+    for key, counts in sorted(table.items()):
+        print(*key, dict(counts))
+    total = sum(table.values(), collections.Counter())
+    print(f"{args.count} programs, {total.total()} runs: {dict(total)}")
     raise SystemExit(total["wrong"] > 0)
 
 
