@@ -246,9 +246,7 @@ class Case:
         new = pe.apply_updates(params, updates), opt_state, new_model_state
         if self.skip:
             leaves = jax.tree.leaves((loss, grads))
-            ok = functools.reduce(
-                jnp.logical_and, [jnp.isfinite(x).all() for x in leaves]
-            )
+            ok = jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
             new = jax.tree.map(lambda x, y: jnp.where(ok, x, y), new, state[:3])
             loss = jnp.where(ok, loss, jnp.nan)
         key = jax.random.split(key)[0] if self.stateful else key
