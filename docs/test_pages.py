@@ -411,15 +411,58 @@ def test_gallery_has_every_example_with_its_command_and_its_picture():
     assert all((HERE / "images" / name).stat().st_size < 100_000 for name in shown)
 
 
-@pytest.mark.parametrize("page", [*PATHS, GALLERY], ids=[*PAGES, "gallery"])
-def test_links_of_every_page_lead_somewhere(page):
-    links = re.compile(r"\]\((?!http)([^)#]*)#?([^)]*)")
-    for path, anchor in links.findall(page.read_text("utf-8")):
-        target = page.parent / path if path else page
-        assert target.exists(), path
-        if anchor:
-            text = re.sub(r"[^\w\n# -]", "", target.read_text("utf-8")).lower()
-            assert f"#-{anchor}\n" in text.replace(" ", "-"), anchor
+OTHERS = [GALLERY, HERE / "benchmarks" / "README.md", HERE / "CHANGELOG.md"]
+
+
+@pytest.fixture(scope="module")
+def parse():
+    """Return a function that takes a page apart as GitHub does, into tokens."""
+    library = pytest.importorskip("markdown_it")
+    return library.MarkdownIt("gfm-like", {"linkify": False}).parse
+
+
+every_page = pytest.mark.parametrize(
+    "page", [*PATHS, *OTHERS], ids=[*PAGES, "gallery", "benchmarks", "changes"]
+)
+
+
+@every_page
+def test_every_page_is_drawn_in_the_blocks_that_it_is_written_in(page, parse):
+    text, html = page.read_text("utf-8"), ""
+    lines = [line.strip() for line in text.splitlines()]
+    for token in parse(text):
+        if token.type == "table_open":  # a paragraph right below a table is a row
+            rows = lines[slice(*token.map)]
+            assert [row for row in rows if not row.startswith("|")] == []
+        if token.type == "fence":  # one without an end takes the next one's, or none
+            assert lines[token.map[1] - 1] == token.markup, token.content
+            assert "```" not in token.content, token.content
+        for part in token.children or [token]:
+            html += part.content * part.type.startswith("html")
+            if part.type == "text":  # a mark without its end stays in the text
+                assert not re.search(r"\*\*|[`~]|\]\(|^\|", part.content), part.content
+    begun, ended = re.findall(r"<(?!br|img)(\w+)", html), re.findall(r"</(\w+)", html)
+    assert sorted(begun) == sorted(ended)
+
+
+def anchors(tokens):
+    """Return the names that GitHub gives to the headings of a page."""
+    pairs = itertools.pairwise(tokens)
+    heads = [inline for head, inline in pairs if head.type == "heading_open"]
+    heads = ["".join(part.content for part in head.children) for head in heads]
+    return [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads]
+
+
+@every_page
+def test_links_of_every_page_lead_somewhere(page, parse):
+    for token in parse(page.read_text("utf-8")):
+        for part in token.children or ():
+            link = part.attrGet("href") or part.attrGet("src") or "http"
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            assert link.startswith("http") or target.exists(), link
+            if anchor and not link.startswith("http"):
+                assert anchor in anchors(parse(target.read_text("utf-8"))), link
 
 
 FUNCTIONS = HERE / "docs" / "functions.md"
