@@ -316,6 +316,15 @@ def test_code_of_every_page_runs_and_prints_what_it_says(
     if name == "coming-from":
         hand, one = names["members"][0].bias, names["params"][0].bias
         assert hand.shape == (D, *one.shape)
+        for library in "flax", "equinox":
+            pytest.importorskip(library)
+        keys = jax.random.split(jax.random.key(0))
+        for library in "linen", "nnx", "eqx":  # each draws, and has a new state
+            params, old = names[f"init_{library}"](jax.random.key(0))
+            rows, loss = (names["x"][:50], names["y"][:50]), names[f"loss_{library}"]
+            (one, new), (two, _) = (loss(params, old, key, *rows) for key in keys)
+            assert abs(one - two) > 1e-4
+            assert not any(map(np.array_equal, *map(jax.tree.leaves, (old, new))))
     if name == "dense":
         (flat, by_images), (more_flat, more) = names["missed"], names["over"]
         assert by_images < 0.1 < flat - 0.02 and more < 0.05 < more_flat - 0.1
