@@ -558,7 +558,7 @@ def _replace(eqn: Any, onednn: bool) -> Any:
         function = functools.partial(_multiply, primitive=eqn.primitive)
     else:
         return eqn
-    call = functools.partial(function, **eqn.params)
+    call: Any = functools.partial(function, **eqn.params)
     program = jax.jit(functools.update_wrapper(call, function.func))
     with jax.disable_jit(False):  # so that the call is one equation
         call = jax.make_jaxpr(program)(*(v.aval for v in eqn.invars)).eqns[0]

@@ -146,6 +146,17 @@ def test_compiled_programs_are_counted_turn_by_turn():
     assert found["meetings"] and found["bytes"] == 553 * 4
 
 
+def test_members_fit_that_the_memory_holds(tmp_path, monkeypatch, capsys):
+    own = "from accelerators import form, loss_of, pe, small, small_init as init; "
+    own += "batch = form(9, 8, dtype='f4'), form(9); optimizer = pe.adam(1); "
+    (file := tmp_path / "own.py").write_text(own + "loss = loss_of(small)")
+    monkeypatch.setattr(accelerators, "devices_of", lambda name: jax.devices()[:2])
+    monkeypatch.setattr(accelerators, "ROOM", 10 * 3 * 4 * 552)  # ten states under Adam
+    accelerators.print_fit(str(file), "cpu:2")
+    turn, once = map(int, re.findall(r"(\d+) (?:fit|at)", capsys.readouterr().out))
+    assert 2 < once < turn < 10
+
+
 # Three members, each by two loops of unknown length: over 32 steps, over single steps.
 EPOCH = """
 %many (s: f32[4]) -> f32[4] {
