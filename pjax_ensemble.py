@@ -2154,10 +2154,10 @@ class _Programs:
         key = getattr(work.state, "key", None)
         if self.at_once is None and (work.f == self.member.init or _is_rbg(key)):
             return 1
-        known = work.f, str(_described((work.of_slot, work.of_all)))
         count = self.most
         if self.at_once or self.places.absent or count == 1:
             return count
+        known = work.f, str(_described((work.of_slot, work.of_all)))
         if known not in self.fitting:
             where = self.places.by_slot
             while count > 1 and not _fits(self._mapped(work, count), args, where):
