@@ -90,9 +90,9 @@ prints the results and writes files:
                           (default: 60)
 """
 
-# This file contains, in order: the settings and the networks; the trainer; the run, which
-# is the training loop; and the run's needs: report, picture, data, folder, signals and
-# processes, command line.
+# This file contains, in order: the settings and the networks; the trainer; the run,
+# which is the training loop; and the run's needs: report, picture, data, folder,
+# signals and processes, command line.
 
 from __future__ import annotations
 
@@ -277,8 +277,8 @@ def make_trainer(settings: Settings, devices: int | None = None) -> pe.Trainer:
     network = NETWORKS[settings.network]
 
     def init_fn(key):
-        sizes = {"num_classes": len(settings.classes)}
-        return network.init(key, image_shape=settings.image_shape, **sizes)
+        shape, num_classes = settings.image_shape, len(settings.classes)
+        return network.init(key, image_shape=shape, num_classes=num_classes)
 
     def loss_fn(params, model_state, key, images, labels):
         shift_key, key = jax.random.split(key)
@@ -325,8 +325,7 @@ class Run:
         self.save_steps = max(1, round(args.save_every * settings.epoch_steps))
         layout, faster = trainer.layout, 1 if jax.default_backend() == "cpu" else FASTER
         a_step = layout.members_per_device * settings.batch_size // layout.replicas
-        most = SEGMENT_IMAGES * faster // max(a_step, 16 * faster)
-        self.segment_steps = max(1, most)
+        self.segment_steps = SEGMENT_IMAGES * faster // max(a_step, 16 * faster) or 1
         self.images = trainer.place((data.train_images, data.train_labels))
         self.signals = Signals()
         self.state = trainer.init(jax.random.key(settings.seed))
@@ -338,8 +337,9 @@ class Run:
         if args.resume:
             self.restore()
         if folder:
+            where = str(args.data_dir or default_folder())
             kept = {"data": args.data, "save_every": args.save_every}
-            kept |= {"dataset": data.name, "data_dir": str(args.data_dir)}
+            kept |= {"dataset": data.name, "data_dir": where}
             write_json(folder / "config.json", settings._asdict() | kept, indent=2)
             write_json(folder / "metrics.jsonl", *self.metrics)
 
@@ -693,8 +693,8 @@ def draw_report(path: Path, metrics, report: dict, probs, data: Dataset) -> None
 
     probs = probs[np.isfinite(probs).all(axis=(1, 2))]
     figure = Figure(figsize=(9, 9.5), layout="constrained")
-    models = f"an ensemble of {len(probs)}"
-    figure.suptitle(f"{data.name}, {len(data.test_images)} test images: {models}")
+    tests = f"{data.name}, {len(data.test_images)} test images"
+    figure.suptitle(f"{tests}: an ensemble of {len(probs)}")
     curves, images = figure.subfigures(2, 1, height_ratios=(5, 3))
     axes = curves.subplots(2, 3)
     for row, score in zip(axes, SCORES):
@@ -832,14 +832,14 @@ def load_mnist(folder: str | os.PathLike) -> Dataset:
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise Failure(f"--data-dir {folder}: not a folder")
+    places = [folder / f"{name}{end}" for end in (".gz", "") for name in MNIST_FILES]
+    paths = {path.name.removesuffix(".gz"): path for path in places if path.exists()}
     found, foreign = {}, []
-    both = {name: (folder / name, folder / f"{name}.gz") for name in MNIST_FILES}
-    paths = {name: next(filter(Path.exists, two), None) for name, two in both.items()}
-    for name in sorted(paths, key=lambda name: not paths[name]):  # missing ones last
-        if foreign and not paths[name]:
+    for name in sorted(MNIST_FILES, key=lambda name: name not in paths):  # missing last
+        if foreign and name not in paths:
             other = f"{name} is missing, and {foreign[0]} is not MNIST's"
             raise Failure(f"{folder}: {other}; add the file of the same data set")
-        found[name], digest = read_idx(paths[name] or download(folder, name))
+        found[name], digest = read_idx(paths.get(name) or download(folder, name))
         if digest != MNIST_FILES[name]:
             foreign.append(name)
     arrays = [found[name] for name in MNIST_FILES]
@@ -1101,12 +1101,10 @@ class Trained(NamedTuple):
     def _pixels(self, images: Any) -> np.ndarray:
         images, shape = np.asarray(images), tuple(self.config["image_shape"])
         if images.dtype != np.uint8 or images.shape[1:] not in (shape, shape[:2]):
-            found = f"images are {images.dtype} {[*images.shape]}"
-            form = f"uint8 [N, {shape[0]}, {shape[1]}], pixels from 0 to 255"
-            hint = "resize images; turn x in [0, 1] into np.uint8(np.rint(255 * x))"
-            if images.shape in (shape, shape[:2]):
-                hint = "images[None] is an array of one image"
-            raise ValueError(f"{found}; expected {form}: {hint}")
+            found = f"images are {images.dtype} {[*images.shape]}; expected uint8"
+            form = f"[N, {shape[0]}, {shape[1]}], pixels from 0 to 255 (x in [0, 1] is"
+            hint = "np.uint8(np.rint(255 * x)), one image is images[None])"
+            raise ValueError(f"{found} {form} {hint}")
         return images.reshape(-1, *shape)
 
 
@@ -1344,8 +1342,6 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             changes = {n: x for n, x in given.items() if n in Settings._fields}
             ours = settings._replace(**changes)
             check_same(f"--resume from {folder}", ours, settings)
-    folder = given.get("data_dir") or kept.get("data_dir") or default_folder()
-    kept |= {"data_dir": folder}
     args = argparse.Namespace(**(dict.fromkeys(FLAGS) | DEFAULTS | kept | given))
     if args.mode == "sync" and args.members not in (None, 1):
         raise Failure(f"--members {args.members}: --mode sync trains one model")
@@ -1354,13 +1350,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         raise Failure("--momentum: --optimizer adam has no momentum; leave it out")
     if "data_dir" in given and args.data == "generated":
         raise Failure("--data-dir: --data generated reads no files; leave it out")
-    three = args.coordinator, args.num_processes, args.process_id
+    _, count, number = three = args.coordinator, args.num_processes, args.process_id
     if three.count(None) not in ((3,) if args.distributed else (0, 3)):
         names = "--coordinator, --num-processes and --process-id"
         raise Failure(f"{names}: give all three, or --distributed alone")
-    if args.coordinator and args.process_id >= args.num_processes:
-        expected = f"expected 0 to {args.num_processes - 1}"
-        raise Failure(f"--process-id {args.process_id}: {expected}")
+    if args.coordinator and number >= count:
+        raise Failure(f"--process-id {number}: expected 0 to {count - 1}")
     return args
 
 
@@ -1375,7 +1370,7 @@ def prepare(args: argparse.Namespace) -> tuple[Settings, Dataset, pe.Trainer]:
 
     Raises Failure for flags that do not fit the data or the devices.
     """
-    data = load_data(args.data, args.data_dir)
+    data = load_data(args.data, args.data_dir or default_folder())
     flags = {name: value for name, value in vars(args).items() if value is not None}
     given = {name: flags[name] for name in Settings._fields if name in flags}
     recipe = RECIPES[given.get("network", "cnn")]
@@ -1412,13 +1407,12 @@ def lay_out(settings: Settings, asked: int | None) -> pe.Layout:
     processes, here = jax.process_count(), jax.local_device_count()
     devices, kind = asked or here, jax.default_backend().upper()
     if devices > here or (processes > 1 and devices < here):
-        all_its = "each of several processes uses all its"
-        what = f"{all_its if processes > 1 else 'there are'} {here} {kind} devices"
-        raise Failure(f"--devices {asked}: {what}")
+        uses = "each of several processes uses all its"
+        uses = uses if processes > 1 else "there are"
+        raise Failure(f"--devices {asked}: {uses} {here} {kind} devices")
     devices = devices if processes == 1 else jax.device_count()
     few = 2 if kind == "CPU" else 5  # the fewest members of an ensemble by default
-    members = settings.members or max(devices, few)
-    members = 1 if settings.mode == "sync" else members
+    members = 1 if settings.mode == "sync" else settings.members or max(devices, few)
     n, batch = pe.layout(members, devices, processes).replicas, settings.batch_size
     if processes == 1 and not asked:  # the most replicas that divide the batch
         n = max(r for r in range(1, n + 1) if batch % r == 0)
@@ -1510,16 +1504,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f"{error.filename}: " if error.filename else ""
         text, status = f"{where}{error.strerror or error}", 2
     except (MemoryError, RuntimeError, ValueError) as error:
-        reason, status = str(error).partition("\n")[0], 1
-        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in reason:
+        text, status = str(error).partition("\n")[0], 1
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
             less = "fewer --members on more --devices, or a smaller --batch-size"
-            text = f"out of memory; try {less}: {reason}"
-        elif type(error) is RuntimeError:  # errors of JAX have other types
-            text = reason
-        elif several:
-            text = f"lost contact with another process: {reason}"
-        else:
-            raise
+            text = f"out of memory; try {less}: {text}"
+        elif type(error) is not RuntimeError:  # it is one of JAX's
+            if not several:
+                raise
+            text = f"lost contact with another process: {text}"
     text = f"error: {text}" if status < 128 else text
     print(f"train_mnist.py: {text}", file=sys.stderr, flush=True)
     if several and status < 128:
