@@ -674,24 +674,34 @@ def test_loaded_run_predicts_as_reported_and_recorded(whole_run, small_folder):
 
 
 LAST = "checkpoint_00000016.safetensors"
-UNFINISHED = [  # a file of the run, its content or None to remove it, the message
-    ("config.json", None, "run/config.json: No such file or directory; "),
-    ("report.json", None, "run/report.json: No such file or directory; "),
+DAMAGED = [  # a file of the run, its content or None to remove it, the message
+    ("report.json", None, "report.json: No such file or directory; "),
     (LAST, None, "its newest checkpoint is step 8 of 16"),
     ("checkpoint_*", None, "its newest checkpoint is step None of 16"),
     (LAST, "x", "has no digest of save's"),
     (LAST, *names_of(0), f"{LAST}: holds step 0, not step 16"),
-    ("config.json", "{}", "config.json: 'mode' is missing"),
     ("report.json", "{}", "report.json: 'member' is missing"),
     ("report.json", "[" * 10**5, "report.json: maximum recursion depth exceeded"),
     ("report.json", '{"member": 5}', "report.json: 'int' object is not iterable"),
     ("report.json", '{"member": [{}]}', "scores of 1 of 1 members; config.json has 2"),
     ("report.json", '{"member": [null, 5]}', "scores of 0 of 2 members; config.json"),
 ]
+CONFIGS = {
+    None: "No such file or directory",
+    "{}": "'mode' is missing",
+    "{": "Expecting property name",
+    "5": "the file does not hold a JSON object",
+    '{"network": "x"}': "argument --network: invalid choice: 'x'",
+    '{"batch_size": 0}': "argument --batch-size: expected an integer from 1 to 214748",
+    '{"seed": [1]}': "argument --seed: expected an integer from 0 to 4294967295, not",
+    '{"skip_nonfinite": 2}': "argument --skip-nonfinite: ignored explicit argument '2'",
+    '{"members": true}': "argument --members: expected one argument",
+}
+DAMAGED += [("config.json", x, f"config.json: {said}") for x, said in CONFIGS.items()]
 
 
-@pytest.mark.parametrize("name, content, message", UNFINISHED)
-def test_unfinished_run_is_not_loaded(tmp_path, whole_run, name, content, message):
+@pytest.mark.parametrize("name, content, message", DAMAGED)
+def test_damaged_run_is_not_loaded(tmp_path, whole_run, name, content, message):
     folder = shutil.copytree(whole_run, tmp_path / "run")
     for path in folder.glob(name):
         path.unlink()
@@ -703,6 +713,10 @@ def test_unfinished_run_is_not_loaded(tmp_path, whole_run, name, content, messag
     assert said.startswith(f"{folder} holds no finished run: ")
     assert message in said and "\n" not in said
     assert said.endswith(f"; continue a run by: python train_mnist.py --resume {where}")
+    if name == "config.json":
+        flags = words("--resume --seed 3", where)
+        said = said_by(tm.Failure, tm.parse_arguments, flags)
+        assert said.startswith(f"{folder}{os.sep}{message}")
 
 
 @cases(
@@ -1119,51 +1133,26 @@ def test_help_shows_every_flag_with_its_choices_and_its_default(capsys):
             assert f"{{{','.join(x for x in kind if x != 'tiny')}}}" in text
 
 
-CONFIG = tm.RECIPES["batchnorm"]._replace(epochs=7, bootstrap=True)._asdict()
-CONFIG |= {"members": 3, "seed": 5, "train_size": 256}
-EXTRA = {"data": "mnist", "data_dir": "/digits", "save_every": 0.5, "dataset": "MNIST"}
-
-
-def resume(folder, flags, config=None):
-    (folder / "config.json").write_text(config or json.dumps(CONFIG | EXTRA))
-    args = tm.parse_arguments(["--resume", "--workdir", str(folder), *flags.split()])
-    return vars(args)
-
-
 def test_resumed_run_takes_its_flags_from_its_config(tmp_path):
+    def resume(flags, **changes):
+        tm.write_json(tmp_path / "config.json", config | changes)
+        return vars(tm.parse_arguments(words("--resume --workdir", tmp_path, flags)))
+
     digits, here = (Path(path).absolute() for path in ("/digits", "/here"))
-    there = {name: value for name, value in CONFIG.items() if name in tm.FLAGS}
-    there |= {"bootstrap": True, "skip_nonfinite": None}  # None is not given
-    kept = {**there, "data": "mnist", "data_dir": digits, "save_every": 0.5}
-    assert resume(tmp_path, "").items() >= kept.items()
-    old = json.dumps(CONFIG | {"at_once": 1})  # of a run before the default was None
-    assert resume(tmp_path, "", old)["at_once"] == 1
+    form = {"dataset_sha256": "", "image_shape": [], "classes": []}
+    more = {"epochs": 7, "bootstrap": True, "members": 3, "seed": 5, "train_size": 256}
+    kept = tm.RECIPES["batchnorm"]._replace(**more)._asdict()
+    config = kept | {"data": "mnist", "data_dir": str(digits), "save_every": 0.5}
+    kept |= {"data": "mnist", "data_dir": digits, "save_every": 0.5}
+    kept = {name: x for name, x in kept.items() if name not in form and x is not False}
+    assert resume("").items() >= kept.items()
+    assert resume("", at_once=1)["at_once"] == 1  # an earlier default, now None
     place = {"devices": 2, "save_every": 2, "keep": 1, "data_dir": here}
     flags = "--devices 2 --save-every 2 --keep 1 --data-dir /here --epochs 7"
-    assert resume(tmp_path, flags).items() >= (kept | place).items()
+    assert resume(flags).items() >= (kept | place).items()
     elsewhere = f"--resume --workdir {tmp_path / 'none'} --epochs 7 --network batchnorm"
     others = " --coordinator localhost:1 --num-processes 2 --process-id 1"
     assert tm.parse_arguments(words(elsewhere, others)).epochs == 7
-
-
-DAMAGED = {
-    "{": "Expecting property name",
-    "5": "the file does not hold a JSON object",
-    '{"network": "x"}': "argument --network: invalid choice: 'x'",
-    '{"batch_size": 0}': "argument --batch-size: expected an integer from 1 to 214748",
-    '{"seed": [1]}': "argument --seed: expected an integer from 0 to 4294967295, not",
-    '{"skip_nonfinite": 2}': "argument --skip-nonfinite: ignored explicit argument '2'",
-    '{"members": true}': "argument --members: expected one argument",
-}
-
-
-@pytest.mark.parametrize("config", DAMAGED)
-def test_damaged_config_is_named(tmp_path, config):
-    message = f"{tmp_path / 'config.json'}: {DAMAGED[config]}"
-    said = said_by(tm.Failure, resume, tmp_path, "--seed 3", config)
-    assert said.startswith(message)
-    said = said_by(ValueError, tm.load_run, tmp_path)
-    assert said.startswith(f"{tmp_path} holds no finished run: {message}")
 
 
 @mock.patch.object(tm, "Run", side_effect=tm.Failure("stopped"))

@@ -448,30 +448,38 @@ class Run:
         Returns the report on the test images, and the members' probabilities for them
         [K, N, C].
         """
-        data, started = self.data, time.perf_counter()
-        probs = self.predict(data.test_images)
+        data, half = self.data, slice((len(self.data.test_images) + 1) // 2)
+        started = time.perf_counter()
+        test, probs = self.score(data.test_images, data.test_labels)
         seconds = time.perf_counter() - started
-        test = report_finite(probs, data.test_labels)
-        half = slice((len(data.test_images) + 1) // 2)
-        train_probs = self.predict(data.train_images[half])
-        train = report_finite(train_probs, data.train_labels[half])
-        if test is None or train is None:
-            raise self.diverged()
+        train, _ = self.score(data.train_images[half], data.train_labels[half])
         epoch = self.done // self.settings.epoch_steps
         self.name_failed(test["member"], epoch)
         if epoch > max((m["epoch"] for m in self.metrics), default=0):  # not recorded
             self.record(epoch, train, test, seconds)
         return test, probs
 
-    def predict(self, images: np.ndarray) -> np.ndarray:
-        """Predict [K, N, C] in parts; look for signals after each part."""
-        members, parts = self.settings.members, []
+    def score(self, images: np.ndarray, labels: np.ndarray) -> tuple[dict, np.ndarray]:
+        """Return a report on images, and the members' probabilities [K, N, C].
+
+        It is `em.ensemble_report` of the members whose probabilities are finite; the
+        others are None in its `member`.  Between parts of the images it looks for
+        signals.  Raises Failure if no member is finite.
+        """
+        parts, members = [], self.settings.members
         with progress_bar("predicting", members * len(images)) as advance:
             for part in cut_to_predict(images, self.trainer.layout):
                 parts.append(self.trainer.predict_members(self.state, part))
                 self.look()
                 advance(members * len(part))
-        return np.concatenate(parts, axis=1)
+        probs = np.concatenate(parts, axis=1)
+        finite = np.isfinite(probs).all(axis=(1, 2))
+        if not finite.any():
+            raise self.diverged()
+        report = em.ensemble_report(probs[finite], labels)
+        scores = iter(report["member"])
+        report["member"] = [next(scores) if ok else None for ok in finite]
+        return report, probs
 
     def name_failed(self, members: list, epoch: int) -> None:
         """Print each member that has failed, once, and the number of skipped steps.
@@ -564,19 +572,6 @@ class Failure(Exception):
 # ---------------------------------------------------------------------------------
 # Report
 # ---------------------------------------------------------------------------------
-
-
-def report_finite(member_probs: np.ndarray, labels: np.ndarray) -> dict | None:
-    """Return `em.ensemble_report` of the members whose probabilities are finite.
-
-    In its `member` the other members are None.  Returns None if no member is finite.
-    """
-    finite = np.isfinite(member_probs).all(axis=(1, 2))
-    if not finite.any():
-        return None
-    report = em.ensemble_report(member_probs[finite], labels)
-    scores = iter(report["member"])
-    return report | {"member": [next(scores) if ok else None for ok in finite]}
 
 
 def print_table(title: str, rows: Sequence[tuple[str, dict | None]]) -> None:
