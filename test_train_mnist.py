@@ -984,15 +984,12 @@ def test_failing_process_waits_for_no_other(wrong, monkeypatch, error, status, t
         assert left.mock_calls == [mock.call(status)] * times
 
 
-def test_process_with_other_settings_than_process_0_names_them(monkeypatch):
-    ours, other = (
-        tm.Settings(seed=n, image_shape=[8, 8, 1], classes=[1]) for n in "01"
-    )
-    theirs = np.frombuffer(json.dumps(ours).encode(), np.uint8)
-    monkeypatch.setattr(tm, "share", lambda mine: theirs)
-    tm.check_same_run(ours)
-    with pytest.raises(tm.Failure, match="seed is 1 here, 0 there; start it with"):
-        tm.check_same_run(other)
+def test_process_with_other_settings_than_process_0_names_them(script, monkeypatch):
+    theirs = json.dumps(tm.Settings(mode="sync")).encode()
+    monkeypatch.setattr(tm, "share", lambda mine: np.frombuffer(theirs, np.uint8))
+    status, _, err = script(RUN)
+    assert status == 2 and "--process-id 0: mode is ensemble here, sync there" in err
+    assert err.endswith("; start it with the flags of process 0\n")
 
 
 # ---------------------------------------------------------------------------------
@@ -1089,7 +1086,8 @@ def test_bad_flag_is_refused_in_one_line(tmp_path, small_folder, wrong, flags, m
     ),
     ((12, 40), "", {"max_shift": 1}),
     ((128, 140), "", {"max_shift": 9}),  # more pixels than images
-    ((8, 8), "--max-shift 8", {"max_shift": 8}),
+    ((8, 8), "--max-shift 8 --batch-size 48", {"max_shift": 8, "batch_size": 48}),
+    ((28, 28), "--train-size 63 --batch-size 63", {"train_size": 63, "batch_size": 63}),
 )
 def test_settings_follow_the_network_the_optimizer_and_the_data(
     tmp_path, size, flags, expected
@@ -1099,7 +1097,9 @@ def test_settings_follow_the_network_the_optimizer_and_the_data(
     settings, data, trainer = tm.prepare(args)
     expected = {"members": 2, "train_size": 64, **data.form(), **expected}
     assert settings == tm.Settings()._replace(**expected)
-    assert trainer.layout == (2, 8, 1, 4) and data.form()["image_shape"] == [*size, 1]
+    assert data.train_images.shape == (settings.train_size, *size, 1)
+    assert len(data.train_labels) == settings.train_size
+    assert trainer.layout == tm.lay_out(settings, None)
 
 
 FOLDERS = ("", "", "/me/.cache/pjax_ensemble"), ("/cache", "", "/cache/pjax_ensemble")
@@ -1160,7 +1160,7 @@ def test_a_notice_says_that_running_statistics_need_more_steps(run, script):
     for flags, share in ("--epochs 1", 38), ("--epochs 3", 6), ("--epochs 4", 0):
         _, out, _ = script("--network batchnorm --batch-size 8", flags)
         said = f"running statistics are {share}% their initial values; take 299"
-        assert (said in out) == (share > 0)
+        assert (said in out) == ("notice: after" in out) == (share > 0)
     assert "notice: after" not in script("--epochs 1")[1]
 
 
