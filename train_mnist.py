@@ -799,23 +799,22 @@ def download(folder: Path, name: str) -> Path:
     raise DownloadError(f"{missing}: {'; '.join(failures)}")
 
 
-def misfit(arrays: Sequence[np.ndarray]) -> str | None:
-    """Return which of a data set's four files does not fit the others, and why."""
-    _, train_file, image_file, test_file = MNIST_FILES
+def check_fit(folder: Path, arrays: Sequence[np.ndarray]) -> None:
+    """Raise Failure if a data set's four files do not fit each other."""
+    _, y_file, x_file, test_file = (folder / name for name in MNIST_FILES)
     images, labels, test_images, test_labels = arrays
     classes, strange = np.unique(labels), np.setdiff1d(test_labels, labels)
-    for file, x, y in zip((train_file, test_file), arrays[::2], arrays[1::2]):
+    for file, x, y in zip((y_file, test_file), arrays[::2], arrays[1::2]):
         if len(x) != len(y):
-            return f"{file}: {len(y)} labels for {len(x)} images"
+            raise Failure(f"{file}: {len(y)} labels for {len(x)} images")
     if len(classes) == 1:
-        return f"{train_file}: every label is {classes[0]}; expected several classes"
+        raise Failure(f"{y_file}: every label is {classes[0]}; expected several")
     if strange.size:
-        known = f"among the {len(classes)} classes of {train_file}"
-        return f"{test_file}: label {strange[0]} is not {known}"
+        known = f"among the {len(classes)} classes of {y_file.name}"
+        raise Failure(f"{test_file}: label {strange[0]} is not {known}")
     size, other = (" x ".join(map(str, x.shape[1:])) for x in (images, test_images))
     if other != size:
-        return f"{image_file}: images are {other}; the training images are {size}"
-    return None
+        raise Failure(f"{x_file}: images are {other}; the training images are {size}")
 
 
 def load_mnist(folder: str | os.PathLike) -> Dataset:
@@ -838,8 +837,7 @@ def load_mnist(folder: str | os.PathLike) -> Dataset:
         if digest != MNIST_FILES[name]:
             foreign.append(name)
     arrays = [found[name] for name in MNIST_FILES]
-    if wrong := misfit(arrays):
-        raise Failure(f"{folder}: {wrong}")
+    check_fit(folder, arrays)
     name, classes, parts = "MNIST", np.unique(arrays[1]), []
     for images, labels in (arrays[:2], arrays[2:]):
         parts += [images[..., None], np.searchsorted(classes, labels).astype(np.int32)]
@@ -1063,13 +1061,13 @@ def load_checkpoint(folder: Path, like, settings: Settings) -> tuple:
 
 
 def read_metrics(folder: Path, epochs: int) -> list[dict]:
-    """Return the lines of epochs 1 to `epochs`; warn of each damaged line."""
+    """Return the lines of epochs up to `epochs`; warn of each damaged line."""
     path, metrics = folder / "metrics.jsonl", []
     lines = path.read_bytes().splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
             found = json.loads(line)
-            if 1 <= found["epoch"] <= epochs:
+            if found["epoch"] <= epochs:
                 metrics.append(found)
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             where = f"train_mnist.py: warning: {path}, line {number}"
