@@ -1539,8 +1539,8 @@ def test_effects_of_a_rewritten_function_happen_once_per_member_and_step():
 
 
 def test_programs_lowered_for_other_platforms_keep_their_convolutions():
-    form = {"image_shape": (8, 8, 1), "classes": range(4)}
-    made = tm.make_trainer(tm.RECIPES["cnn"]._replace(at_once=2), 4, 2, 10, form)
+    sizes = {"image_shape": (8, 8, 1), "classes": range(4), "train_size": 128}
+    made = tm.make_trainer(tm.Settings(**sizes, members=4, at_once=2), 2)
     state, (images, labels) = made.init(jax.random.key(0)), net_batches(1, 4)[0]
     # The network has two convolutions; a step adds their three gradients.  On a GPU,
     # each of two members at once has its own, but for a first layer that only predicts.

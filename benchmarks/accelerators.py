@@ -260,9 +260,9 @@ def loss_of(logits: Callable) -> Callable:
 def make(name: str, **how: Any) -> pe.Trainer:
     if name == "batchnorm":  # the script's network
         sizes = {"image_shape": (28, 28, 1), "classes": range(10)}
-        recipe = tm.RECIPES[name]
-        recipe = recipe._replace(at_once=how.get("at_once", recipe.at_once))
-        return tm.make_trainer(recipe, how["members"], how["devices"], 1, sizes)
+        own = {"members": how["members"], "at_once": how.get("at_once")}
+        settings = tm.RECIPES[name]._replace(**sizes, **own)
+        return tm.make_trainer(settings, how["devices"])
     init, logits, optimizer, *_, frozen = NETWORKS[name]
     how |= dict(apply_fn=logits, frozen=frozen())
     return pe.make_trainer(init, loss_of(logits), optimizer, **how)

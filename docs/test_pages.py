@@ -398,7 +398,8 @@ def test_promises_name_tests_that_are_there():
 def test_commands_of_every_page_are_those_of_the_script(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "DIR").mkdir()  # the command with --resume finds it
-    (tmp_path / "DIR" / "config.json").write_text("{}")
+    settings = tm.Settings(members=1, train_size=1)._asdict()
+    tm.write_json(tmp_path / "DIR" / "config.json", settings)
     commands = re.findall(r"([\w/]+\.py)( [^`\n|]*)?", EVERY_PAGE)
     assert len(commands) > 30
     for script, flags in commands:
