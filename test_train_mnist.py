@@ -361,20 +361,6 @@ def test_segments_are_short_and_end_at_saves(tmp_path, script, whole_run, monkey
     assert results(tmp_path) == results(whole_run)
 
 
-@cases(
-    "layout, count, expected",  # 192 images per device and call, in chunks of 32
-    ((6, 2, 3, 1), 240, [64, 64, 64, 48]),  # 64 for each of the device's three members
-    ((6, 2, 3, 1), 272, [64, 64, 64, 80]),
-    ((6, 2, 3, 1), 24, [24]),
-    ((1, 2, 1, 2), 824, [384, 440]),  # 192 on each of two replicas
-)
-@mock.patch.object(tm, "SEGMENT_IMAGES", 192)
-def test_parts_to_predict_are_short_but_hold_a_chunk(layout, count, expected):
-    parts = tm.cut_to_predict(np.arange(count), pe.Layout(*layout))
-    assert [len(part) for part in parts] == expected
-    assert_array_equal(np.concatenate(parts), np.arange(count))
-
-
 def stop_at(monkeypatch, step, how=signal.SIGTERM, looks=1):
     """Send a signal to a run, whose segments then have one step, after a given step.
 

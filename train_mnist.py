@@ -463,15 +463,15 @@ class Run:
         """Return a report on images, and the members' probabilities [K, N, C].
 
         It is `em.ensemble_report` of the members whose probabilities are finite; the
-        others are None in its `member`.  Between parts of the images it looks for
-        signals.  Raises Failure if no member is finite.
+        others are None in its `member`.  Between blocks of images it looks for signals.
+        Raises Failure if no member is finite.
         """
         parts, members = [], self.settings.members
         with progress_bar("predicting", members * len(images)) as advance:
-            for part in cut_to_predict(images, self.trainer.layout):
-                parts.append(self.trainer.predict_members(self.state, part))
+            for block in self.trainer.predict_blocks(self.state, images):
+                parts.append(block)
                 self.look()
-                advance(members * len(part))
+                advance(members * block.shape[1])
         probs = np.concatenate(parts, axis=1)
         finite = np.isfinite(probs).all(axis=(1, 2))
         if not finite.any():
@@ -528,19 +528,6 @@ class Run:
         self.metrics.append(metrics)
         if self.folder:
             write_json(self.folder / "metrics.jsonl", *self.metrics)
-
-
-def cut_to_predict(images: np.ndarray, layout: pe.Layout) -> list[np.ndarray]:
-    """Cut images into parts, each predicted in about a second.
-
-    Each part fills a chunk of the trainer's on every replica, unless it is the only
-    part: fewer images would be predicted in a smaller chunk, and round otherwise.
-    """
-    chunk, faster = (32, 1) if jax.default_backend() == "cpu" else (4096, FASTER)
-    turn = chunk * layout.replicas
-    most = SEGMENT_IMAGES * faster // chunk // layout.members_per_device
-    rows = max(1, most) * turn
-    return np.split(images, range(rows, len(images) - turn + 1, rows))
 
 
 @contextlib.contextmanager
