@@ -1225,8 +1225,9 @@ def _hidden(tree: PyTree) -> PyTree:
     moves the rows of a state (xla issue 49176).  What users' functions are given and
     return is hidden, so that only their own operations meet, as under `jax.jit`.
     """
-    barrier = lax.optimization_barrier
-    return lax.platform_dependent(tree, cpu=barrier, default=lambda tree: tree)
+    # Each leaf has a barrier of its own: none then waits for the others.
+    hide = functools.partial(jax.tree.map, lax.optimization_barrier)
+    return lax.platform_dependent(tree, cpu=hide, default=lambda tree: tree)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -448,7 +448,7 @@ def test_epoch_line_has_the_time_left_after_a_resume_too(tmp_path, script, monke
             patch.setattr(tm, "SEGMENT_IMAGES", 64)  # two steps
             patch.setattr(tm, "time", clock)
             slow("epoch", lambda order: 3 * order.shape[1])
-            slow("predict_members", lambda images: 0.05 * len(images))
+            slow("predict_blocks", lambda images: 0.05 * len(images))
             clock.compiling = 60
             _, out, _ = script(flags, "--workdir", tmp_path)
         times += re.findall(r"accuracy: [\d.]+, (\d+ s.*)", out)
