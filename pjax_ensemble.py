@@ -2152,11 +2152,12 @@ class _Programs:
         By default it is one on a CPU, in `init`, and for keys whose draws would change;
         elsewhere all, or as many as fit.
         """
-        key = getattr(work.state, "key", None)
-        if self.at_once is None and (work.f == self.member.init or _is_rbg(key)):
+        count, key = self.most, getattr(work.state, "key", None)
+        if self.at_once or count == 1:
+            return count
+        if work.f == self.member.init or _is_rbg(key):
             return 1
-        count = self.most
-        if self.at_once or self.places.absent or count == 1:
+        if self.places.absent:
             return count
         known = work.f, str(_described((work.of_slot, work.of_all)))
         if known not in self.fitting:
