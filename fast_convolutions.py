@@ -49,6 +49,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.custom_batching
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 from jax import lax
 from jax.extend import core
@@ -507,58 +508,163 @@ def _refuse(primals, tangents):
     )
 
 
-_PRODUCTS = "conv_general_dilated", "dot_general", "ragged_dot_general"
-_ONEDNN: dict[str, bool | str] = {
-    "xla_cpu_experimental_onednn_custom_call": True,
-    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE",
-}
+_REPLACED = "conv_general_dilated", "dot_general", "ragged_dot_general", "reduce_sum"
+_ONEDNN = "xla_cpu_experimental_onednn_custom_call"
+_YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
+_SINGLE = "LIBRARY_FUSION_TYPE_INDIVIDUAL_"
 
 
 def compiler_options(backend: str | None = None) -> dict[str, bool | str]:
-    """Return options with which XLA convolves by oneDNN, or none where that is untried.
+    """Return the options with which XLA is right and fast in this version of jaxlib.
 
         options = compiler_options()
         step = jax.jit(fast(step, options), compiler_options=options)
 
-    `backend` is JAX's default one, or "cpu", "gpu", "tpu".  There are options on CPUs
-    of x86-64 with JAX 0.11 and 0.12, unless XLA_FLAGS names one of them, or programs
-    are kept in JAX's persistent cache, which cannot keep programs with oneDNN.
+    `backend` is JAX's default one, or "cpu", "gpu", "tpu".  There are options on CPUs:
+
+    - jaxlib 0.10 and 0.11 leave no reductions to YNNPACK, whose sums are wrong there.
+    - jaxlib 0.11 and 0.12 on x86-64 convolve and multiply by oneDNN, unless programs
+      are kept in JAX's persistent cache, which cannot keep programs with oneDNN.
+
+    An option that XLA_FLAGS names is left to XLA_FLAGS.
     """
     kept, enabled = "jax_compilation_cache_dir", "jax_enable_compilation_cache"
     cached = all(getattr(jax.config, name) for name in (kept, enabled))
-    named = any(name in os.environ.get("XLA_FLAGS", "") for name in _ONEDNN)
-    tried = jax.__version_info__[:2] in ((0, 11), (0, 12))
     here = platform.machine().lower() in ("x86_64", "amd64")
-    on_cpu = (backend or jax.default_backend()) == "cpu"
-    return dict(_ONEDNN) if on_cpu and here and tried and not (named or cached) else {}
+    version = tuple(map(int, jaxlib.__version__.split(".")[:2]))  # it may not be JAX's
+    options: dict[str, bool | str] = {}
+    if (backend or jax.default_backend()) != "cpu":
+        return options
+    if version in ((0, 10), (0, 11)):
+        options[_YNNPACK] = f"{_SINGLE}DOT,{_SINGLE}CONVOLUTION"
+    if version in ((0, 11), (0, 12)) and here and not cached:
+        kind = "LIBRARY_FUSION_TYPE_REDUCE" if version == (0, 12) else ""
+        options |= {_ONEDNN: True, _YNNPACK: kind}
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in options.items() if name not in flags}
 
 
-def _multiply(*arrays, primitive, **how):
-    """Multiply arrays by oneDNN, which leaves the operations that follow to XLA.
+def _adjacent(axes):
+    return [*axes] == [*range(axes[0], axes[0] + len(axes))]
 
-    XLA (JAX 0.11, 0.12) gives oneDNN these too.  It puts the SiLU or GELU of a product
-    in the product's place, also for other users, such as the gradient, and rounds sums
-    of half types too early.  A barrier hides the operations.  For float16, oneDNN has
-    only a reference implementation, several hundred times as slow, unless the sums are
-    float32.
+
+def _multiply(*arrays, primitive, onednn, turned, **how):
+    """Multiply arrays on a CPU so that XLA moves none of them in memory.
+
+    XLA copies factors to sum over several axes, which here become one.  `turned` says
+    that a transposition puts axes of the first factor last, as in gradients of weights:
+    then the factors change places.
+
+    XLA (JAX 0.11, 0.12) gives oneDNN what follows a product too.  It puts the SiLU or
+    GELU of a product in the product's place, also for other users, such as the
+    gradient, and rounds sums of half types too early.  A barrier hides the operations.
+    For float16, oneDNN has only a reference implementation, several hundred times as
+    slow, unless the sums are float32.
     """
-    (made,) = jax.eval_shape(lambda *x: [primitive.bind(*x, **how)], *arrays)
-    if made.dtype == np.float16:
-        how |= dict(preferred_element_type=np.dtype(np.float32), precision=None)
-    product = primitive.bind(*arrays, **how)
-    return lax.optimization_barrier(product).astype(made.dtype)
+
+    def as_it_is(*arrays):
+        return [primitive.bind(*arrays, **how)]
+
+    (made,) = jax.eval_shape(as_it_is, *arrays)
+
+    def on_cpu(*arrays):
+        more, back = {**how}, range(made.ndim)
+        if primitive is lax.dot_general_p and how.get("out_sharding") is None:
+            arrays, numbers = _joined(arrays, *how["dimension_numbers"])
+            if turned:
+                arrays, numbers = arrays[::-1], tuple(x[::-1] for x in numbers)
+                n = len(numbers[1][0])
+                last = arrays[0].ndim - len(numbers[0][0])  # of the second factor's
+                back = *range(n), *range(last, made.ndim), *range(n, last)
+            more |= dict(dimension_numbers=numbers)
+        if onednn and made.dtype == np.float16:
+            more |= dict(preferred_element_type=np.dtype(np.float32), precision=None)
+        product = primitive.bind(*arrays, **more)
+        product = lax.optimization_barrier(product) if onednn else product
+        return [product.transpose(back).astype(made.dtype)]
+
+    return lax.platform_dependent(*arrays, cpu=on_cpu, default=as_it_is)
 
 
-def _replace(eqn: Any, onednn: bool) -> Any:
-    """Replace a convolution of floats, or with oneDNN also a product, by a call."""
-    of_floats = jnp.issubdtype(eqn.invars[1].aval.dtype, jnp.inexact)
-    if of_floats and eqn.primitive is lax.conv_general_dilated_p:
-        function = functools.partial(_convolve, onednn=onednn)
-    elif of_floats and onednn:
-        function = functools.partial(_multiply, primitive=eqn.primitive)
-    else:
+def _joined(arrays, contracted, batch):
+    """Join the axes that a product sums over, where both arrays have them in a row."""
+    if len(contracted[0]) < 2 or not all(map(_adjacent, contracted)):
+        return arrays, (contracted, batch)
+    new, count = [], len(contracted[0])
+    for x, (first, *_), axes in zip(arrays, contracted, batch):
+        size = math.prod(x.shape[first : first + count])
+        x = x.reshape(*x.shape[:first], size, *x.shape[first + count :])
+        new.append((x, (first,), tuple(i - (count - 1) * (i > first) for i in axes)))
+    arrays, contracted, batch = zip(*new)
+    return arrays, (contracted, batch)
+
+
+_LARGE = 2**15  # numbers
+
+
+def _is_large(x, axes):
+    """Whether a sum is worth it: large, and of columns or of everything."""
+    if {*map(type, x.shape)} != {int}:  # a size is a symbol
+        return False
+    summed = math.prod(x.shape[axes[0] : axes[-1] + 1])
+    return summed * math.prod(x.shape[axes[-1] + 1 :]) >= _LARGE and summed >= 64
+
+
+def _add(x, *, axes, **how):
+    """Sum over axes in a row: on a CPU by adding eighths, as long as these are large.
+
+    XLA adds the numbers of a sum one after another, and YNNPACK, which adds several at
+    a time, is wrong in JAX 0.10 and 0.11.  Sums of eighths are fast in any version, and
+    round less.
+    """
+
+    def as_it_is(x):
+        return lax.reduce_sum_p.bind(x, axes=axes, **how)
+
+    def on_cpu(x):
+        first, last = axes[0], axes[-1] + 1
+        shape = math.prod(x.shape[:first]), -1, math.prod(x.shape[last:])
+        y, rest = x.astype(_wide(x.dtype)).reshape(shape), 0
+        while y.size >= _LARGE and y.shape[1] >= 8:
+            n = y.shape[1] // 8
+            *eighths, odd = jnp.split(y, [n * i for i in range(1, 9)], 1)
+            y, rest = sum(eighths), rest + odd.sum(1)
+        total = y.sum(1) + rest
+        return total.reshape(x.shape[:first] + x.shape[last:]).astype(x.dtype)
+
+    return lax.platform_dependent(x, cpu=on_cpu, default=as_it_is)
+
+
+def _replace(eqn: Any, onednn: bool, order: Any = ()) -> Any:
+    """Replace a convolution, a product or a sum of floats by a call, if that is faster.
+
+    `order` is the permutation of a transposition that follows.
+    """
+    x, how = eqn.invars[-1].aval, eqn.params
+    here = how.get("out_sharding") is None
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
         return eqn
-    call = functools.partial(function, **eqn.params)
+    if eqn.primitive is lax.conv_general_dilated_p:
+        function = functools.partial(_convolve, onednn=onednn)
+    elif eqn.primitive is lax.reduce_sum_p:
+        axes = how["axes"]
+        if not (here and axes and _adjacent(axes) and _is_large(x, axes)):
+            return eqn
+        function = functools.partial(_add)
+    else:
+        turned = several = False
+        if here and eqn.primitive is lax.dot_general_p:
+            contracted, batch = how["dimension_numbers"]
+            several = len(contracted[0]) > 1 and all(map(_adjacent, contracted))
+            n, same = len(batch[0]), len({*(how["precision"] or ())[:2]}) < 2
+            end = eqn.invars[0].aval.ndim - len(contracted[0])
+            turned = same and n <= (-1, *order)[-1] < end
+        if not (onednn or several):
+            return eqn
+        function = functools.partial(
+            _multiply, primitive=eqn.primitive, onednn=onednn, turned=turned
+        )
+    call = functools.partial(function, **how)
     program = jax.jit(functools.update_wrapper(call, function.func))
     with jax.disable_jit(False):  # so that the call is one equation
         call = jax.make_jaxpr(program)(*(v.aval for v in eqn.invars)).eqns[0]
@@ -572,18 +678,26 @@ def rewrite(jaxpr: Any, options: dict | None = None) -> Any:
     parameter of one.  A part without such a convolution is returned unchanged.  Whoever
     differentiates the result gets a ValueError.  `options` are as in `fast`.
     """
-    x, params = jaxpr, getattr(jaxpr, "params", {})
+    return _rewrite(jaxpr, bool((options or {}).get(_ONEDNN)), {})
+
+
+def _rewrite(x: Any, onednn: bool, orders: dict[int, Any]) -> Any:
+    """Rewrite a part of a program; `orders` are permutations, by a variable's id."""
     if isinstance(x, core.JaxprEqn):
-        if x.primitive.name in _PRODUCTS:
-            return _replace(x, bool(options))
-        if params.get("name") in ("_convolve", "_multiply"):  # it is done
+        if x.primitive.name in _REPLACED:
+            return _replace(x, onednn, orders.get(id(x.outvars[0]), ()))
+        if x.params.get("name") in ("_convolve", "_multiply", "_add"):  # it is done
             return x
-    kinds = (core.Jaxpr, "eqns"), (core.ClosedJaxpr, "jaxpr"), (core.JaxprEqn, "params")
+    closed = getattr(core, "ClosedJaxpr", core.Jaxpr)  # from JAX 0.11 on, one class
+    kinds = (core.Jaxpr, "eqns"), (closed, "jaxpr"), (core.JaxprEqn, "params")
     name = next((name for kind, name in kinds if isinstance(x, kind)), None)
     if name is None:
         return x
     parts, treedef = jax.tree.flatten(getattr(x, name))
-    new = [rewrite(part, options) for part in parts]
+    if name == "eqns":
+        after = [eqn for eqn in parts if eqn.primitive is lax.transpose_p]
+        orders = {id(eqn.invars[0]): eqn.params["permutation"] for eqn in after}
+    new = [_rewrite(part, onednn, orders) for part in parts]
     same = all(map(operator.is_, new, parts))
     return x if same else x.replace(**{name: jax.tree.unflatten(treedef, new)})
 
