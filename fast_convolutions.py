@@ -508,7 +508,13 @@ def _refuse(primals, tangents):
     )
 
 
-_REPLACED = "conv_general_dilated", "dot_general", "ragged_dot_general", "reduce_sum"
+_REPLACED = (
+    "conv_general_dilated",
+    "dot_general",
+    "ragged_dot_general",
+    "reduce_sum",
+    "reduce_max",
+)
 _ONEDNN = "xla_cpu_experimental_onednn_custom_call"
 _YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
 _SINGLE = "LIBRARY_FUSION_TYPE_INDIVIDUAL_"
@@ -538,22 +544,29 @@ def compiler_options(backend: str | None = None) -> dict[str, bool | str]:
     if version in ((0, 10), (0, 11)):
         options[_YNNPACK] = f"{_SINGLE}DOT,{_SINGLE}CONVOLUTION"
     if version in ((0, 11), (0, 12)) and here and not cached:
-        kind = "LIBRARY_FUSION_TYPE_REDUCE" if version == (0, 12) else ""
-        options |= {_ONEDNN: True, _YNNPACK: kind}
+        options |= {_ONEDNN: True, _YNNPACK: ""}
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in flags}
 
 
-def _adjacent(axes):
-    return [*axes] == [*range(axes[0], axes[0] + len(axes))]
+def _in_a_row(axes):
+    return len(axes) > 0 and [*axes] == [*range(axes[0], axes[0] + len(axes))]
 
 
-def _multiply(*arrays, primitive, onednn, turned, **how):
-    """Multiply arrays on a CPU so that XLA moves none of them in memory.
+def _join(x, axes, batch):
+    """Make one axis of the axes that a product sums over, and count others anew."""
+    first, more = axes[0], len(axes) - 1
+    shape = *x.shape[:first], math.prod(map(x.shape.__getitem__, axes))
+    x = x.reshape(*shape, *x.shape[first + more + 1 :])
+    return x, (first,), tuple(i - more * (i > first) for i in batch)
 
-    XLA copies factors to sum over several axes, which here become one.  `turned` says
-    that a transposition puts axes of the first factor last, as in gradients of weights:
-    then the factors change places.
+
+def _multiply(*arrays, primitive, onednn, joined, back, **how):
+    """Multiply arrays, on a CPU so that XLA moves none of them in memory.
+
+    XLA copies factors to sum over several axes, so these are joined to one.  `back` is
+    None, or the factors change places, and it is the order in which the product's axes
+    are then put back.
 
     XLA (JAX 0.11, 0.12) gives oneDNN what follows a product too.  It puts the SiLU or
     GELU of a product in the product's place, also for other users, such as the
@@ -563,107 +576,91 @@ def _multiply(*arrays, primitive, onednn, turned, **how):
     """
 
     def as_it_is(*arrays):
-        return [primitive.bind(*arrays, **how)]
+        return primitive.bind(*arrays, **how)
 
-    (made,) = jax.eval_shape(as_it_is, *arrays)
+    made = jax.eval_shape(as_it_is, *arrays)
 
     def on_cpu(*arrays):
-        more, back = {**how}, range(made.ndim)
-        if primitive is lax.dot_general_p and how.get("out_sharding") is None:
-            arrays, numbers = _joined(arrays, *how["dimension_numbers"])
-            if turned:
-                arrays, numbers = arrays[::-1], tuple(x[::-1] for x in numbers)
-                n = len(numbers[1][0])
-                last = arrays[0].ndim - len(numbers[0][0])  # of the second factor's
-                back = *range(n), *range(last, made.ndim), *range(n, last)
-            more |= dict(dimension_numbers=numbers)
+        more = {**how}
+        if joined:
+            forms = [*map(_join, arrays, *how["dimension_numbers"])]
+            arrays, *numbers = zip(*(forms[::-1] if back else forms))
+            more |= dict(dimension_numbers=tuple(numbers))
         if onednn and made.dtype == np.float16:
             more |= dict(preferred_element_type=np.dtype(np.float32), precision=None)
         product = primitive.bind(*arrays, **more)
         product = lax.optimization_barrier(product) if onednn else product
-        return [product.transpose(back).astype(made.dtype)]
+        return (product.transpose(back) if back else product).astype(made.dtype)
 
     return lax.platform_dependent(*arrays, cpu=on_cpu, default=as_it_is)
 
 
-def _joined(arrays, contracted, batch):
-    """Join the axes that a product sums over, where both arrays have them in a row."""
-    if len(contracted[0]) < 2 or not all(map(_adjacent, contracted)):
-        return arrays, (contracted, batch)
-    new, count = [], len(contracted[0])
-    for x, (first, *_), axes in zip(arrays, contracted, batch):
-        size = math.prod(x.shape[first : first + count])
-        x = x.reshape(*x.shape[:first], size, *x.shape[first + count :])
-        new.append((x, (first,), tuple(i - (count - 1) * (i > first) for i in axes)))
-    arrays, contracted, batch = zip(*new)
-    return arrays, (contracted, batch)
+_LARGE, _FEW = 2**15, 64  # numbers in all, and of one sum
 
 
-_LARGE = 2**15  # numbers
-
-
-def _is_large(x, axes):
-    """Whether a sum is worth it: large, and of columns or of everything."""
-    if {*map(type, x.shape)} != {int}:  # a size is a symbol
-        return False
-    summed = math.prod(x.shape[axes[0] : axes[-1] + 1])
-    return summed * math.prod(x.shape[axes[-1] + 1 :]) >= _LARGE and summed >= 64
-
-
-def _add(x, *, axes, **how):
-    """Sum over axes in a row: on a CPU by adding eighths, as long as these are large.
+def _reduce(x, *, primitive, axes, **how):
+    """Sum over axes in a row, or take the maximum: on a CPU by adding eighths.
 
     XLA adds the numbers of a sum one after another, and YNNPACK, which adds several at
-    a time, is wrong in JAX 0.10 and 0.11.  Sums of eighths are fast in any version, and
-    round less.
+    a time, is wrong in JAX 0.10 and 0.11.  Sums of eighths, as long as these are large,
+    are fast in any version, and round less.  A barrier lets XLA compute all eighths and
+    their sum in one loop.
     """
 
     def as_it_is(x):
-        return lax.reduce_sum_p.bind(x, axes=axes, **how)
+        return primitive.bind(x, axes=axes, **how)
 
     def on_cpu(x):
         first, last = axes[0], axes[-1] + 1
         shape = math.prod(x.shape[:first]), -1, math.prod(x.shape[last:])
-        y, rest = x.astype(_wide(x.dtype)).reshape(shape), 0
-        while y.size >= _LARGE and y.shape[1] >= 8:
+        combine = lax.add if primitive is lax.reduce_sum_p else lax.max
+        y, rest = x.astype(_wide(x.dtype)).reshape(shape), []
+        while y.size >= _LARGE and y.shape[1] >= _FEW:
             n = y.shape[1] // 8
             *eighths, odd = jnp.split(y, [n * i for i in range(1, 9)], 1)
-            y, rest = sum(eighths), rest + odd.sum(1)
-        total = y.sum(1) + rest
-        return total.reshape(x.shape[:first] + x.shape[last:]).astype(x.dtype)
+            y = lax.optimization_barrier(functools.reduce(combine, eighths))
+            rest.append(odd)
+        y = primitive.bind(jnp.concatenate([y, *rest], 1), axes=(1,), **how)
+        return y.reshape(x.shape[:first] + x.shape[last:]).astype(x.dtype)
 
     return lax.platform_dependent(x, cpu=on_cpu, default=as_it_is)
 
 
 def _replace(eqn: Any, onednn: bool, order: Any = ()) -> Any:
-    """Replace a convolution, a product or a sum of floats by a call, if that is faster.
+    """Replace a convolution, product, sum or maximum by a call, where that is faster.
 
-    `order` is the permutation of a transposition that follows.
+    `order` is the permutation of a transposition that follows, if one does.
     """
-    x, how = eqn.invars[-1].aval, eqn.params
-    here = how.get("out_sharding") is None
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
+    arrays, how = [v.aval for v in eqn.invars[:2]], eqn.params
+    if not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
         return eqn
+    here, x = how.get("out_sharding") is None, arrays[0]
     if eqn.primitive is lax.conv_general_dilated_p:
         function = functools.partial(_convolve, onednn=onednn)
-    elif eqn.primitive is lax.reduce_sum_p:
-        axes = how["axes"]
-        if not (here and axes and _adjacent(axes) and _is_large(x, axes)):
+    elif eqn.primitive in (lax.reduce_sum_p, lax.reduce_max_p):
+        axes, known = how["axes"], {*map(type, x.shape)} == {int}  # no symbols
+        count = known and math.prod(x.shape[i] for i in axes)
+        if not (here and _in_a_row(axes) and x.size >= _LARGE and count >= _FEW):
             return eqn
-        function = functools.partial(_add)
+        function = functools.partial(_reduce, primitive=eqn.primitive)
     else:
-        turned = several = False
+        joined, back = False, None
         if here and eqn.primitive is lax.dot_general_p:
             contracted, batch = how["dimension_numbers"]
-            several = len(contracted[0]) > 1 and all(map(_adjacent, contracted))
-            n, same = len(batch[0]), len({*(how["precision"] or ())[:2]}) < 2
-            end = eqn.invars[0].aval.ndim - len(contracted[0])
-            turned = same and n <= (-1, *order)[-1] < end
-        if not (onednn or several):
+            joined = all(map(_in_a_row, contracted))
+            # Where axes of the first factor come last, as in gradients of weights, the
+            # factors change places.
+            first, end, ndim = len(batch[0]), x.ndim - len(contracted[0]), len(order)
+            if joined and first <= (-1, *order)[-1] < end:
+                last = ndim - end + first
+                back = *range(first), *range(last, ndim), *range(first, last)
+        # Without oneDNN, XLA copies where it sums over several axes, and JAX 0.10 lacks
+        # products of half types in some forms.
+        copied = joined and len(contracted[0]) > 1 and x.dtype == _wide(x.dtype)
+        if not (onednn or copied):
             return eqn
-        function = functools.partial(
-            _multiply, primitive=eqn.primitive, onednn=onednn, turned=turned
-        )
+        how = how | dict(primitive=eqn.primitive, joined=joined, back=back)
+        function = functools.partial(_multiply, onednn=onednn)
     call = functools.partial(function, **how)
     program = jax.jit(functools.update_wrapper(call, function.func))
     with jax.disable_jit(False):  # so that the call is one equation
@@ -686,7 +683,7 @@ def _rewrite(x: Any, onednn: bool, orders: dict[int, Any]) -> Any:
     if isinstance(x, core.JaxprEqn):
         if x.primitive.name in _REPLACED:
             return _replace(x, onednn, orders.get(id(x.outvars[0]), ()))
-        if x.params.get("name") in ("_convolve", "_multiply", "_add"):  # it is done
+        if x.params.get("name") in ("_convolve", "_multiply", "_reduce"):  # it is done
             return x
     closed = getattr(core, "ClosedJaxpr", core.Jaxpr)  # from JAX 0.11 on, one class
     kinds = (core.Jaxpr, "eqns"), (closed, "jaxpr"), (core.JaxprEqn, "params")
