@@ -638,26 +638,27 @@ def _replace(eqn: Any, onednn: bool, order: Any = ()) -> Any:
     if eqn.primitive is lax.conv_general_dilated_p:
         function = functools.partial(_convolve, onednn=onednn)
     elif eqn.primitive in (lax.reduce_sum_p, lax.reduce_max_p):
-        axes, known = how["axes"], {*map(type, x.shape)} == {int}  # no symbols
-        count = known and math.prod(x.shape[i] for i in axes)
-        if not (here and _in_a_row(axes) and x.size >= _LARGE and count >= _FEW):
+        large = here and isinstance(x.size, int) and x.size >= _LARGE  # no symbol
+        axes = how["axes"]
+        if not (
+            large and _in_a_row(axes) and math.prod(x.shape[i] for i in axes) >= _FEW
+        ):
             return eqn
         function = functools.partial(_reduce, primitive=eqn.primitive)
     else:
         joined, back = False, None
         if here and eqn.primitive is lax.dot_general_p:
             contracted, batch = how["dimension_numbers"]
-            joined = all(map(_in_a_row, contracted))
+            # XLA lacks products of half types with wider results in some forms.
+            same = x.dtype == eqn.outvars[0].aval.dtype != np.float16
+            joined = same and all(map(_in_a_row, contracted))
             # Where axes of the first factor come last, as in gradients of weights, the
             # factors change places.
             first, end, ndim = len(batch[0]), x.ndim - len(contracted[0]), len(order)
             if joined and first <= (-1, *order)[-1] < end:
                 last = ndim - end + first
                 back = *range(first), *range(last, ndim), *range(first, last)
-        # Without oneDNN, XLA copies where it sums over several axes, and JAX 0.10 lacks
-        # products of half types in some forms.
-        copied = joined and len(contracted[0]) > 1 and x.dtype == _wide(x.dtype)
-        if not (onednn or copied):
+        if not (onednn or joined and len(contracted[0]) > 1):
             return eqn
         how = how | dict(primitive=eqn.primitive, joined=joined, back=back)
         function = functools.partial(_multiply, onednn=onednn)
@@ -692,8 +693,12 @@ def _rewrite(x: Any, onednn: bool, orders: dict[int, Any]) -> Any:
         return x
     parts, treedef = jax.tree.flatten(getattr(x, name))
     if name == "eqns":
-        after = [eqn for eqn in parts if eqn.primitive is lax.transpose_p]
-        orders = {id(eqn.invars[0]): eqn.params["permutation"] for eqn in after}
+        orders = {}
+        for eqn in reversed(parts):
+            if eqn.primitive is lax.transpose_p:
+                order = eqn.params["permutation"]
+                after = orders.get(id(eqn.outvars[0]), range(len(order)))
+                orders[id(eqn.invars[0])] = [order[i] for i in after]
     new = [_rewrite(part, onednn, orders) for part in parts]
     same = all(map(operator.is_, new, parts))
     return x if same else x.replace(**{name: jax.tree.unflatten(treedef, new)})
