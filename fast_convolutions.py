@@ -538,13 +538,11 @@ def compiler_options(backend: str | None = None) -> dict[str, bool | str]:
     cached = all(getattr(jax.config, name) for name in (kept, enabled))
     here = platform.machine().lower() in ("x86_64", "amd64")
     version = tuple(map(int, jaxlib.__version__.split(".")[:2]))  # it may not be JAX's
-    options: dict[str, bool | str] = {}
-    if (backend or jax.default_backend()) != "cpu":
-        return options
-    if version in ((0, 10), (0, 11)):
-        options[_YNNPACK] = f"{_SINGLE}DOT,{_SINGLE}CONVOLUTION"
-    if version in ((0, 11), (0, 12)) and here and not cached:
-        options |= {_ONEDNN: True, _YNNPACK: ""}
+    on_cpu, options = (backend or jax.default_backend()) == "cpu", {}
+    if on_cpu and version in ((0, 10), (0, 11)):
+        options = {_YNNPACK: f"{_SINGLE}DOT,{_SINGLE}CONVOLUTION"}
+    if on_cpu and version in ((0, 11), (0, 12)) and here and not cached:
+        options = {_ONEDNN: True, _YNNPACK: ""}
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in flags}
 
@@ -561,12 +559,12 @@ def _join(x, axes, batch):
     return x, (first,), tuple(i - more * (i > first) for i in batch)
 
 
-def _multiply(*arrays, primitive, onednn, joined, back, **how):
+def _multiply(*arrays, primitive, onednn, joined, left, **how):
     """Multiply arrays, on a CPU so that XLA moves none of them in memory.
 
-    XLA copies factors to sum over several axes, so these are joined to one.  `back` is
-    None, or the factors change places, and it is the order in which the product's axes
-    are then put back.
+    XLA copies factors to sum over several axes, so these are `joined` to one.  Where a
+    transposition puts `left`, the first factor's axes, behind the second one's, as in
+    gradients of weights, the factors change places; else, `left` is empty.
 
     XLA (JAX 0.11, 0.12) gives oneDNN what follows a product too.  It puts the SiLU or
     GELU of a product in the product's place, also for other users, such as the
@@ -574,23 +572,20 @@ def _multiply(*arrays, primitive, onednn, joined, back, **how):
     For float16, oneDNN has only a reference implementation, several hundred times as
     slow, unless the sums are float32.
     """
-
-    def as_it_is(*arrays):
-        return primitive.bind(*arrays, **how)
-
+    as_it_is = functools.partial(primitive.bind, **how)
     made = jax.eval_shape(as_it_is, *arrays)
 
     def on_cpu(*arrays):
         more = {**how}
         if joined:
             forms = [*map(_join, arrays, *how["dimension_numbers"])]
-            arrays, *numbers = zip(*(forms[::-1] if back else forms))
+            arrays, *numbers = zip(*(forms[::-1] if left else forms))
             more |= dict(dimension_numbers=tuple(numbers))
         if onednn and made.dtype == np.float16:
             more |= dict(preferred_element_type=np.dtype(np.float32), precision=None)
         product = primitive.bind(*arrays, **more)
         product = lax.optimization_barrier(product) if onednn else product
-        return (product.transpose(back) if back else product).astype(made.dtype)
+        return jnp.moveaxis(product, range(-len(left), 0), left).astype(made.dtype)
 
     return lax.platform_dependent(*arrays, cpu=on_cpu, default=as_it_is)
 
@@ -606,9 +601,7 @@ def _reduce(x, *, primitive, axes, **how):
     are fast in any version, and round less.  A barrier lets XLA compute all eighths and
     their sum in one loop.
     """
-
-    def as_it_is(x):
-        return primitive.bind(x, axes=axes, **how)
+    as_it_is = functools.partial(primitive.bind, axes=axes, **how)
 
     def on_cpu(x):
         first, last = axes[0], axes[-1] + 1
@@ -634,36 +627,32 @@ def _replace(eqn: Any, onednn: bool, order: Any = ()) -> Any:
     arrays, how = [v.aval for v in eqn.invars[:2]], eqn.params
     if not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
         return eqn
-    here, x = how.get("out_sharding") is None, arrays[0]
+    here, x, made = how.get("out_sharding") is None, arrays[0], eqn.outvars[0].aval
     if eqn.primitive is lax.conv_general_dilated_p:
-        function = functools.partial(_convolve, onednn=onednn)
+        function, more = _convolve, dict(onednn=onednn)
     elif eqn.primitive in (lax.reduce_sum_p, lax.reduce_max_p):
-        large = here and isinstance(x.size, int) and x.size >= _LARGE  # no symbol
         axes = how["axes"]
-        if not (
-            large and _in_a_row(axes) and math.prod(x.shape[i] for i in axes) >= _FEW
-        ):
+        known = here and _in_a_row(axes) and isinstance(x.size, int)  # no symbols
+        count = known and math.prod(x.shape[i] for i in axes)
+        if count < _FEW or x.size < _LARGE:
             return eqn
-        function = functools.partial(_reduce, primitive=eqn.primitive)
+        function, more = _reduce, dict(primitive=eqn.primitive)
     else:
-        joined, back = False, None
+        joined, several, left = False, False, range(0)
         if here and eqn.primitive is lax.dot_general_p:
             contracted, batch = how["dimension_numbers"]
             # XLA lacks products of half types with wider results in some forms.
-            same = x.dtype == eqn.outvars[0].aval.dtype != np.float16
+            same = x.dtype == made.dtype != np.float16
             joined = same and all(map(_in_a_row, contracted))
-            # Where axes of the first factor come last, as in gradients of weights, the
-            # factors change places.
-            first, end, ndim = len(batch[0]), x.ndim - len(contracted[0]), len(order)
-            if joined and first <= (-1, *order)[-1] < end:
-                last = ndim - end + first
-                back = *range(first), *range(last, ndim), *range(first, last)
-        if not (onednn or joined and len(contracted[0]) > 1):
+            several = joined and len(contracted[0]) > 1
+            axes = range(len(batch[0]), x.ndim - len(contracted[0]))
+            left = axes if joined and order and order[-1] in axes else left
+        if not (onednn or several):
             return eqn
-        how = how | dict(primitive=eqn.primitive, joined=joined, back=back)
-        function = functools.partial(_multiply, onednn=onednn)
-    call = functools.partial(function, **how)
-    program = jax.jit(functools.update_wrapper(call, function.func))
+        function = _multiply
+        more = dict(primitive=eqn.primitive, onednn=onednn, joined=joined, left=left)
+    call = functools.partial(function, **how, **more)
+    program = jax.jit(functools.update_wrapper(call, function))
     with jax.disable_jit(False):  # so that the call is one equation
         call = jax.make_jaxpr(program)(*(v.aval for v in eqn.invars)).eqns[0]
     return eqn.replace(primitive=call.primitive, params=call.params)
