@@ -1,10 +1,11 @@
 # Copyright (c) 2026 The pjax_ensemble authors.  SPDX-License-Identifier: MIT
-"""Make the convolutions of any JAX function fast on CPUs.
+"""Make the convolutions, products and sums of any JAX function fast on CPUs.
 
 `jit(step)` takes the place of `jax.jit(step)`, for a whole training step, gradients
-included, of any library: its convolutions take forms that XLA computes fast on a CPU.
-`fast` does so between `jax.jit` and a step.  On GPUs, each convolution of a `vmap` over
-kernels becomes a call of its own; nothing else changes on other platforms.
+included, of any library: its convolutions, products and sums take forms that XLA
+computes fast on a CPU, and the compiler has options with which this version of JAX is
+right.  `fast` does so between `jax.jit` and a step.  On GPUs, each convolution of a
+`vmap` over kernels becomes a call of its own; nothing else changes on other platforms.
 
     import jax, jax.numpy as jnp
     import fast_convolutions as fc
@@ -508,13 +509,8 @@ def _refuse(primals, tangents):
     )
 
 
-_REPLACED = (
-    "conv_general_dilated",
-    "dot_general",
-    "ragged_dot_general",
-    "reduce_sum",
-    "reduce_max",
-)
+_PRODUCTS = "conv_general_dilated", "dot_general", "ragged_dot_general"
+_REDUCTIONS = "reduce_sum", "reduce_max"
 _ONEDNN = "xla_cpu_experimental_onednn_custom_call"
 _YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
 _SINGLE = "LIBRARY_FUSION_TYPE_INDIVIDUAL_"
@@ -593,7 +589,7 @@ def _multiply(*arrays, primitive, onednn, joined, left, **how):
 _LARGE, _FEW = 2**15, 64  # numbers in all, and of one sum
 
 
-def _reduce(x, *, primitive, axes, **how):
+def _by_eighths(x, *, primitive, axes, **how):
     """Sum over axes in a row, or take the maximum: on a CPU by adding eighths.
 
     XLA adds the numbers of a sum one after another, and YNNPACK, which adds several at
@@ -630,13 +626,13 @@ def _replace(eqn: Any, onednn: bool, order: Any = ()) -> Any:
     here, x, made = how.get("out_sharding") is None, arrays[0], eqn.outvars[0].aval
     if eqn.primitive is lax.conv_general_dilated_p:
         function, more = _convolve, dict(onednn=onednn)
-    elif eqn.primitive in (lax.reduce_sum_p, lax.reduce_max_p):
+    elif eqn.primitive.name in _REDUCTIONS:
         axes = how["axes"]
         known = here and _in_a_row(axes) and isinstance(x.size, int)  # no symbols
         count = known and math.prod(x.shape[i] for i in axes)
         if count < _FEW or x.size < _LARGE:
             return eqn
-        function, more = _reduce, dict(primitive=eqn.primitive)
+        function, more = _by_eighths, dict(primitive=eqn.primitive)
     else:
         joined, several, left = False, False, range(0)
         if here and eqn.primitive is lax.dot_general_p:
@@ -671,23 +667,22 @@ def rewrite(jaxpr: Any, options: dict | None = None) -> Any:
 def _rewrite(x: Any, onednn: bool, orders: dict[int, Any]) -> Any:
     """Rewrite a part of a program; `orders` are permutations, by a variable's id."""
     if isinstance(x, core.JaxprEqn):
-        if x.primitive.name in _REPLACED:
+        if x.primitive.name in _PRODUCTS + _REDUCTIONS:
             return _replace(x, onednn, orders.get(id(x.outvars[0]), ()))
-        if x.params.get("name") in ("_convolve", "_multiply", "_reduce"):  # it is done
-            return x
+        if x.params.get("name") in ("_convolve", "_multiply", "_by_eighths"):
+            return x  # it is done
     closed = getattr(core, "ClosedJaxpr", core.Jaxpr)  # from JAX 0.11 on, one class
     kinds = (core.Jaxpr, "eqns"), (closed, "jaxpr"), (core.JaxprEqn, "params")
     name = next((name for kind, name in kinds if isinstance(x, kind)), None)
     if name is None:
         return x
     parts, treedef = jax.tree.flatten(getattr(x, name))
-    if name == "eqns":
-        orders = {}
-        for eqn in reversed(parts):
-            if eqn.primitive is lax.transpose_p:
-                order = eqn.params["permutation"]
-                after = orders.get(id(eqn.outvars[0]), range(len(order)))
-                orders[id(eqn.invars[0])] = [order[i] for i in after]
+    orders = {}
+    for eqn in reversed(parts if name == "eqns" else []):
+        if eqn.primitive is lax.transpose_p:  # several in a row are one
+            order = eqn.params["permutation"]
+            after = orders.get(id(eqn.outvars[0]), range(len(order)))
+            orders[id(eqn.invars[0])] = [order[i] for i in after]
     new = [_rewrite(part, onednn, orders) for part in parts]
     same = all(map(operator.is_, new, parts))
     return x if same else x.replace(**{name: jax.tree.unflatten(treedef, new)})
