@@ -534,7 +534,8 @@ def compiler_options(backend: str | None = None) -> dict[str, bool | str]:
     cached = all(getattr(jax.config, name) for name in (kept, enabled))
     here = platform.machine().lower() in ("x86_64", "amd64")
     version = tuple(map(int, jaxlib.__version__.split(".")[:2]))  # it may not be JAX's
-    on_cpu, options = (backend or jax.default_backend()) == "cpu", {}
+    on_cpu = (backend or jax.default_backend()) == "cpu"
+    options: dict[str, bool | str] = {}
     if on_cpu and version in ((0, 10), (0, 11)):
         options = {_YNNPACK: f"{_SINGLE}DOT,{_SINGLE}CONVOLUTION"}
     if on_cpu and version in ((0, 11), (0, 12)) and here and not cached:
@@ -615,7 +616,7 @@ def _by_eighths(x, *, primitive, axes, **how):
     return lax.platform_dependent(x, cpu=on_cpu, default=as_it_is)
 
 
-def _replace(eqn: Any, onednn: bool, order: Any = ()) -> Any:
+def _replace(eqn, onednn, order=()):
     """Replace a convolution, product, sum or maximum by a call, where that is faster.
 
     `order` is the permutation of a transposition that follows, if one does.
