@@ -619,7 +619,8 @@ def test_products_and_their_gradients_are_right(spec, onednn):
     assert_close(found, jax.jit(plain)(*args))
     mapped = jax.jit(jax.vmap(fast))(*twice(args))
     assert_close(jax.tree.map(lambda x: x[0], mapped), found)
-    with jax.enable_x64(True):
+    x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
+    with x64(True):
         args = [x.astype(np.float64) for x in args]
         f = functions[0]
         found = jax.jit(fc.fast(f, {fc._ONEDNN: onednn}))(*args)
