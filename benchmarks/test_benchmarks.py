@@ -732,7 +732,7 @@ def test_networks_of_all_systems_have_the_same_parameters(name, monkeypatch):
     if TORCH:
         import networks_torch
 
-        model = networks_torch.NETWORKS[name.split(",")[0]]()
+        model = networks_torch.network(name)()
         more = 4 * 128 if name == "LSTM" else 0  # a second bias
         assert sum(p.numel() for p in model.parameters()) == num_params + more
 
