@@ -81,7 +81,8 @@ assert dict(jax.config.values) == before
 pjax_ensemble.use_cpu_devices()  # warns, without effect, once a device is in use
 assert jax.device_count() == 3, jax.device_count()
 sys.path.append("benchmarks")
-import devices, faults, interrupts, memory, speed
+import memory, speed
+from trials import devices, faults, interrupts
 """
     assert run_python(code) == ""
 
