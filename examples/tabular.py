@@ -50,6 +50,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable
+from datetime import date, timedelta
 from numbers import Integral
 from pathlib import Path
 from typing import NamedTuple
@@ -449,14 +450,25 @@ def plainest(losses):  # the first that equals the lowest to a hundredth
     return int(losses.round(2).argmin())
 
 
+def check_each(y, refused: tuple, remedy: str) -> None:
+    """Raise ValueError for a target that is missing, or of a type that is refused."""
+    values = np.asarray(y, object)  # as they are, where labels are among numbers
+    if getattr(getattr(y, "dtype", None), "kind", None) in ("m", "M"):
+        values = np.asarray(y)  # times, which could be plain ints as objects
+    for row, v in enumerate(values.ravel() if values.ndim else []):
+        if v is None or isinstance(v, refused) or v != v:
+            v = v.item() if isinstance(v, (np.number, np.bool_)) else v
+            raise ValueError(f"y[{row}] is {v!r}; {remedy}")
+
+
 def whole(fit):
     """Make a fit that fails or is interrupted leave its estimator as it was."""
 
     @functools.wraps(fit)
-    def fit_or_restore(self, X, y, groups=None):
+    def fit_or_restore(self, X, y, *, groups=None):
         before = vars(self).copy()
         try:
-            return fit(self, X, y, groups)
+            return fit(self, X, y, groups=groups)
         except BaseException:
             vars(self).clear()
             vars(self).update(before)
@@ -494,8 +506,11 @@ class Ensemble(BaseEstimator):
         check_is_fitted(self)
         x = validate_data(self, X, reset=False, dtype=float)
         x = standardize("X", x, self.x_mean_, self.x_scale_)
-        trainer = make_trainer(*self._form, len(jax.tree.leaves(self._networks)[0]))
-        return predict(trainer, trainer.scatter(self._networks), x)
+        count = len(jax.tree.leaves(self._networks)[0])
+        keys = jax.random.split(jax.random.key(0), count)  # predicting draws nothing
+        trainer = make_trainer(*self._form, count)
+        state = trainer.scatter(self._networks._replace(key=keys))
+        return predict(trainer, state, x)
 
 
 class EnsembleRegressor(RegressorMixin, Ensemble):
@@ -508,16 +523,15 @@ class EnsembleRegressor(RegressorMixin, Ensemble):
     """
 
     @whole
-    def fit(self, X, y, groups=None):
+    def fit(self, X, y, *, groups=None):
         """Fit to X [N, F] and y [N], of 2 rows or more.
 
         Rows that share one of groups [N], such as a patient's, stay in one fold.
         """
-        values = np.asarray(y, object)  # as they are, where labels are among numbers
-        for row, v in enumerate(values.ravel().tolist() if values.ndim else []):
-            if v is None or isinstance(v, bool | str) or v != v:
-                found = f"y[{row}] is {v!r}"
-                raise ValueError(f"{found}; use numbers, or EnsembleClassifier")
+        times = date, timedelta, np.datetime64, np.timedelta64
+        check_each(
+            y, (bool, np.bool_, str, *times), "use numbers, or EnsembleClassifier"
+        )
         X, y = validate_data(self, X, y, y_numeric=True, **INPUTS)
         self.y_mean_, self.y_scale_ = mean_and_scale(y)
         y = standardize("y", y, self.y_mean_, self.y_scale_)
@@ -578,8 +592,9 @@ class EnsembleClassifier(ClassifierMixin, Ensemble):
     """
 
     @whole
-    def fit(self, X, y, groups=None):
+    def fit(self, X, y, *, groups=None):
         """Fit to X [N, F], y [N], labels of any type, and groups [N], as above."""
+        check_each(y, (), "give each row a label, or leave the row out")
         X, y = validate_data(self, X, y, **INPUTS)
         check_classification_targets(y)
         self.classes_, y = np.unique(y, return_inverse=True)

@@ -2,6 +2,7 @@
 
 import builtins
 import dataclasses
+import datetime
 import functools
 import re
 from unittest import mock
@@ -221,6 +222,8 @@ def test_estimators_take_numbers_of_any_scale():
     ),
     *(({}, y, f"y[0] is {y[0]!r}; use numbers, or Ens") for y in LABELS),
     *(({}, np.where(SIXTH, bad, Y), f"y[5] is {bad}; use n") for bad in (None, np.nan)),
+    ({}, np.arange(24).astype("M8[ns]"), "y[0] is np.datetime64('1970-01-01T00:00:00"),
+    ({}, [datetime.date(2026, 1, 1)] * 24, "y[0] is datetime.date(2026, 1, 1); use n"),
 )
 def test_estimators_name_what_they_cannot_take(options, y, message):
     model = tabular.EnsembleRegressor(**SHORT | options)
@@ -236,6 +239,14 @@ REFUSED = (  # in the order of docs/tables.md
     dict(X=X, y=Y, groups=Y[:9]),
     dict(X=X, y=Y, groups=["a"] * 24),
 )
+
+
+def test_estimators_take_groups_by_name_and_labels_that_are_there():
+    for name in "EnsembleRegressor", "EnsembleClassifier":
+        model = getattr(tabular, name)(**SHORT)
+        assert "positional argument" in said_by(TypeError, model.fit, X, Y, Y)
+    labels = np.where(SIXTH, None, np.where(Y > 0, "a", "b"))
+    assert said_by(ValueError, model.fit, X, labels).startswith("y[5] is None; give")
 
 
 def test_estimators_refuse_inputs_in_the_words_of_their_page():
