@@ -25,6 +25,7 @@ import tracemalloc
 import types
 import warnings
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -1041,7 +1042,7 @@ def aligned(array):
     memory = np.empty(array.nbytes + 64, np.uint8)
     start = -memory.ctypes.data % 64
     shared = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    shared[:] = array
+    shared[...] = array
     return shared
 
 
@@ -1053,30 +1054,18 @@ def program_of(call, *args, **options):
     return program, given
 
 
+@every_way
+def test_programs_are_given_no_memory_of_the_users(way):
+    """A call may return before its program has read what it was given."""
+    images = aligned(image_data()[0])
+    state, update = start(way, net_loss, members_state(keys_of(0, way.members)))
+    _, given = program_of(update, state, images, image_data()[1])
+    arrays = [x for x in jax.tree.leaves(given) if isinstance(x, np.ndarray)]
+    assert not any(np.shares_memory(images, x) for x in arrays)
+
+
 def shapes_of(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-
-
-def placed(x):
-    return net_trainer(1, 2).place(x)
-
-
-def losses_by_hand(x):
-    return sync(net_loss, SGD)(one_net(), *pe.split((x, image_data()[1])))[1]
-
-
-def batch_of_a_step(x):
-    trainer, state = begin(net_trainer.__wrapped__(3, 2))
-    return program_of(trainer.update, state, x, image_data()[1])[1][-1]["batch"][0]
-
-
-@pytest.mark.parametrize("use", [placed, losses_by_hand, batch_of_a_step])
-def test_changing_an_array_after_a_call_changes_no_result(use):
-    x = aligned(image_data()[0])
-    found, expected = use(x), use(image_data()[0])
-    again = use(x)
-    x[:] = 0
-    assert leaves_equal(found, expected) and leaves_equal(again, expected)
 
 
 @pytest.mark.parametrize("way", WAYS[2:], ids=str)
@@ -1407,15 +1396,6 @@ def uses(trainer):
     return [update, epoch, (trainer.predict, data[0]), (trainer.gather,)]
 
 
-def use_all(trainer, images, labels):
-    """Call every method that takes a state; return the results."""
-    state, losses = trainer.update(trainer.init(KEY), images, labels)
-    data, order = trainer.place((images, labels)), np.arange(12)[None]
-    state, more = trainer.epoch(state, data, order)
-    gathered = trainer.gather(trainer.scatter(trainer.gather(state)))
-    return losses, more, trainer.predict_members(state, images), gathered
-
-
 def orders(members, epoch=0, batch=24):
     rngs = [np.random.default_rng([epoch, i]) for i in range(members)]
     return np.stack([rng.permutation(NUM_IMAGES).reshape(-1, batch) for rng in rngs])
@@ -1609,19 +1589,6 @@ def test_lower_takes_shapes_alone_and_moves_no_data():
     assert "which cannot run; use T" in said_by(ValueError, trainer.init, KEY)
 
 
-class Labelled(np.lib.mixins.NDArrayOperatorsMixin):
-    """An array sliced by labels, as a pandas Series (below 3) with a float index is."""
-
-    def __init__(self, x):
-        self.x, self.shape = x, x.shape
-
-    def __array__(self, dtype=None, copy=None):
-        return self.x
-
-    def __getitem__(self, rows):
-        return Labelled(self.x[:0])
-
-
 def test_lower_takes_arguments_as_the_method_does():
     def loss_fn(params, images, keys):
         return net(params, images).mean() * jax.vmap(jax.random.uniform)(keys).mean()
@@ -1733,16 +1700,173 @@ def full_trainer(which, devices, *, attends=False, statistics=False, **options):
     return pe.make_trainer(init, loss_fn, optimizer, **options)
 
 
-def take_steps(trainer, state):
-    """Return all that a trainer's calls return, from a state on."""
-    data, members = image_data(), trainer.layout.members
-    first = trainer.predict(state, data[0][:1])
-    state, metrics = trainer.epoch(state, data, orders(members)[:, :2])
-    own = [np.stack([x[:10]] * members) for x in data]
-    state, last = trainer.update(state, *own, per_member=True)
+def journey(trainer, put):
+    """Return all that a trainer's calls return; `put` changes each call's arguments."""
+
+    def call(method, *given, **options):
+        return method(*put(given), **options)
+
+    (images, labels), members = image_data(), trainer.members
+    own = [np.stack([x[:10]] * members) for x in (images, labels)]
+    state = call(trainer.init, KEY)
+    first = call(trainer.predict, state, images[:1])
+    data = call(trainer.place, (images, labels))
+    state, losses = call(trainer.epoch, state, data, orders(members, batch=4))
+    trainer.lower("update", images[:16], labels[:16])
+    state, more = call(trainer.update, state, images[:16], labels[:16])
+    state, last = call(trainer.update, state, *own, per_member=True)
     assert trainer.latest is state
-    probs = trainer.predict_members(state, data[0][:37])
-    return metrics, last, first, probs, trainer.gather(state)[:3]
+    probs = call(trainer.predict_members, state, images[:37])
+    state = call(trainer.scatter, call(trainer.gather, state))
+    assert trainer.latest is None
+    ended = call(trainer.gather, state)
+    return first, losses, more, last, probs, ended
+
+
+@functools.cache
+def expected_journey(devices):
+    trainer = full_trainer((0, 2, 3), devices)
+    return trainer, journey(trainer, lambda given: given)
+
+
+def on_host(tree):
+    def read(x):
+        return np.asarray(jax.random.key_data(x) if pe._is_key(x) else x)
+
+    return jax.tree.map(read, tree)
+
+
+def elsewhere(tree):
+    return jax.device_put(tree, jax.devices()[7])
+
+
+def on_arrays(f):
+    """Apply f to NumPy's arrays in a tree."""
+
+    def put(tree):
+        return jax.tree.map(lambda x: f(x) if isinstance(x, np.ndarray) else x, tree)
+
+    return put
+
+
+class Labelled(np.lib.mixins.NDArrayOperatorsMixin):
+    """An array sliced by labels, as a pandas Series (below 3) with a float index is."""
+
+    def __init__(self, x):
+        self.x, self.shape = x, x.shape
+
+    def __array__(self, dtype=None, copy=None):
+        return self.x
+
+    def __getitem__(self, rows):
+        return Labelled(self.x[:0])
+
+
+@on_arrays
+def foreign(x):  # its byte order is foreign, too
+    return Labelled(x.astype(">u2" if x.itemsize == 1 else x.dtype.newbyteorder()))
+
+
+@on_arrays
+def tensor(x):
+    return pytest.importorskip("torch").tensor(x)
+
+
+SPOILED = []  # arrays of the last call, and their copies
+
+
+def spoiled(tree):
+    """Give arrays whose memory JAX could share, and change those of the last call."""
+    for array, copied in SPOILED:
+        assert_array_equal(array, copied)
+        array.fill(0)
+    given = on_arrays(aligned)(tree)
+    arrays = [x for x in jax.tree.leaves(given) if isinstance(x, np.ndarray)]
+    SPOILED[:] = [(x, x.copy()) for x in arrays]
+    return given
+
+
+def with_arrays_that_change(trainer):
+    own = jax.tree.map(aligned, dict(frozen=trainer.frozen, hyper=trainer.hyper))
+    made = dataclasses.replace(trainer, **own)
+    for x in jax.tree.leaves(own):
+        x.fill(np.nan)
+    return made
+
+
+@contextlib.contextmanager
+def on(platform):
+    """Have trainers take the ways of a platform on this CPU, always without oneDNN."""
+    there = mock.patch.multiple(pe._Places, platform=platform, absent=False)
+    with there, mock.patch.object(fc, "compiler_options", lambda platform: None):
+        yield
+
+
+def explicit_mesh():
+    if not hasattr(jax, "set_mesh"):
+        pytest.skip("this JAX lacks set_mesh")
+    kinds = (jax.sharding.AxisType.Explicit,) * 2
+    return jax.set_mesh(jax.make_mesh((2, 2), ("x", "y"), axis_types=kinds))
+
+
+def replaced(**options):
+    return lambda trainer: dataclasses.replace(trainer, **options)
+
+
+class Case(NamedTuple):
+    """How a trainer of three members is made from another, used and given arguments."""
+
+    make: Callable = lambda trainer: trainer
+    within: Callable = contextlib.nullcontext
+    put: Callable = lambda given: given
+    devices: int = 2
+
+
+SAME = {
+    "arrays are on the host": Case(put=on_host),
+    "arrays are on another device": Case(put=elsewhere),
+    "arrays are on other devices": Case(put=lambda tree: net_trainer(3, 3).place(tree)),
+    "arrays are big-endian and sliced by labels": Case(put=foreign),
+    "arrays are torch's": Case(put=tensor),
+    "arrays change after each call": Case(put=spoiled),
+    "its own arrays change": Case(with_arrays_that_change),
+    "its frozen array is a constant": Case(replaced(frozen=None)),
+    "it is a copy": Case(copy.copy),
+    "it is a deep copy": Case(copy.deepcopy),
+    "it is given devices": Case(replaced(devices=jax.devices()[6:4:-1])),
+    "its platform is a GPU": Case(replaced(at_once=1), lambda: on("gpu")),
+    "a mesh is set": Case(replaced(), explicit_mesh),
+    "no transfer is implicit": Case(
+        replaced(), lambda: jax.transfer_guard("disallow"), devices=6
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SAME)
+def test_a_trainer_ends_in_the_same_bits_if(what):
+    make, within, put, devices = SAME[what]
+    trainer, expected = expected_journey(devices)
+    with within():
+        found = journey(make(trainer), put)
+    assert leaves_equal(found, expected)
+
+
+@cases("what", "a mesh is set", "arrays are big-endian and sliced by labels")
+def test_an_update_by_hand_ends_in_the_same_bits_if(what):
+    _, within, put, _ = SAME[what]
+    batch, on_devices = pe.split(image_data()), one_net()
+    state = on_host(on_devices)  # which it takes too
+    expected = sync(net_loss, SGD)(on_devices, *batch)
+    with within():
+        assert leaves_equal(sync(net_loss, SGD)(*put((state, *batch))), expected)
+
+
+def test_states_are_on_the_devices_that_are_given():
+    for asked, used in (3, jax.devices()[:3]), (jax.devices()[6:3:-1],) * 2:
+        for members in 2, 1:  # on two of the devices; on three as replicas
+            trainer, state = begin(net_trainer.__wrapped__(members, asked))
+            there = state.params.dense.bias.sharding.mesh.devices.ravel()
+            assert [*there] == [*used[: trainer.layout.devices]]
 
 
 needs_shards = pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="old JAX")
@@ -1759,21 +1883,12 @@ def test_a_scan_of_one_turn_is_no_loop_and_gives_the_same():
         assert_close(lowered.compile()(xs), jax.lax.scan(add, jnp.zeros(2), xs))
 
 
-IN_SHARDS = [((0, 2), 2, 1, dict(statistics=True))]
-IN_SHARDS += [pytest.param((0, 2, 3), 4, 2, {}, marks=pytest.mark.once)]
-
-
 @needs_shards
-@cases("which, shards, at_once, kind", *IN_SHARDS)
-@pytest.mark.filterwarnings("ignore:a batch of 10 is divided")
-def test_a_member_in_shards_equals_one_on_a_device(
-    which, shards, at_once, kind, tmp_path
-):
-    kind = dict(at_once=at_once, chunk=8, attends=True, **kind)
-    make = functools.partial(full_trainer, which, **kind)
-    trainer, state = begin(make(devices=8, shards=shards))
-    # At once on CPUs adds loops of its own.
-    whole, start = begin(make(devices=8 // shards))
+@cases("which, shards", ((0, 2), 2), pytest.param((0, 2, 3), 4, marks=pytest.mark.once))
+def test_shards_divide_the_large_leaves_of_a_state_and_of_frozen(which, shards):
+    make = functools.partial(full_trainer, which, attends=True, at_once=1)
+    trainer, whole = make(devices=8, shards=shards), make(devices=8 // shards)
+    (trainer, state), (_, start) = map(begin, (trainer, whole))
     assert trainer.layout == whole.layout
     (frozen,), weights = trainer._frozen, state.params.heads.weight
     assert [*weights.sharding.spec[1:]] == [None, "shards"]  # the longest axis
@@ -1789,13 +1904,8 @@ def test_a_member_in_shards_equals_one_on_a_device(
     assert loops == others  # XLA for TPUs computes loops twice within one of one turn
     gathered = trainer.gather(state)
     assert_close(gathered[:3], whole.gather(start)[:3])
-    pe.save(tmp_path / "x", gathered)
-    again = pe.load(tmp_path / "x", trainer.like())
-    assert_close(take_steps(trainer, state), take_steps(whole, start))
-    with pytest.raises(ValueError, match="was consumed by an earlier"):
-        trainer.update(state, *image_data())
     for other in trainer, whole:  # from S shards to S, and to one
-        placed = other.scatter(again)
+        placed = other.scatter(gathered)
         assert leaves_equal(other.gather(placed), gathered)
         here = placed.params.heads.weight.addressable_data(0)[0].size
         assert here == 32 * 96 // other.shards
@@ -1832,21 +1942,6 @@ def test_a_loss_may_divide_its_arrays_over_shards_by_itself():
 def test_shards_take_a_newer_jax(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 7, 2))
     assert "shards=2 takes JAX 0.8 or n" in said_by(ValueError, making(shards=2))
-
-
-def test_a_trainer_uses_the_devices_that_it_is_given():
-    ends, data = [], [x[:18] for x in image_data()]
-    for asked in 3, jax.devices()[6:3:-1]:
-        for members in 2, 1:  # on two of the devices; on three as replicas
-            trainer, state = begin(net_trainer.__wrapped__(members, asked))
-            state, losses = trainer.update(state, *data)
-            used = jax.devices()[:3] if asked == 3 else asked
-            there = trainer.scatter(trainer.gather(state)).params[0][0].devices()
-            assert there == {*used[: trainer.layout.devices]}
-            assert losses.devices() == {used[0]}
-            probs = trainer.predict_members(state, data[0])
-            ends.append((losses, probs, trainer.gather(state)))
-    assert leaves_equal(ends[:2], ends[2:])
 
 
 def test_placing_data_again_copies_nothing():
@@ -1991,12 +2086,15 @@ def test_outputs_that_depend_on_other_examples_are_refused(members, devices):
     predict(17, lambda p, x: net(p, x) + drawn[: len(x)] + nan)
 
 
-@contextlib.contextmanager
-def on(platform):
-    """Have trainers take the ways of a platform on this CPU, always without oneDNN."""
-    there = mock.patch.multiple(pe._Places, platform=platform, absent=False)
-    with there, mock.patch.object(fc, "compiler_options", lambda platform: None):
-        yield
+def test_on_gpus_states_are_flat_and_loops_have_known_lengths():
+    rows, counts = np.arange(70)[:, None] * [1, 2, 3], []
+    for platform in "cpu", "gpu":
+        with on(platform):
+            trainer = net_trainer.__wrapped__(3, 1, at_once=1)
+            calls = ("update", *image_data()), ("epoch", image_data(), rows)
+            update, epoch = (trainer.lower(*call).as_text() for call in calls)
+        counts.append([update.count("lo.reshape"), epoch.count("lo.while")])
+    assert (np.diff(counts, axis=0) > 1).all()
 
 
 @pytest.mark.once
@@ -2070,22 +2168,6 @@ def test_accelerators_predict_larger_chunks_of_the_same_outputs():
     assert net_trainer(3, 1, chunk=16)._predictions.sizes["uint8[8, 8, 1]"] == (16, 128)
 
 
-def test_the_ways_of_a_gpu_have_the_bits_of_a_cpus():
-    """States are flat between the members there, and loops have known lengths."""
-    rows, ends, counts = np.arange(70)[:, None] * [1, 2, 3], [], []
-    for platform in "cpu", "gpu":
-        with on(platform):
-            trainer, state = begin(net_trainer.__wrapped__(3, 1, at_once=1, **NOISY))
-            calls = ("update", *image_data()), ("epoch", image_data(), rows)
-            update, epoch = (trainer.lower(*call).as_text() for call in calls)
-            state, losses = trainer.epoch(state, image_data(), rows)
-            probs = trainer.predict_members(state, image_data()[0])
-        ends.append((losses, probs, trainer.gather(state)))
-        assert ends[-1][2].model_state.tolist() == [70] * 3
-        counts.append([update.count("lo.reshape"), epoch.count("lo.while")])
-    assert leaves_equal(*ends) and (np.diff(counts, axis=0) > 1).all()
-
-
 def tree_init(key):
     keys = jax.random.split(key)
     return jax.random.normal(keys[0], (9, 4)), jax.random.normal(keys[1], (2, 3))
@@ -2141,31 +2223,27 @@ test_predict_refuses_all_but_one_output_per_example = refuses(
 )
 
 
-@pytest.mark.parametrize("per_member", [False, True])
-def test_a_batch_may_come_from_any_devices(per_member):
-    trainer, placed = net_trainer(5, 3), net_trainer(3, 3).place
-    rows = orders(5)[:, 0] if per_member else np.arange(16)
-    batch = [x[rows] for x in image_data()]
-    ends = []
-    for put in (list, lambda x: jax.device_put(x, jax.devices()[7]), placed):
-        _, state = begin(trainer)
-        ends.append(trainer.update(state, *put(batch), per_member=per_member))
-    assert leaves_equal(ends[0], ends[1]) and leaves_equal(ends[0], ends[2])
-
-
 # Member 1 takes its steps in these places: the other members, devices, at_once, the
-# number of steps (1 is by `update`), and whether each member has rows of its own.
+# number of steps (1 is by `update`), whether each member has rows of its own, and the
+# number of shards.
 PLACES = [
-    ((0, 2), 1, 1, 3, True),
-    ((0, 2, 3, 4), 3, 1, 1, True),
-    ((0, 2, 3, 4), 2, 2, 2, False),  # the third member has a device alone
-    ((), 8, 1, 2, False),  # two replicas per part of the batch
-    ((2,), 4, 1, 3, True),  # a part per replica
+    ((0, 2), 1, 1, 3, True, 1),
+    ((0, 2, 3, 4), 3, 1, 1, True, 1),
+    ((0, 2, 3, 4), 2, 2, 2, False, 1),  # the third member has a device alone
+    ((), 8, 1, 2, False, 1),  # two replicas per part of the batch
+    ((2,), 4, 1, 3, True, 1),  # a part per replica
+    ((0,), 8, 1, 2, False, 2),  # replicas, each in shards
+    ((0, 2), 8, 2, 3, True, 4),  # members in shards, two of them at once
 ]
-# Dropout, whose microbatches are the same in all places, and batch statistics.
-KINDS = [(dict(microbatch=3), jax.random.PRNGKey, PLACES)]
-STATISTICS = dict(statistics=True), jax.random.key, PLACES[:1:-1]
+# Dropout, whose microbatches are the same in all places; batch statistics; and a
+# convolution and attention, in shards.
+KINDS = [(dict(microbatch=3), jax.random.PRNGKey, PLACES[:5])]
+STATISTICS = dict(statistics=True), jax.random.key, PLACES[4:1:-1]
 KINDS += [pytest.param(*STATISTICS, marks=pytest.mark.once)]
+ATTENTION = dict(attends=True, statistics=True, chunk=8), jax.random.key, PLACES[5:6]
+KINDS += [pytest.param(*ATTENTION, marks=needs_shards)]
+ATTENTION = dict(attends=True, chunk=8), jax.random.key, PLACES[6:]
+KINDS += [pytest.param(*ATTENTION, marks=[needs_shards, pytest.mark.once])]
 
 
 def taken(tree, which):
@@ -2186,9 +2264,10 @@ def test_a_member_ends_alike_wherever_it_trains(tmp_path, kind, make, places):
     first = everyone.gather(everyone.init(key))
     ended, exact = taken(first, [1]), True
     state = alone.scatter(ended)
-    for others, devices, at_once, count, own in places:
-        trainer = full_trainer((*others, 1), devices, at_once=at_once, **kind)
-        exact &= trainer.layout.replicas == at_once == 1
+    for others, devices, at_once, count, own, shards in places:
+        options = dict(at_once=at_once, shards=shards, **kind)
+        trainer = full_trainer((*others, 1), devices, **options)
+        exact &= trainer.layout.replicas == at_once == shards == 1
         begun = jax.tree.map(joined, taken(first, others), ended)
         here, (now, rows) = trainer.scatter(begun), np.split(rows, [count], axis=1)
         assert leaves_equal(trainer.gather(here), begun)
@@ -2247,23 +2326,11 @@ def test_at_once_is_the_number_of_members_in_one_vmap(at_once, together):
     assert max(sizes) == together
 
 
-@pytest.mark.once
-def test_frozen_arrays_are_copied_shared_and_not_trained():
-    frozen, ends, make = aligned(FROZEN), [], full_trainer.__wrapped__
-    options = dict(which=(0, 2, 3, 4), devices=2, at_once=2)
-    trainers = [make(**options, frozen=each) for each in (frozen, None)]
-    images = image_data()[0][:9]
-    frozen[:] = np.nan  # the trainer has a copy
-    for trainer in trainers:
-        state, losses = trainer.epoch(trainer.init(KEY), image_data(), orders(1)[0])
-        probs = trainer.predict_members(state, images)
-        gathered = trainer.gather(state)
-        assert repr(trainer.like()) == repr(gathered)
-        ends.append((losses, probs, gathered[:3]))
-    assert_close(*ends)
-    given = ("init", KEY), ("update", *image_data()), ("predict", images)
-    for args in (*given, ("epoch", image_data(), orders(1)[0])):
-        assert not re.search("dense<[^>]{999}", trainers[0].lower(*args).as_text())
+def test_frozen_arrays_are_in_no_program():
+    trainer, data = full_trainer((0, 2, 3), 2), image_data()
+    calls = ("init", KEY), ("update", *data), ("predict", data[0])
+    for call in (*calls, ("epoch", data, orders(1)[0])):
+        assert not re.search("dense<[^>]{999}", trainer.lower(*call).as_text())
 
 
 @cases("method, at_once", ("update", 3), ("epoch", 1))
@@ -2428,45 +2495,6 @@ def test_functions_may_call_back_to_the_host(members, devices):
     assert leaves_equal(run(twice_there), run(lambda x: 2 * x))
 
 
-def test_a_state_on_the_host_or_another_device_is_placed():
-    trainer, state = begin(net_trainer(3, 2))
-    batch, inputs = net_batches(1)[0], image_data()[0][:40]
-    host = jax.tree.map(np.asarray, state._replace(key=jax.random.key_data(state.key)))
-    averaged = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), host)
-    one = jax.device_put(averaged, jax.devices()[1])
-    expected = trainer.predict(state, inputs)
-    both = state.opt_state._replace(velocity=state.params)  # leaves share buffers
-    shared = trainer.gather(state._replace(opt_state=both))
-    assert leaves_equal(shared.opt_state.velocity, trainer.gather(state).params)
-    after = trainer.gather(trainer.update(state, *batch)[0])
-    for other in (host, averaged, one):
-        assert leaves_equal(trainer.predict(other, inputs), expected)
-        assert leaves_equal(trainer.gather(other).params, trainer.gather(host).params)
-        ended, _ = trainer.epoch(other, batch, np.arange(16)[None])
-        assert leaves_equal(trainer.gather(ended)[:3], after[:3])
-    assert np.isfinite(host.params.dense.weight).all()
-    sync(net_loss, SGD)(jax.tree.map(np.asarray, one_net()), *pe.split(batch))
-
-
-def foreign(images, labels):  # their byte order is foreign, too
-    return Labelled(images.astype(">u2")), labels.astype(labels.dtype.newbyteorder())
-
-
-def tensors(*data):
-    return map(pytest.importorskip("torch").tensor, data)
-
-
-@pytest.mark.parametrize("make", [foreign, tensors])
-def test_arrays_of_other_libraries_are_taken_as_data(make):
-    ends = []
-    for data in image_data(), [*make(*image_data())]:
-        trainer, state = begin(net_trainer(2, 2))
-        probs = trainer.predict(state, data[0])
-        state, losses = trainer.epoch(state, data, orders(1)[0])
-        ends.append((probs, losses, trainer.update(state, *data)))
-    assert leaves_equal(*ends)
-
-
 @contextlib.contextmanager
 def handling(handler):
     """Have SIGINT call a handler."""
@@ -2588,27 +2616,6 @@ def test_a_program_that_fails_leaves_other_programs_intact():
     assert run_python(code) == "intact\n"  # a process of its own, since its end fails
 
 
-def test_a_trainer_moves_its_arguments_under_a_transfer_guard():
-    with jax.transfer_guard("disallow"):
-        use_all(net_trainer.__wrapped__(2, 4, **NOISY), *net_batches(1)[0])
-        plain = net_trainer.__wrapped__(2, 4)
-        plain.update(plain.init(KEY), *net_batches(1)[0])  # compares the members
-
-
-@pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="this JAX lacks set_mesh")
-def test_a_mesh_that_is_set_for_the_whole_program_changes_nothing():
-    def run():
-        (batch,) = net_batches(1)
-        by_hand = sync(net_loss, SGD)(one_net(), *pe.split(batch))
-        trainer = net_trainer.__wrapped__(3, 2, **NOISY)
-        trainer.lower("update", *batch)
-        return use_all(trainer, *map(jnp.asarray, batch)), by_hand
-
-    expected, kinds = run(), (jax.sharding.AxisType.Explicit,) * 2
-    with jax.set_mesh(jax.make_mesh((2, 2), ("x", "y"), axis_types=kinds)):
-        assert leaves_equal(run(), expected)
-
-
 @cases("members, devices", *LAYOUTS[1:])
 def test_a_stateful_loss_needs_no_type_promotion(members, devices):
     with enable_x64(True), jax.numpy_dtype_promotion("strict"):
@@ -2619,24 +2626,6 @@ def test_a_stateful_loss_needs_no_type_promotion(members, devices):
         ended = trainer.gather(state)
         assert losses.dtype == ended.params.dense.weight.dtype == float
         assert ended.model_state.tolist() == [1] * members
-
-
-def test_a_copy_of_a_trainer_works_without_the_original():
-    (trainer, state), (batch,) = begin(net_trainer.__wrapped__(2, 2)), net_batches(1)
-    state, expected = trainer.update(state, *batch)
-    inputs, first = batch[0], trainer.gather(state)
-    probs = trainer.predict(state, inputs)
-    for copied in (copy.copy(trainer), copy.deepcopy(trainer)):
-        assert copied.latest is None  # a state is no part of a trainer
-        assert leaves_equal(copied.predict(copied.scatter(first), inputs), probs)
-    del trainer
-    assert copied.layout == (2, 2, 1, 1)
-    state = copied.scatter(first)
-    assert copied.latest is None
-    assert leaves_equal(copied.predict(state, inputs), probs)
-    other = [x[:6] for x in batch]  # compiles another program
-    assert copied.update(state, *other)[1].shape == expected.shape
-    assert copied.init(KEY) and copied.latest is None
 
 
 def rated_init(key, rate):
