@@ -1925,6 +1925,50 @@ class _Places:
 
         return jax.tree.map(take, tree)
 
+    def gather(self, name: str, x: Array) -> np.ndarray:
+        """Bring members [K, ...] to the host; raise RuntimeError if replicas differ."""
+        # Once NumPy has read it, an array on several devices keeps its host copy.
+        # So a second array of the same buffers is read, and goes with its copy.
+        shards = [shard.data for shard in x.addressable_shards]
+        x = jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
+        devices = self.devices[:: self.shards]
+        copies = _gather_devices(x)  # [D * M, ...]
+        for i, own in enumerate(copies):
+            first = i - i % self.layout.replicas
+            if i > first and own.tobytes() != copies[first].tobytes():
+                remedy = "go on from a checkpoint"
+                if name.startswith(".model_state") and own.dtype.kind in "biu":
+                    remedy += ", or, if it depends on the batch, make it a float"
+                found = f"{name} on device {devices[i]} differs from its copy on"
+                found = f"replicas differ: {found} {devices[first]}"
+                raise RuntimeError(f"{found}; {remedy}")
+        return self.from_slots(copies)
+
+
+def _lay_out(members: int, devices: int | Sequence | None, shards: int) -> _Places:
+    """Lay members over devices: at most so many, or these, or all."""
+    given: Any = devices
+    processes, local = jax.process_count(), jax.local_device_count()
+    if np.ndim(given) == 0:
+        if lack := given and _lack(_count("devices", given) // processes):
+            raise ValueError(lack)
+        given = jax.devices()[:given]
+    elif len({x.platform for x in given}) != 1 or len({*given}) < len(given):
+        expected = "one or more, each once, of one platform"
+        raise ValueError(f"devices are {[*given]}; expected {expected}")
+    alike = jax.device_count() == processes * local and [*given] == jax.devices()
+    if processes > 1 and not alike:
+        found = f"devices is {len(given)}; {processes} processes use all of their"
+        raise ValueError(f"{found} {jax.device_count()}, and each has as many")
+    if len(given) % _count("shards", shards):
+        found = f"{shards=} does not divide {len(given)} devices"
+        divisor = math.gcd(shards, len(given))
+        raise ValueError(f"{found}; use a divisor, such as {divisor}")
+    if shards > 1 and (version := jax.__version_info__) < (0, 8):
+        raise ValueError(f"{shards=} takes JAX 0.8 or newer; this is {version}")
+    used = layout(members, len(given) // shards, processes)
+    return _Places(used, given[: used.devices * shards], shards)
+
 
 # ---------------------------------------------------------------------------------
 # Programs: a member's functions, mapped over all members
@@ -2065,6 +2109,11 @@ class _Work(NamedTuple):
     num_rows: int = 0  # of a block of predictions
 
 
+# Orders of up to so many steps share a program, which holds the aux of all of them:
+# fewer steps, where these would take more bytes.
+_STEPS, _AUX_BYTES = 256, 2**26
+
+
 @dataclasses.dataclass(eq=False)
 class _Programs:
     """A member's functions, compiled for its places; it makes, keeps and runs them."""
@@ -2090,8 +2139,8 @@ class _Programs:
 
     def _mapped(self, work: _Work, together: int) -> Callable:
         if (key := (work.f, together)) not in self.made:
-            how = self.places, together, work.trains
-            self.made[key] = _over_members(work.f, *how)
+            places, f = self.places, work.f
+            self.made[key] = _over_members(f, places, together, work.trains)
         return self.made[key]
 
     def _fitting(self, work: _Work, args: tuple) -> int:
@@ -2103,7 +2152,8 @@ class _Programs:
         key = getattr(work.state, "key", None)
         if self.at_once is None and (work.f == self.member.init or _is_rbg(key)):
             return 1
-        count, known = self.most, (work.f, str(_described((work.of_slot, work.of_all))))
+        known = work.f, str(_described((work.of_slot, work.of_all)))
+        count = self.most
         if self.at_once or self.places.absent or count == 1:
             return count
         if known not in self.fitting:
@@ -2136,6 +2186,25 @@ class _Programs:
                 raise
             remedy = "use fewer, or None for as many as fit"
             raise RuntimeError(f"at_once={self.at_once}: {error}; {remedy}") from error
+
+    @functools.cached_property
+    def _loss(self) -> Any:  # which is traced once per form of its arguments
+        return jax.jit(self.member.loss)
+
+    def shared_steps(self, state: TrainState, data: tuple, size: int) -> int:
+        """Return up to how many steps of `size` examples share a program of `epoch`.
+
+        The program has the room for the aux of all of them.
+        """
+        if not self.member.has_aux:
+            return _STEPS
+        params, _, *model = jax.tree.map(_like, state)  # of a member
+        batch = jax.tree.map(lambda x: _like(_numbers("data", x), size), data)
+        extras = *jax.tree.map(_like, self.hyper), *self.frozen
+        with _no_mesh():
+            _, (_, aux) = self._loss.eval_shape(params, *model, batch, extras)
+        num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(aux))
+        return max(1, min(_STEPS, _AUX_BYTES // max(1, num_bytes)))
 
     def lower(self, work: _Work) -> jax.stages.Lowered:
         """Lower the program of some work, whose arguments may be forms."""
@@ -2184,11 +2253,10 @@ class _Predictions:
 
     programs: _Programs
     chunk: int | None  # examples that a device takes at a time; None is by size
-    # What earlier calls found out, by the form of the inputs.
-    sizes: dict = dataclasses.field(default_factory=dict)  # of chunks and blocks
-    independent: set = dataclasses.field(
-        default_factory=set
-    )  # no example changes others
+    # What earlier calls found out, by the form of the inputs: the sizes of chunks and
+    # blocks, and that no example changes another.
+    sizes: dict = dataclasses.field(default_factory=dict)
+    independent: set = dataclasses.field(default_factory=set)
 
     def works(self, model: tuple, inputs: PyTree) -> Iterator[_Work]:
         """Yield the work of each block of the inputs, for a model by slot.
@@ -2228,14 +2296,13 @@ class _Predictions:
         """
         if (key := str(_described(inputs, first=1))) in self.sizes:
             return self.sizes[key]
-        programs = self.programs
-        member, places = programs.member, programs.places
+        programs, places = self.programs, self.programs.places
         least, most = (self.chunk,) * 2 if self.chunk else _CHUNK
-
         rows = jax.tree.map(lambda x: _like(_numbers("inputs", x[:1]), least), inputs)
         one = jax.tree.map(_like, (model, programs.hyper))  # of a member
         with _no_mesh():
-            made = jax.eval_shape(member.outputs, *one, programs.frozen, rows)
+            outputs = programs.member.outputs
+            made = jax.eval_shape(outputs, *one, programs.frozen, rows)
         arrays = jax.tree.leaves((rows, [made] * places.layout.members_per_device))
         chunk, size = least, sum(x.size * x.dtype.itemsize for x in arrays) or 1
         while 2 * chunk <= most and 2 * size <= _BLOCK_BYTES and not places.on_cpu:
@@ -2299,11 +2366,6 @@ class _Predictions:
 # ---------------------------------------------------------------------------------
 # Trainer: any number of members on any number of devices
 # ---------------------------------------------------------------------------------
-
-
-# Orders of up to so many steps share a program, which holds the aux of all of them:
-# fewer steps, where these would take more bytes.
-_STEPS, _AUX_BYTES = 256, 2**26
 
 
 def _checked_order(order: Any, members: int, num_rows: int) -> np.ndarray:
@@ -2429,27 +2491,7 @@ class Trainer:
 
     @functools.cached_property
     def _places(self) -> _Places:
-        given: Any = self.devices
-        processes, local = jax.process_count(), jax.local_device_count()
-        if np.ndim(given) == 0:
-            if lack := given and _lack(_count("devices", given) // processes):
-                raise ValueError(lack)
-            given = jax.devices()[:given]
-        elif len({x.platform for x in given}) != 1 or len({*given}) < len(given):
-            expected = "one or more, each once, of one platform"
-            raise ValueError(f"devices are {[*given]}; expected {expected}")
-        alike = jax.device_count() == processes * local and [*given] == jax.devices()
-        if processes > 1 and not alike:
-            found = f"devices is {len(given)}; {processes} processes use all of their"
-            raise ValueError(f"{found} {jax.device_count()}, and each has as many")
-        if len(given) % (shards := _count("shards", self.shards)):
-            found = f"{shards=} does not divide {len(given)} devices"
-            divisor = math.gcd(shards, len(given))
-            raise ValueError(f"{found}; use a divisor, such as {divisor}")
-        if shards > 1 and (version := jax.__version_info__) < (0, 8):
-            raise ValueError(f"{shards=} takes JAX 0.8 or newer; this is {version}")
-        used = layout(self.members, len(given) // shards, processes)
-        return _Places(used, given[: used.devices * shards], shards)
+        return _lay_out(self.members, self.devices, self.shards)
 
     @property
     def layout(self) -> Layout:
@@ -2458,18 +2500,10 @@ class Trainer:
 
     @functools.cached_property
     def _member(self) -> _Member:
+        options = self.has_aux, self.stateful, self.microbatch, self.skip_nonfinite
         functions = self.init_fn, self.apply_fn, self.output
         where = self.shards, self._places.platform
-        return _Member(
-            self.loss_fn,
-            self.optimizer,
-            self.has_aux,
-            self.stateful,
-            self.microbatch,
-            self.skip_nonfinite,
-            *functions,
-            *where,
-        )
+        return _Member(self.loss_fn, self.optimizer, *options, *functions, *where)
 
     @functools.cached_property
     def _hyper(self) -> tuple:
@@ -2578,28 +2612,12 @@ class Trainer:
         are not bit-identical.
         """
 
-        def gather(path, x):
-            # Once NumPy has read it, an array on several devices keeps its host copy.
-            # So a second array of the same buffers is read, and goes with its copy.
-            shards = [shard.data for shard in x.addressable_shards]
-            x = jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
-            devices = self._places.devices[:: self.shards]
-            copies = _gather_devices(x)  # [D * M, ...]
-            for i, own in enumerate(copies):
-                first = i - i % self.layout.replicas
-                if i > first and own.tobytes() != copies[first].tobytes():
-                    name, remedy = jax.tree_util.keystr(path), "go on from a checkpoint"
-                    if name.startswith(".model_state") and own.dtype.kind in "biu":
-                        remedy += ", or, if it depends on the batch, make it a float"
-                    found = f"{name} on device {devices[i]} differs from its copy on"
-                    found = f"replicas differ: {found} {devices[first]}"
-                    raise RuntimeError(f"{found}; {remedy}")
-            return self._places.from_slots(copies)
-
-        return jax.tree.map_with_path(
-            lambda path, x: _on_data(functools.partial(gather, path), x),
-            self._admit(state),
-        )
+        state = self._admit(state)
+        parts = [
+            functools.partial(self._places.gather, name) for name, _ in _named(state)
+        ]
+        leaves, structure = jax.tree.flatten(state)
+        return jax.tree.unflatten(structure, map(_on_data, parts, leaves))
 
     def like(self, key: Array | None = None) -> TrainState:
         """Return the form of a gathered state, leaves [K, ...], for `load`.
@@ -2634,12 +2652,8 @@ class Trainer:
 
         Raises ValueError as the method does, and for another method.
         """
-        works = {
-            "init": self._init,
-            "update": self._update,
-            "epoch": self._epoch,
-            "predict": self._predict,
-        }
+        works: dict = dict(init=self._init, update=self._update)
+        works |= dict(epoch=self._epoch, predict=self._predict)
         if method not in works:
             expected = "'init', 'update', 'epoch' or 'predict'"
             raise ValueError(f"method is {method!r}; expected {expected}")
@@ -2727,25 +2741,12 @@ class Trainer:
         order = _checked_order(order, self.members, num_rows)
         data = place(tuple(data))  # before the call, as a trace depends on it
         num_steps, axes = order.shape[-2], [(0, 0)] * order.ndim
-        least = self._shared_steps(state, data, order.shape[-1])
+        least = self._programs.shared_steps(state, data, order.shape[-1])
         axes[-2] = 0, max(least - num_steps, -num_steps % -(-least // 2))
         order = np.pad(order, axes)
         parts = self._places.deal("order", order, order.ndim - 1, order.ndim == 3)
         parts[1].update(data=data, num_steps=np.int32(num_steps))
         return _Work(self._member.epoch, state, *parts, trains=True)
-
-    def _shared_steps(self, state, data, size):
-        """Return up to how many steps orders share a program, which holds their aux."""
-        if not self.has_aux:
-            return _STEPS
-        params, _, *model = jax.tree.map(_like, state)  # of a member
-        batch = jax.tree.map(lambda x: _like(_numbers("data", x), size), data)
-        extras = *jax.tree.map(_like, self._hyper), *self._frozen
-        with _no_mesh():
-            given = params, *model, batch, extras
-            _, (_, aux) = jax.eval_shape(self._member.loss, *given)
-        num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(aux))
-        return max(1, min(_STEPS, _AUX_BYTES // max(1, num_bytes)))
 
     def place(self, data: PyTree) -> PyTree:
         """Copy all of data, a tree of arrays [N, ...], to every device in use.

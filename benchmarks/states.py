@@ -1,0 +1,406 @@
+"""Compare random programs on states with the same programs, one operation at a time.
+
+    python benchmarks/states.py [300] [--first 0] [--places model hyper]
+
+A program shifts, sorts, scatters and scans the leaves of a tree: histories, queues,
+rings, masks, counters, random keys.  The tree is a model state, an optimizer's state,
+`hyper`, `frozen`, or a part of the parameters or of the batch.  XLA has faults for
+arrays that a program computes and not for its arguments, and a trainer's programs
+compute a member's arrays.
+
+A seed determines each case.  The script compares as many cases as it is told, from the
+first seed on, prints the seeds of wrong ones, and fails if there are any.  Cases that
+are as wrong in a step by hand under `jax.jit` are XLA's own; it counts these apart.
+"""
+
+import argparse
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import pjax_ensemble as pe
+
+PLACES = "model", "optimizer", "params", "hyper", "frozen", "batch"
+
+
+def rows(b, *places):
+    return b[jnp.array(places)]
+
+
+def down(b, x, i):
+    return b.at[1:].set(b[:-1]).at[0].set(x)
+
+
+def up(b, x, i):
+    return b.at[:-1].set(b[1:]).at[-1].set(x)
+
+
+def twice(b):
+    return b.at[jnp.array([0, 1, 0])]
+
+
+def slide(b, source, target):
+    part = lax.dynamic_slice_in_dim(b, source, len(b) - 1)
+    return lax.dynamic_update_slice_in_dim(b, part, target, 0)
+
+
+def write(b, x, i):
+    return lax.dynamic_update_slice_in_dim(b, jnp.stack([x, x]), i, 0)
+
+
+# Operations on rows b [n, ...] of any type, given a new row x and a count i.
+MOVES = {
+    "down": down,
+    "up": up,
+    "shift": lambda b, x, i: b.at[1:].set(b[:-1]),
+    "push": lambda b, x, i: jnp.concatenate([x[None], b[:-1]]),
+    "roll": lambda b, x, i: jnp.concatenate([b[-1:], b[:-1]]),
+    "reverse": lambda b, x, i: b[::-1],
+    "ring": lambda b, x, i: b.at[i % len(b)].set(x),
+    "queue": lambda b, x, i: write(b, x, i % len(b)),
+    "write at the end": lambda b, x, i: write(b, x, i + 99),
+    "slide down": lambda b, x, i: slide(b, i * 0, i + 99),
+    "slide up": lambda b, x, i: slide(b, i + 99, 0),
+    "swap": lambda b, x, i: b.at[jnp.array([0, -1])].set(rows(b, -1, 0)),
+    "set equal": lambda b, x, i: twice(b).set(rows(b, -1, 0, -1)),
+    "fall": lambda b, x, i: lax.fori_loop(
+        1, len(b), lambda j, b: b.at[len(b) - j].set(b[len(b) - j - 1]), b
+    ),
+    "cond": lambda b, x, i: lax.cond(i % 2 == 0, down, up, b, x, i),
+}
+# The same for numbers alone.
+SUMS = {
+    "sort": lambda b, x, i: jnp.sort(b, axis=0),
+    "cumsum": lambda b, x, i: jnp.cumsum(b, axis=0, dtype=b.dtype),
+    "cummax": lambda b, x, i: lax.cummax(b),
+    "add": lambda b, x, i: twice(b).add(rows(b, 1, -1, 0)),
+    "max": lambda b, x, i: twice(b).max(rows(b, 1, -1, 0)),
+    "scan": lambda b, x, i: lax.scan(lambda c, row: (row - c, c), x, b)[1],
+}
+
+
+def draw(seed, place):
+    """Return a tree and a function (tree, number) -> tree, and the names of its steps.
+
+    Leaves "a" and "b" have one form, which may be of numbers, booleans or random keys.
+    """
+    rng = np.random.default_rng(seed)
+    kind = str(rng.choice(["f", "f", "f", "i", "b", "key", "raw"]))
+    if place == "params":
+        kind = "f"
+    length = 8 if place == "batch" else int(rng.choice([3, 4, 6]))
+    shape = length, *rng.choice([1, 2, 3, 16], rng.integers(3)).tolist()
+
+    def leaf(kind):
+        if kind in ("key", "raw"):
+            keys = jax.random.split(jax.random.key(rng.integers(99)), shape[0])
+            return keys if kind == "key" else jax.random.key_data(keys)
+        numbers = rng.integers(-9, 10, shape)
+        numbers = rng.normal(size=shape) if kind == "f" else numbers
+        return jnp.asarray(numbers, {"f": "float32", "i": "int32", "b": "bool"}[kind])
+
+    tree = {"a": leaf(kind), "b": leaf(kind), "f": leaf("f")}
+    if place not in ("params", "batch"):
+        tree["count"] = jnp.int32(0)
+    plan = {}
+    for name in "a", "b", "f":
+        names = [*MOVES] + [*SUMS] * (name == "f" or kind in ("f", "i"))
+        more = ["down", "shift", "slide down"]  # the likeliest to be wrong
+        step, flat = str(rng.choice(names + 6 * more)), bool(rng.random() < 0.2)
+        if rng.random() < 0.8:
+            plan[name] = step, flat
+    trade = bool(rng.random() < 0.3)
+
+    def apply(name, flat, b, number, i):
+        typed = jnp.issubdtype(b.dtype, jax.dtypes.prng_key)
+        if typed or b.dtype == jnp.uint32:
+            x = jax.random.fold_in(b[0], i)
+        else:
+            x = number if b.dtype == jnp.float32 else i * 7 + 3
+            x = jnp.full(b.shape[1:], x % 2 if b.dtype == bool else x, b.dtype)
+        f = (MOVES | SUMS)[name]
+        if flat and not typed:
+            return f(b.reshape(-1), x.reshape(-1)[0], i).reshape(b.shape)
+        return f(b, x, i)
+
+    def move(tree, number):
+        new = dict(jax.tree.map(jnp.asarray, tree))
+        i = new.get("count", 0) + jnp.int32(1)
+        for name, step in plan.items():
+            new[name] = apply(*step, new[name], number, i)
+        if trade:
+            new["a"], new["b"] = new["b"], new["a"]
+        return new | ({"count": i} if "count" in new else {})
+
+    return tree, move, f"{plan}, {trade=}, {kind}{[*shape]}"
+
+
+def shown(tree):
+    """Return a tree's leaves as numbers that float32 holds."""
+
+    def show(x):
+        x = jax.random.key_data(x) if pe._is_key(x) else x
+        return x >> 9 if x.dtype == jnp.uint32 else x
+
+    return jax.tree.map(show, tree)
+
+
+def read(tree):
+    """Return a number that depends on every float of a tree."""
+    total = 0.0
+    for x in jax.tree.leaves(tree):
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            total += (x.reshape(-1) * jnp.arange(1.0, x.size + 1)).sum() / x.size
+    return jnp.tanh(total)
+
+
+class Case:
+    """A random tree in a random place, in functions as users write them."""
+
+    def __init__(self, seed, places=PLACES):
+        self.rng = np.random.default_rng([seed, 1])
+        self.place = str(self.rng.choice(places))
+        self.stateful, self.aux = self.place == "model", self.rng.random() < 0.6
+        self.skip = bool(self.rng.random() < 0.3)
+        self.tree, self.move, self.steps = draw(seed, self.place)
+        self.given = self.place in ("hyper", "frozen")
+        x = self.rng.normal(size=(2, 8, 3)).astype(np.float32)
+        if self.skip and self.rng.random() < 0.5:
+            x[1, 3] = np.nan
+        own = (self.tree,) if self.place == "batch" else ()
+        self.batches = [(x, x @ np.float32([1, -2, 3]), *own) for x in x]
+        self.optimizer = pe.sgd(0.1)
+        if self.place == "optimizer":
+            self.optimizer = pe.Optimizer(lambda params: self.tree, self.optimize)
+        if self.place == "hyper":
+            self.optimizer = lambda h: pe.sgd(0.1 + 0.05 * read(self.move(h, 1.0)))
+
+    def more(self, i):
+        """Return member i's hyper, or the frozen tree, as the last arguments."""
+        if self.place == "hyper":  # members differ in it
+            return ({**self.tree, "f": self.tree["f"] + i},)
+        return (self.tree,) if self.given else ()
+
+    def init(self, key, *more):
+        params = {"w": jax.random.normal(key, (3,)), "tree": {}}
+        if self.place == "params":
+            params["tree"] = self.tree
+        if self.given:
+            params["moved"] = read(self.move(more[0], 2.0))
+        return (params, self.tree) if self.stateful else params
+
+    def moved(self, params, more):
+        tree = more[0] if more else params["tree"]
+        return self.move(tree, params["w"].sum()) if tree else tree
+
+    def loss(self, params, *args):
+        if self.stateful:
+            model_state, _, x, y = args
+            new = self.move(model_state, params["w"].sum())
+        else:
+            x, y, *more = args  # more is of the batch, hyper or frozen
+            new = self.moved(params, more)
+        errors = jnp.square(x @ params["w"] - y).mean()
+        loss = errors + (0.1 + params["w"].mean()) * read(new)
+        aux = shown(new) if self.aux else {}
+        return loss, (new, aux) if self.stateful else aux
+
+    def optimize(self, grads, state, params=None):
+        new = self.move(state, grads["w"].sum())
+        return jax.tree.map(lambda g: -0.1 * g - 0.01 * read(new), grads), new
+
+    def apply(self, params, *args):
+        if self.stateful:
+            model_state, inputs = args
+            new = self.move(model_state, params["w"].sum())
+        else:
+            inputs, *more = args
+            new = self.moved(params, more)
+        n = len(inputs)
+        each = jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *x.shape)), shown(new))
+        return inputs @ params["w"] + read(new), each
+
+    # One member by hand
+
+    def optimizer_of(self, more):
+        return self.optimizer(*more) if self.place == "hyper" else self.optimizer
+
+    def start(self, i):
+        init_key, key = jax.random.split(jax.random.fold_in(jax.random.key(7), i))
+        more = self.more(i)
+        made = self.init(init_key, *more)
+        params, model_state = made if self.stateful else (made, ())
+        optimizer = self.optimizer_of(more)
+        return pe.train_state(params, optimizer, model_state=model_state, key=key)
+
+    def step(self, state, batch, more):
+        params, opt_state, model_state, key = state
+        model = (model_state, None) if self.stateful else ()
+        value = jax.value_and_grad(self.loss, has_aux=True)
+        (loss, aux), grads = value(params, *model, *batch, *more)
+        new_model_state, aux = aux if self.stateful else (model_state, aux)
+        updates, opt_state = self.optimizer_of(more).update(grads, opt_state, params)
+        new = pe.apply_updates(params, updates), opt_state, new_model_state
+        if self.skip:
+            leaves = jax.tree.leaves((loss, grads))
+            ok = jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
+            new = jax.tree.map(lambda x, y: jnp.where(ok, x, y), new, state[:3])
+            loss = jnp.where(ok, loss, jnp.nan)
+        key = jax.random.split(key)[0] if self.stateful else key
+        return pe.TrainState(*new, key), (loss, aux)
+
+    def by_hand(self, way, i, jit=lambda f: f):
+        """Return member i's result, from one operation after another or one program."""
+        if way == "init":
+            return jit(lambda: self.start(i))()
+        with jax.disable_jit():
+            state = self.start(i)
+        if way == "predict":
+            model = (state.params, state.model_state)[: 1 + self.stateful]
+            return jit(self.apply)(*model, self.batches[0][0], *self.more(i))
+        step, metrics = jit(self.step), []
+        for batch in self.batches:
+            state, found = step(state, batch, self.more(i))
+            metrics.append(found)
+        return state, jax.tree.map(lambda *x: jnp.stack(x), *metrics)
+
+    # All members
+
+    def by_trainer(self, way, members, devices, at_once, microbatch):
+        stack = lambda *x: jnp.stack(x)  # noqa: E731
+        given = {}
+        if self.given:
+            each = [self.more(i)[0] for i in range(members)]
+            hyper = self.place == "hyper"
+            given[self.place] = jax.tree.map(stack, *each) if hyper else self.tree
+        trainer = pe.make_trainer(
+            self.init,
+            self.loss,
+            self.optimizer,
+            members=members,
+            devices=devices,
+            apply_fn=self.apply,
+            output=None,
+            at_once=at_once,
+            microbatch=microbatch,
+            stateful=self.stateful,
+            has_aux=True,
+            skip_nonfinite=self.skip,
+            **given,
+        )
+        if way == "init":
+            return trainer.gather(trainer.init(jax.random.key(7)))
+        with jax.disable_jit():
+            states = [self.start(i) for i in range(members)]
+            state = jax.tree.map(stack, *states)
+        state = trainer.scatter(state)
+        if way == "predict":
+            return trainer.predict_members(state, self.batches[0][0])
+        if way == "epoch":
+            data = jax.tree.map(lambda *x: jnp.concatenate(x), *self.batches)
+            state, metrics = trainer.epoch(state, data, np.arange(16).reshape(2, 8))
+        else:
+            found = []
+            for batch in self.batches:
+                state, metrics = trainer.update(state, *batch)
+                found.append(jax.device_get(metrics))
+            metrics = jax.tree.map(lambda *x: np.stack(x, axis=1), *found)
+        return trainer.gather(state), metrics
+
+    def by_update(self, way, members, devices, at_once, microbatch):
+        make = pe.make_sync_update if way == "sync" else pe.make_ensemble_update
+        update = make(
+            self.loss,
+            self.optimizer,
+            has_aux=True,
+            stateful=self.stateful,
+            microbatch=microbatch,
+            skip_nonfinite=self.skip,
+        )
+        with jax.disable_jit():
+            states = [self.start(i) for i in range(members)]
+            stacked = jax.tree.map(lambda *x: jnp.stack(x), *states)
+            state = pe.replicate(states[0], devices) if way == "sync" else stacked
+        found = []
+        for batch in self.batches:
+            divide = pe.split if way == "sync" else pe.replicate
+            state, metrics = update(state, *divide(batch, devices))
+            found.append(metrics)
+        return state, jax.tree.map(lambda *x: jnp.stack(x, axis=1), *found)
+
+
+def differs(found, expected):
+    """Return whether trees differ: floats by more than rounding, others at all."""
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        x, y = (jax.random.key_data(z) if pe._is_key(z) else z for z in (x, y))
+        x, y = np.asarray(x), np.asarray(y)
+        exact, (x, y) = y.dtype.kind != "f", map(np.float64, (x, y))
+        off = 0 if exact else 1e-4 * np.abs(np.nan_to_num(y)).max(initial=1e-3)
+        if not np.allclose(x, y, rtol=0, atol=off, equal_nan=True):
+            return True
+    return False
+
+
+# Members, devices, and members at once.
+LAYOUTS = (1, 1, 1), (2, 1, 1), (3, 2, 1), (2, 1, 2), (3, 1, 2), (1, 2, 1), (2, 4, 1)
+WAYS = {
+    "model": ("update", "epoch", "predict", "sync", "ensemble"),
+    "optimizer": ("update", "epoch", "sync", "ensemble"),
+    "params": ("update", "epoch", "predict", "sync", "ensemble"),
+    "hyper": ("update", "epoch", "predict", "init"),
+    "frozen": ("update", "epoch", "predict", "init"),
+    "batch": ("update", "epoch", "sync", "ensemble"),
+}
+
+
+def compare(seed, places=PLACES, count=2):
+    """Yield how a case ran, "right", "wrong" or "XLA's own", and its steps."""
+    case, rng, hand = Case(seed, places), np.random.default_rng([seed, 2]), {}
+    for way in rng.choice(WAYS[case.place], count, replace=False).tolist():
+        members, devices, at_once = LAYOUTS[rng.integers(len(LAYOUTS))]
+        micro, run = rng.choice([0, 0, 2]), case.by_trainer
+        if way in ("sync", "ensemble"):
+            run, at_once, devices = case.by_update, 1, 2
+            members = 1 if way == "sync" else 2
+        if case.place == "batch":  # a part of it has other rows
+            micro, devices = 0, 1 if way == "sync" else min(devices, members)
+        micro = None if case.stateful or micro == 0 else int(micro)
+        found = run(way, members, devices, at_once, micro)
+        kind, verdict = way if way in ("predict", "init") else "step", "right"
+        for i in range(members):
+            if (kind, i) not in hand:
+                with jax.disable_jit():
+                    hand[kind, i] = case.by_hand(kind, i)
+            if differs(jax.tree.map(lambda x, i=i: x[i], found), hand[kind, i]):
+                own = differs(case.by_hand(kind, i, jax.jit), hand[kind, i])
+                verdict = "XLA's own" if own else "wrong"
+                break
+        how = f"{members=}, {devices=}, {at_once=}, microbatch={micro}"
+        yield (case.place, way, how), verdict, case.steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("count", type=int, nargs="?", default=300)
+    parser.add_argument("--first", type=int, default=0, metavar="SEED")
+    parser.add_argument("--places", nargs="+", default=PLACES, choices=PLACES)
+    args = parser.parse_args()
+    pe.use_cpu_devices(4)
+    table: dict = collections.defaultdict(collections.Counter)
+    for seed in range(args.first, args.first + args.count):
+        for (place, way, how), verdict, steps in compare(seed, args.places):
+            table[place, way][verdict] += 1
+            if verdict != "right":
+                print(f"seed {seed}, {verdict}: {place} by {way}, {how}, {steps}")
+    for key, counts in sorted(table.items()):
+        print(*key, dict(counts))
+    total = sum(table.values(), collections.Counter())
+    print(f"{args.count} programs, {total.total()} runs: {dict(total)}")
+    raise SystemExit(total["wrong"] > 0)
+
+
+if __name__ == "__main__":
+    main()
