@@ -984,6 +984,21 @@ def test_each_part_of_a_batch_draws_from_a_key_of_its_member_and_its_number(way)
     assert_allclose(found, expected, rtol=1e-6)
 
 
+def moved(rows, new):
+    return rows.at[1:].set(rows[:-1]).at[0].set(new)
+
+
+@every_way
+def test_a_model_state_may_move_its_rows(way):
+    def loss_fn(params, rows, key, x):
+        return params * x.mean(), moved(rows, x.mean())
+
+    first = numbers(keys_of(0, way.members), model_state=jnp.arange(4.0))
+    batches = [(np.full(D, x),) for x in np.float32([10, 11])]
+    ends, _ = train(way, loss_fn, first, batches, stateful=True)
+    assert ends.model_state.tolist() == [[11, 10, 0, 1]] * way.members
+
+
 def test_sync_averages_over_replicas():
     def loss_fn(params, model_state, key, x):
         new = {"mean": x.mean(), "steps": model_state["steps"] + 1, "constant": 0.5}
@@ -2189,6 +2204,13 @@ def test_predictions_are_any_tree_of_any_tree(members, devices):
         assert jax.tree.all(same)
         mean = jax.tree.map(lambda x: np.float32(x).mean(axis=0), expected)
         assert_close(finite(trainer.predict(state, inputs)), finite(mean))
+
+
+def test_predicting_may_move_rows_of_the_parameters():
+    options = dict(apply_fn=lambda rows, x: x[:, None] * moved(rows, 9).reshape(1, -1))
+    options |= dict(init_fn=lambda key: jnp.arange(4.0)[:, None], output=None)
+    trainer, state = begin(net_trainer(3, 2, **options))
+    assert trainer.predict(state, np.ones(1)).tolist() == [[9, 0, 1, 2]]
 
 
 def predicting(apply_fn, output=jax.nn.softmax, rows=128):
