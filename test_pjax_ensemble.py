@@ -1707,26 +1707,23 @@ def journey(trainer, put):
     def call(method, *given, **options):
         return method(*put(given), **options)
 
-    (images, labels), members = image_data(), trainer.members
-    own = [np.stack([x[:10]] * members) for x in (images, labels)]
+    data = image_data()
+    own = [np.stack([x[:10]] * trainer.members) for x in data]
     state = call(trainer.init, KEY)
-    first = call(trainer.predict, state, images[:1])
-    data = call(trainer.place, (images, labels))
-    state, losses = call(trainer.epoch, state, data, orders(members, batch=4))
-    trainer.lower("update", images[:16], labels[:16])
-    state, more = call(trainer.update, state, images[:16], labels[:16])
+    there = call(trainer.place, data)
+    state, losses = call(trainer.epoch, state, there, orders(1, batch=4)[0])
+    trainer.lower("update", *own, per_member=True)
     state, last = call(trainer.update, state, *own, per_member=True)
     assert trainer.latest is state
-    probs = call(trainer.predict_members, state, images[:37])
+    probs = call(trainer.predict_members, state, data[0][:37])
     state = call(trainer.scatter, call(trainer.gather, state))
     assert trainer.latest is None
-    ended = call(trainer.gather, state)
-    return first, losses, more, last, probs, ended
+    return losses, last, probs, call(trainer.gather, state)
 
 
 @functools.cache
-def expected_journey(devices):
-    trainer = full_trainer((0, 2, 3), devices)
+def expected_journey():
+    trainer = full_trainer((0, 2, 3), 2)
     return trainer, journey(trainer, lambda given: given)
 
 
@@ -1815,12 +1812,11 @@ def replaced(**options):
 
 
 class Case(NamedTuple):
-    """How a trainer of three members is made from another, used and given arguments."""
+    """How a trainer is made from another, surrounded and given arguments."""
 
     make: Callable = lambda trainer: trainer
     within: Callable = contextlib.nullcontext
     put: Callable = lambda given: given
-    devices: int = 2
 
 
 SAME = {
@@ -1829,24 +1825,18 @@ SAME = {
     "arrays are on other devices": Case(put=lambda tree: net_trainer(3, 3).place(tree)),
     "arrays are big-endian and sliced by labels": Case(put=foreign),
     "arrays are torch's": Case(put=tensor),
-    "arrays change after each call": Case(put=spoiled),
-    "its own arrays change": Case(with_arrays_that_change),
-    "its frozen array is a constant": Case(replaced(frozen=None)),
-    "it is a copy": Case(copy.copy),
-    "it is a deep copy": Case(copy.deepcopy),
+    "arrays change after each call": Case(with_arrays_that_change, put=spoiled),
+    "it is a copy": Case(lambda trainer: copy.deepcopy(copy.copy(trainer))),
     "it is given devices": Case(replaced(devices=jax.devices()[6:4:-1])),
-    "its platform is a GPU": Case(replaced(at_once=1), lambda: on("gpu")),
     "a mesh is set": Case(replaced(), explicit_mesh),
-    "no transfer is implicit": Case(
-        replaced(), lambda: jax.transfer_guard("disallow"), devices=6
-    ),
+    "no transfer is implicit": Case(replaced(), lambda: jax.transfer_guard("disallow")),
 }
 
 
 @pytest.mark.parametrize("what", SAME)
 def test_a_trainer_ends_in_the_same_bits_if(what):
-    make, within, put, devices = SAME[what]
-    trainer, expected = expected_journey(devices)
+    make, within, put = SAME[what]
+    trainer, expected = expected_journey()
     with within():
         found = journey(make(trainer), put)
     assert leaves_equal(found, expected)
@@ -1854,7 +1844,7 @@ def test_a_trainer_ends_in_the_same_bits_if(what):
 
 @cases("what", "a mesh is set", "arrays are big-endian and sliced by labels")
 def test_an_update_by_hand_ends_in_the_same_bits_if(what):
-    _, within, put, _ = SAME[what]
+    _, within, put = SAME[what]
     batch, on_devices = pe.split(image_data()), one_net()
     state = on_host(on_devices)  # which it takes too
     expected = sync(net_loss, SGD)(on_devices, *batch)
@@ -2087,15 +2077,20 @@ def test_outputs_that_depend_on_other_examples_are_refused(members, devices):
     predict(17, lambda p, x: net(p, x) + drawn[: len(x)] + nan)
 
 
-def test_on_gpus_states_are_flat_and_loops_have_known_lengths():
-    rows, counts = np.arange(70)[:, None] * [1, 2, 3], []
+def test_the_ways_of_a_gpu_have_the_bits_of_a_cpus():
+    """States are flat between the members there, and loops have known lengths."""
+    rows, ends, counts = np.arange(70)[:, None] * [1, 2, 3], [], []
     for platform in "cpu", "gpu":
         with on(platform):
-            trainer = net_trainer.__wrapped__(3, 1, at_once=1)
+            trainer, state = begin(net_trainer.__wrapped__(3, 1, at_once=1, **NOISY))
             calls = ("update", *image_data()), ("epoch", image_data(), rows)
             update, epoch = (trainer.lower(*call).as_text() for call in calls)
+            state, losses = trainer.epoch(state, image_data(), rows)
+            probs = trainer.predict_members(state, image_data()[0])
+        ends.append((losses, probs, trainer.gather(state)))
+        assert ends[-1][2].model_state.tolist() == [70] * 3
         counts.append([update.count("lo.reshape"), epoch.count("lo.while")])
-    assert (np.diff(counts, axis=0) > 1).all()
+    assert leaves_equal(*ends) and (np.diff(counts, axis=0) > 1).all()
 
 
 @pytest.mark.once
@@ -2334,8 +2329,17 @@ def test_at_once_is_the_number_of_members_in_one_vmap(at_once, together):
     assert max(sizes) == together
 
 
-def test_frozen_arrays_are_in_no_program():
-    trainer, data = full_trainer((0, 2, 3), 2), image_data()
+def test_frozen_arrays_are_in_no_program_and_train_as_constants_do():
+    (trainer, state), data = begin(full_trainer((0, 2, 3), 2)), image_data()
+    constant = dataclasses.replace(trainer, frozen=None)  # its functions hold it
+    assert repr(trainer.like()) == repr(trainer.gather(state))
+    start = constant.scatter(trainer.gather(state))
+    own = [np.stack([x[:10]] * 3) for x in data]  # as on a journey
+    ends = []
+    for each, first in (trainer, state), (constant, start):
+        ended, metrics = each.update(first, *own, per_member=True)
+        ends.append((metrics, each.gather(ended)[:3]))
+    assert_close(*ends)
     calls = ("init", KEY), ("update", *data), ("predict", data[0])
     for call in (*calls, ("epoch", data, orders(1)[0])):
         assert not re.search("dense<[^>]{999}", trainer.lower(*call).as_text())
@@ -2726,6 +2730,8 @@ def test_gather_leaves_no_copy_on_the_host():
     finally:
         tracemalloc.stop()
     assert held < 2**18
+    trainer.gather(state).params[:] = 0  # the caller's own
+    assert np.asarray(state.params).any()
 
 
 def test_gather_explains_a_model_state_that_differs_between_replicas():
