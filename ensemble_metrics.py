@@ -298,7 +298,7 @@ def ensemble_report(member_probs: Any, labels: Any) -> dict:
         entropies += _entropies(block, probs.dtype).sum(axis=1)
         votes = block.argmax(axis=-1) + classes * np.arange(block.shape[1])  # [K, n]
         votes = np.bincount(votes.ravel())  # per class of each example
-        alike += (votes * (votes - 1)).sum()  # ordered pairs of members
+        alike += int((votes * (votes - 1)).sum())  # ordered pairs of members
     scores, pairs = [*map(_scores, sums)], labels.size * members * (members - 1)
     entropy, mutual = map(float, entropies / labels.size)
     return {

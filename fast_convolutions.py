@@ -1,10 +1,11 @@
 # Copyright (c) 2026 The pjax_ensemble authors.  SPDX-License-Identifier: MIT
-"""Make the convolutions of any JAX function fast on CPUs.
+"""Make the convolutions, products and sums of any JAX function fast on CPUs.
 
 `jit(step)` takes the place of `jax.jit(step)`, for a whole training step, gradients
-included, of any library: its convolutions take forms that XLA computes fast on a CPU.
-`fast` does so between `jax.jit` and a step.  On GPUs, each convolution of a `vmap` over
-kernels becomes a call of its own; nothing else changes on other platforms.
+included, of any library: its convolutions, products and sums take forms that XLA
+computes fast on a CPU, and the compiler has options with which this version of JAX is
+right.  `fast` does so between `jax.jit` and a step.  On GPUs, each convolution of a
+`vmap` over kernels becomes a call of its own; nothing else changes on other platforms.
 
     import jax, jax.numpy as jnp
     import fast_convolutions as fc
@@ -49,6 +50,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.custom_batching
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 from jax import lax
 from jax.extend import core
@@ -508,58 +510,146 @@ def _refuse(primals, tangents):
 
 
 _PRODUCTS = "conv_general_dilated", "dot_general", "ragged_dot_general"
-_ONEDNN: dict[str, bool | str] = {
-    "xla_cpu_experimental_onednn_custom_call": True,
-    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE",
-}
+_REDUCTIONS = "reduce_sum", "reduce_max"
+_ONEDNN = "xla_cpu_experimental_onednn_custom_call"
+_YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
+_SINGLE = "LIBRARY_FUSION_TYPE_INDIVIDUAL_"
 
 
 def compiler_options(backend: str | None = None) -> dict[str, bool | str]:
-    """Return options with which XLA convolves by oneDNN, or none where that is untried.
+    """Return the options with which XLA is right and fast in this version of jaxlib.
 
         options = compiler_options()
         step = jax.jit(fast(step, options), compiler_options=options)
 
-    `backend` is JAX's default one, or "cpu", "gpu", "tpu".  There are options on CPUs
-    of x86-64 with JAX 0.11 and 0.12, unless XLA_FLAGS names one of them, or programs
-    are kept in JAX's persistent cache, which cannot keep programs with oneDNN.
+    `backend` is JAX's default one, or "cpu", "gpu", "tpu".  There are options on CPUs:
+
+    - jaxlib 0.10 and 0.11 leave no reductions to YNNPACK, whose sums are wrong there.
+    - jaxlib 0.11 and 0.12 on x86-64 convolve and multiply by oneDNN, unless programs
+      are kept in JAX's persistent cache, which cannot keep programs with oneDNN.
+
+    An option that XLA_FLAGS names is left to XLA_FLAGS.
     """
     kept, enabled = "jax_compilation_cache_dir", "jax_enable_compilation_cache"
     cached = all(getattr(jax.config, name) for name in (kept, enabled))
-    named = any(name in os.environ.get("XLA_FLAGS", "") for name in _ONEDNN)
-    tried = jax.__version_info__[:2] in ((0, 11), (0, 12))
     here = platform.machine().lower() in ("x86_64", "amd64")
+    version = tuple(map(int, jaxlib.__version__.split(".")[:2]))  # it may not be JAX's
     on_cpu = (backend or jax.default_backend()) == "cpu"
-    return dict(_ONEDNN) if on_cpu and here and tried and not (named or cached) else {}
+    options: dict[str, bool | str] = {}
+    if on_cpu and version in ((0, 10), (0, 11)):
+        options = {_YNNPACK: f"{_SINGLE}DOT,{_SINGLE}CONVOLUTION"}
+    if on_cpu and version in ((0, 11), (0, 12)) and here and not cached:
+        options = {_ONEDNN: True, _YNNPACK: ""}
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in options.items() if name not in flags}
 
 
-def _multiply(*arrays, primitive, **how):
-    """Multiply arrays by oneDNN, which leaves the operations that follow to XLA.
+def _in_a_row(axes):
+    return len(axes) > 0 and [*axes] == [*range(axes[0], axes[0] + len(axes))]
 
-    XLA (JAX 0.11, 0.12) gives oneDNN these too.  It puts the SiLU or GELU of a product
-    in the product's place, also for other users, such as the gradient, and rounds sums
-    of half types too early.  A barrier hides the operations.  For float16, oneDNN has
-    only a reference implementation, several hundred times as slow, unless the sums are
-    float32.
+
+def _join(x, axes, batch):
+    """Make one axis of the axes that a product sums over, and count others anew."""
+    first, more = axes[0], len(axes) - 1
+    shape = *x.shape[:first], math.prod(map(x.shape.__getitem__, axes))
+    x = x.reshape(*shape, *x.shape[first + more + 1 :])
+    return x, (first,), tuple(i - more * (i > first) for i in batch)
+
+
+def _multiply(*arrays, primitive, onednn, joined, left, **how):
+    """Multiply arrays, on a CPU so that XLA moves none of them in memory.
+
+    XLA copies factors to sum over several axes, so these are `joined` to one.  Where a
+    transposition puts `left`, the first factor's axes, behind the second one's, as in
+    gradients of weights, the factors change places; else, `left` is empty.
+
+    XLA (JAX 0.11, 0.12) gives oneDNN what follows a product too.  It puts the SiLU or
+    GELU of a product in the product's place, also for other users, such as the
+    gradient, and rounds sums of half types too early.  A barrier hides the operations.
+    For float16, oneDNN has only a reference implementation, several hundred times as
+    slow, unless the sums are float32.
     """
-    (made,) = jax.eval_shape(lambda *x: [primitive.bind(*x, **how)], *arrays)
-    if made.dtype == np.float16:
-        how |= dict(preferred_element_type=np.dtype(np.float32), precision=None)
-    product = primitive.bind(*arrays, **how)
-    return lax.optimization_barrier(product).astype(made.dtype)
+    as_it_is = functools.partial(primitive.bind, **how)
+    made = jax.eval_shape(as_it_is, *arrays)
+
+    def on_cpu(*arrays):
+        more = {**how}
+        if joined:
+            forms = [*map(_join, arrays, *how["dimension_numbers"])]
+            arrays, *numbers = zip(*(forms[::-1] if left else forms))
+            more |= dict(dimension_numbers=tuple(numbers))
+        if onednn and made.dtype == np.float16:
+            more |= dict(preferred_element_type=np.dtype(np.float32), precision=None)
+        product = primitive.bind(*arrays, **more)
+        product = lax.optimization_barrier(product) if onednn else product
+        return jnp.moveaxis(product, range(-len(left), 0), left).astype(made.dtype)
+
+    return lax.platform_dependent(*arrays, cpu=on_cpu, default=as_it_is)
 
 
-def _replace(eqn: Any, onednn: bool) -> Any:
-    """Replace a convolution of floats, or with oneDNN also a product, by a call."""
-    of_floats = jnp.issubdtype(eqn.invars[1].aval.dtype, jnp.inexact)
-    if of_floats and eqn.primitive is lax.conv_general_dilated_p:
-        function = functools.partial(_convolve, onednn=onednn)
-    elif of_floats and onednn:
-        function = functools.partial(_multiply, primitive=eqn.primitive)
-    else:
+_LARGE, _FEW = 2**15, 64  # numbers in all, and of one sum
+
+
+def _by_eighths(x, *, primitive, axes, **how):
+    """Sum over axes in a row, or take the maximum: on a CPU by adding eighths.
+
+    XLA adds the numbers of a sum one after another, and YNNPACK, which adds several at
+    a time, is wrong in JAX 0.10 and 0.11.  Sums of eighths, as long as these are large,
+    are fast in any version, and round less.  A barrier lets XLA compute all eighths and
+    their sum in one loop.
+    """
+    as_it_is = functools.partial(primitive.bind, axes=axes, **how)
+
+    def on_cpu(x):
+        first, last = axes[0], axes[-1] + 1
+        shape = math.prod(x.shape[:first]), -1, math.prod(x.shape[last:])
+        combine = lax.add if primitive is lax.reduce_sum_p else lax.max
+        y, rest = x.astype(_wide(x.dtype)).reshape(shape), []
+        while y.size >= _LARGE and y.shape[1] >= _FEW:
+            n = y.shape[1] // 8
+            *eighths, odd = jnp.split(y, [n * i for i in range(1, 9)], 1)
+            y = lax.optimization_barrier(functools.reduce(combine, eighths))
+            rest.append(odd)
+        y = primitive.bind(jnp.concatenate([y, *rest], 1), axes=(1,), **how)
+        return y.reshape(x.shape[:first] + x.shape[last:]).astype(x.dtype)
+
+    return lax.platform_dependent(x, cpu=on_cpu, default=as_it_is)
+
+
+def _replace(eqn, onednn, order=()):
+    """Replace a convolution, product, sum or maximum by a call, where that is faster.
+
+    `order` is the permutation of a transposition that follows, if one does.
+    """
+    arrays, how = [v.aval for v in eqn.invars[:2]], eqn.params
+    if not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
         return eqn
-    call = functools.partial(function, **eqn.params)
-    program = jax.jit(functools.update_wrapper(call, function.func))
+    here, x, made = how.get("out_sharding") is None, arrays[0], eqn.outvars[0].aval
+    if eqn.primitive is lax.conv_general_dilated_p:
+        function, more = _convolve, dict(onednn=onednn)
+    elif eqn.primitive.name in _REDUCTIONS:
+        axes = how["axes"]
+        known = here and _in_a_row(axes) and isinstance(x.size, int)  # no symbols
+        count = known and math.prod(x.shape[i] for i in axes)
+        if count < _FEW or x.size < _LARGE:
+            return eqn
+        function, more = _by_eighths, dict(primitive=eqn.primitive)
+    else:
+        joined, several, left = False, False, range(0)
+        if here and eqn.primitive is lax.dot_general_p:
+            contracted, batch = how["dimension_numbers"]
+            # XLA lacks products of half types with wider results in some forms.
+            same = x.dtype == made.dtype != np.float16
+            joined = same and all(map(_in_a_row, contracted))
+            several = joined and len(contracted[0]) > 1
+            axes = range(len(batch[0]), x.ndim - len(contracted[0]))
+            left = axes if joined and order and order[-1] in axes else left
+        if not (onednn or several):
+            return eqn
+        function = _multiply
+        more = dict(primitive=eqn.primitive, onednn=onednn, joined=joined, left=left)
+    call = functools.partial(function, **how, **more)
+    program = jax.jit(functools.update_wrapper(call, function))
     with jax.disable_jit(False):  # so that the call is one equation
         call = jax.make_jaxpr(program)(*(v.aval for v in eqn.invars)).eqns[0]
     return eqn.replace(primitive=call.primitive, params=call.params)
@@ -572,18 +662,29 @@ def rewrite(jaxpr: Any, options: dict | None = None) -> Any:
     parameter of one.  A part without such a convolution is returned unchanged.  Whoever
     differentiates the result gets a ValueError.  `options` are as in `fast`.
     """
-    x, params = jaxpr, getattr(jaxpr, "params", {})
+    return _rewrite(jaxpr, bool((options or {}).get(_ONEDNN)), {})
+
+
+def _rewrite(x: Any, onednn: bool, orders: dict[int, Any]) -> Any:
+    """Rewrite a part of a program; `orders` are permutations, by a variable's id."""
     if isinstance(x, core.JaxprEqn):
-        if x.primitive.name in _PRODUCTS:
-            return _replace(x, bool(options))
-        if params.get("name") in ("_convolve", "_multiply"):  # it is done
-            return x
-    kinds = (core.Jaxpr, "eqns"), (core.ClosedJaxpr, "jaxpr"), (core.JaxprEqn, "params")
+        if x.primitive.name in _PRODUCTS + _REDUCTIONS:
+            return _replace(x, onednn, orders.get(id(x.outvars[0]), ()))
+        if x.params.get("name") in ("_convolve", "_multiply", "_by_eighths"):
+            return x  # it is done
+    closed = getattr(core, "ClosedJaxpr", core.Jaxpr)  # from JAX 0.11 on, one class
+    kinds = (core.Jaxpr, "eqns"), (closed, "jaxpr"), (core.JaxprEqn, "params")
     name = next((name for kind, name in kinds if isinstance(x, kind)), None)
     if name is None:
         return x
     parts, treedef = jax.tree.flatten(getattr(x, name))
-    new = [rewrite(part, options) for part in parts]
+    orders = {}
+    for eqn in reversed(parts if name == "eqns" else []):
+        if eqn.primitive is lax.transpose_p:  # several in a row are one
+            order = eqn.params["permutation"]
+            after = orders.get(id(eqn.outvars[0]), range(len(order)))
+            orders[id(eqn.invars[0])] = [order[i] for i in after]
+    new = [_rewrite(part, onednn, orders) for part in parts]
     same = all(map(operator.is_, new, parts))
     return x if same else x.replace(**{name: jax.tree.unflatten(treedef, new)})
 

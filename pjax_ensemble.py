@@ -1217,14 +1217,17 @@ def _takes_value(update: Callable) -> bool:
     return any(p.name == "value" or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def _as_arguments(tree: PyTree) -> PyTree:
-    """Return the tree, which XLA then treats as it treats a program's arguments.
+def _hidden(tree: PyTree) -> PyTree:
+    """Return a tree whose operations XLA:CPU does not see beside a user's.
 
-    Of arrays that a program computes, XLA:CPU may update one in place while it still
-    reads the old entries, as where a state's rows move by one (xla issue 49176).
+    XLA:CPU (JAX 0.5 to 0.12) updates an array in place, and reads what it has
+    overwritten, if a reshape comes before or behind the update, as where a function
+    moves the rows of a state (xla issue 49176).  What users' functions are given and
+    return is hidden, so that only their own operations meet, as under `jax.jit`.
     """
-    barrier = lax.optimization_barrier
-    return lax.platform_dependent(tree, cpu=barrier, default=lambda tree: tree)
+    # Each leaf has a barrier of its own: none then waits for the others.
+    hide = functools.partial(jax.tree.map, lax.optimization_barrier)
+    return lax.platform_dependent(tree, cpu=hide, default=lambda tree: tree)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -1297,7 +1300,8 @@ class _Member:
             number = part * count + i
             rows_key = jax.random.fold_in(key, number) if self.stateful else None
             rows = _over_shards(rows, self.shards)
-            result, grads = loss_and_grads(params, model_state, rows_key, rows, extras)
+            given = _hidden((params, model_state, rows_key, rows, extras))
+            result, grads = _hidden(loss_and_grads(*given))
             total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
             return total, result
 
@@ -1348,7 +1352,6 @@ class _Member:
         if self.stateful and state.key is None:
             remedy = "make it with train_state(..., key=key)"
             raise ValueError(f"stateful=True needs a state with a key; {remedy}")
-        state, hyper = _as_arguments((state, hyper))
         key, used = jax.random.split(state.key) if self.stateful else (state.key, None)
         found = self.gradients(state, used, batch, part, (*hyper, *frozen))
         grads, loss, aux, model_state = _average(found)
@@ -1365,8 +1368,9 @@ class _Member:
 
     def init(self, _, hyper, frozen, number, key):
         init_key, key = jax.random.split(jax.random.fold_in(key, number))
-        made = self.init_fn(init_key, *hyper, *frozen)
+        made = self.init_fn(*_hidden((init_key, *hyper, *frozen)))
         _check_made(made, self.stateful)
+        made = _hidden(made)
         params, model_state = made if self.stateful else (made, ())
         optimizer = self.optimizer_of(*hyper)
         return train_state(params, optimizer, model_state=model_state, key=key)
@@ -1389,9 +1393,8 @@ class _Member:
         """Return what a member predicts for a chunk."""
         advice = f"for inputs {_described(inputs)}, filled up to a chunk"
         advice += "; one example x is given as x[None]"
-        model, hyper = _as_arguments((model, hyper))
-        arguments = *model, inputs, *hyper, *frozen
-        outputs = _user_call("apply_fn", advice, self.apply_fn, *arguments)
+        given = _hidden((*model, inputs, *hyper, *frozen))
+        outputs = _user_call("apply_fn", advice, self.apply_fn, *given)
         if self.output is jax.nn.softmax:
             logits = isinstance(outputs, Array) and outputs.ndim > 1
             if not (logits and outputs.shape[-1] > 1):
@@ -1405,7 +1408,7 @@ class _Member:
         chunk = jax.tree.leaves(inputs)[0].shape[0]
         expected = f"{chunk}, an entry per example of the chunk, in every leaf"
         _check_axes("outputs", outputs, chunk, expected=expected)
-        return outputs
+        return _hidden(outputs)
 
 
 # ---------------------------------------------------------------------------------
@@ -2149,13 +2152,14 @@ class _Programs:
         By default it is one on a CPU, in `init`, and for keys whose draws would change;
         elsewhere all, or as many as fit.
         """
-        key = getattr(work.state, "key", None)
-        if self.at_once is None and (work.f == self.member.init or _is_rbg(key)):
-            return 1
-        known = work.f, str(_described((work.of_slot, work.of_all)))
-        count = self.most
-        if self.at_once or self.places.absent or count == 1:
+        count, key = self.most, getattr(work.state, "key", None)
+        if self.at_once or count == 1:
             return count
+        if work.f == self.member.init or _is_rbg(key):
+            return 1
+        if self.places.absent:
+            return count
+        known = work.f, str(_described((work.of_slot, work.of_all)))
         if known not in self.fitting:
             where = self.places.by_slot
             while count > 1 and not _fits(self._mapped(work, count), args, where):

@@ -1521,8 +1521,8 @@ def test_effects_of_a_rewritten_function_happen_once_per_member_and_step():
 
 
 def test_programs_lowered_for_other_platforms_keep_their_convolutions():
-    form = {"image_shape": (8, 8, 1), "classes": range(4)}
-    made = tm.make_trainer(tm.RECIPES["cnn"]._replace(at_once=2), 4, 2, 10, form)
+    sizes = {"image_shape": (8, 8, 1), "classes": range(4), "train_size": 128}
+    made = tm.make_trainer(tm.Settings(**sizes, members=4, at_once=2), 2)
     state, (images, labels) = made.init(jax.random.key(0)), net_batches(1, 4)[0]
     # The network has two convolutions; a step adds their three gradients.  On a GPU,
     # each of two members at once has its own, but for a first layer that only predicts.
@@ -2764,6 +2764,50 @@ def test_a_model_state_may_be_any_tree_and_keeps_its_form():
     made, state = begin_stateful({"count": jnp.int32(0)}, lambda *_: {"count": 0.5})
     message = r"model state of .*: leaf '\['count'\]' is float32\[\]; expected int32"
     refuses_state(state, message, *uses(made)[:2])
+
+
+MOVES = {
+    "rows": lambda b: jnp.asarray(b).at[1:].set(b[:-1]),
+    "slices": lambda b: jax.lax.dynamic_update_slice_in_dim(b, b[:-1], 1, 0),
+}
+
+
+@pytest.mark.usefixtures("optimized")
+@cases("move", *MOVES)
+def test_arrays_that_move_their_rows_are_right_in_every_program(move):
+    b, move = np.arange(128, dtype=np.float32).reshape(8, 16), MOVES[move]
+    once = np.concatenate([b[:1], b[:-1]])
+    again = np.concatenate([once[:1], once[:-1]])
+
+    def loss_fn(params, model_state, key, rows, h):
+        return params.sum() ** 2, (move(model_state), (move(rows), move(h)))
+
+    def apply_fn(params, model_state, inputs, h):
+        moved = jnp.stack([move(model_state), move(h)])
+        return jnp.broadcast_to(moved, (len(inputs), *moved.shape))
+
+    options = dict(apply_fn=apply_fn, output=None, stateful=True, has_aux=True)
+    options |= dict(init_fn=lambda key, h: (jnp.ones(3), jnp.asarray(b)))
+    for members, devices in (1, 1), (3, 2):
+        hyper = np.stack([b] * members)
+        own = dict(options, optimizer=lambda h: SGD, hyper=hyper)
+        trainer = net_trainer.__wrapped__(members, devices, loss_fn, **own)
+        state = trainer.init(KEY)
+        for found in trainer.predict_members(state, b):
+            assert_array_equal(found, [[once, once]] * len(b))
+        state, (_, aux) = trainer.update(state, b)
+        assert_array_equal(aux, [[once] * members] * 2)
+        state, (_, aux) = trainer.epoch(state, (b,), np.arange(8)[None])
+        assert_array_equal(aux, [[[once]] * members] * 2)
+        assert_array_equal(trainer.gather(state).model_state, [again] * members)
+    for make in sync, ensemble:
+        update = make(lambda *args: loss_fn(*args, b), SGD, stateful=True, has_aux=True)
+        first = pe.train_state(jnp.ones(3), SGD, model_state=b, key=KEY)
+        state = pe.replicate(first, 2)
+        if make is ensemble:
+            state = state._replace(key=keys_of(0, 2))
+        state, (_, aux) = update(state, pe.replicate(b, 2))
+        assert_array_equal([aux[0], state.model_state], [[once] * 2] * 2)
 
 
 @cases(

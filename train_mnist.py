@@ -90,9 +90,9 @@ prints the results and writes files:
                           (default: 60)
 """
 
-# This file contains, in order: the recipe and the networks; the trainer; the run, which
-# is the training loop; and the run's needs: report, picture, data, folder, signals and
-# processes, command line.
+# This file contains, in order: the settings and the networks; the trainer; the run,
+# which is the training loop; and the run's needs: report, picture, data, folder,
+# signals and processes, command line.
 
 from __future__ import annotations
 
@@ -137,32 +137,47 @@ except ImportError:  # Windows has no fcntl: a run's folder is not locked there
 
 
 # ---------------------------------------------------------------------------------
-# Recipe and networks
+# Settings and networks
 # ---------------------------------------------------------------------------------
 
 
-class Recipe(NamedTuple):
-    """The settings of training."""
+class Settings(NamedTuple):
+    """All that determines a run's results, on any devices; config.json holds it.
 
-    network: str
-    optimizer: str
-    epochs: int
-    batch_size: int  # examples per step of one model, over all its replicas
-    learning_rate: float  # the schedule's peak
-    momentum: float  # for sgd
-    schedule: str
-    max_shift: int  # largest shift in pixels; in `RECIPES`, for images of side 28
+    The defaults are the cnn's recipe.  A recipe lacks the members, which devices
+    determine, and the last four, which the data determine.
+    """
+
+    mode: str = "ensemble"
+    members: int = 0
+    network: str = "cnn"
+    optimizer: str = "sgd"
+    epochs: int = 5
+    batch_size: int = 64  # examples per step of one model, over all its replicas
+    learning_rate: float = 0.15  # the schedule's peak
+    momentum: float = 0.9  # for sgd
+    schedule: str = "linear"
+    max_shift: int = 2  # largest shift in pixels; in `RECIPES`, for images of side 28
     bootstrap: bool = False  # each member trains on its own resample
     skip_nonfinite: bool = False  # skip steps whose loss or gradient is not finite
     at_once: int | None = None  # members of a device together; None is the trainer's
+    seed: int = 0
+    train_size: int = 0
+    dataset_sha256: str = ""
+    image_shape: Sequence[int] = ()  # (H, W, C)
+    classes: Sequence[int] = ()
+
+    @property
+    def epoch_steps(self) -> int:
+        """Return the number of steps per epoch, whose batches are all full."""
+        return self.train_size // self.batch_size
 
 
 # The cnn's recipe was chosen on held-out training images: see docs/mnist.md.
 # The batchnorm recipe is the one in Keras's guide.
-RECIPES = {
-    "cnn": Recipe("cnn", "sgd", 5, 64, 0.15, 0.9, "linear", 2),
-    "batchnorm": Recipe("batchnorm", "adam", 2, 64, 1e-3, 0.9, "constant", 0),
-}
+GUIDE: dict = {"network": "batchnorm", "optimizer": "adam", "epochs": 2}
+GUIDE |= {"learning_rate": 1e-3, "schedule": "constant", "max_shift": 0}
+RECIPES = {"cnn": Settings(), "batchnorm": Settings(**GUIDE)}
 LEARNING_RATES = {recipe.optimizer: recipe.learning_rate for recipe in RECIPES.values()}
 
 SCHEDULES = {
@@ -257,37 +272,31 @@ def scale(images: jax.Array) -> jax.Array:
     return images.astype(jnp.float32) / 255
 
 
-def init_of(recipe: Recipe, form: dict) -> Callable:
-    """Return the network's init, a function of a key, for a data set's form."""
-    sizes = {"image_shape": form["image_shape"], "num_classes": len(form["classes"])}
-    return lambda key: NETWORKS[recipe.network].init(key, **sizes)
+def make_trainer(settings: Settings, devices: int | None = None) -> pe.Trainer:
+    """Make a trainer for a run's data: uint8 images, int32 labels."""
+    network = NETWORKS[settings.network]
 
-
-def make_trainer(
-    recipe: Recipe, members: int, devices: int | None, num_steps: int, form: dict
-) -> pe.Trainer:
-    """Make a trainer for data (uint8 images, int32 labels) and a run of num_steps.
-
-    `form` is a dict with the data's image_shape and classes.
-    """
-    network = NETWORKS[recipe.network]
+    def init_fn(key):
+        shape, num_classes = settings.image_shape, len(settings.classes)
+        return network.init(key, image_shape=shape, num_classes=num_classes)
 
     def loss_fn(params, model_state, key, images, labels):
         shift_key, key = jax.random.split(key)
-        images = scale(shift_images(shift_key, images, recipe.max_shift))
+        images = scale(shift_images(shift_key, images, settings.max_shift))
         logits, model_state = network.logits(params, model_state, images, key)
         return pe.softmax_cross_entropy(logits, labels).mean(), model_state
 
     def apply_fn(params, model_state, images):
         return network.logits(params, model_state, scale(images))[0]
 
-    rate = SCHEDULES[recipe.schedule](recipe.learning_rate, num_steps)
-    adam = recipe.optimizer == "adam"
-    optimizer = pe.adam(rate) if adam else pe.sgd(rate, recipe.momentum)
-    functions = init_of(recipe, form), loss_fn, optimizer
-    where = {"members": members, "devices": devices, "at_once": recipe.at_once}
-    how = {"microbatch": "auto", "skip_nonfinite": recipe.skip_nonfinite}
-    return pe.make_trainer(*functions, apply_fn=apply_fn, stateful=True, **where, **how)
+    num_steps = settings.epochs * settings.epoch_steps
+    rate = SCHEDULES[settings.schedule](settings.learning_rate, num_steps)
+    adam = settings.optimizer == "adam"
+    optimizer = pe.adam(rate) if adam else pe.sgd(rate, settings.momentum)
+    names = "members", "at_once", "skip_nonfinite"
+    how = {name: getattr(settings, name) for name in names}
+    how |= {"devices": devices, "microbatch": "auto", "stateful": True}
+    return pe.make_trainer(init_fn, loss_fn, optimizer, apply_fn=apply_fn, **how)
 
 
 # ---------------------------------------------------------------------------------
@@ -297,8 +306,9 @@ def make_trainer(
 
 # The number of images that a CPU device trains on or predicts per call, about a second
 # of one core's work.  Signals wait for a call to end.  Accelerators are many times as
-# fast, and take more images per call.
+# fast, and take FASTER times as many.  A step of few images takes as long as one of 16.
 SEGMENT_IMAGES = 4096
+FASTER = 64
 
 
 class Run:
@@ -307,34 +317,30 @@ class Run:
     Only process 0 of several processes has the folder.
     """
 
-    def __init__(self, args, recipe, data, layout, folder: Path | None = None):
+    def __init__(self, args, settings, data, trainer, folder: Path | None = None):
         """Start a run, or continue the run in the folder.  Raises Failure."""
-        self.args, self.recipe, self.data, self.folder = args, recipe, data, folder
-        self.settings = describe(args, data)
-        check_same_run(self.settings)
-        self.num_steps = len(data.train_images) // recipe.batch_size  # per epoch
-        self.save_steps = max(1, round(args.save_every * self.num_steps))
-        cpu = jax.default_backend() == "cpu"
-        self.segment_images = SEGMENT_IMAGES if cpu else 64 * SEGMENT_IMAGES
-        self.chunk = 32 if cpu else 4096  # the trainer predicts at most so many at once
-        a_step = layout.members_per_device * recipe.batch_size // layout.replicas
-        self.segment_steps = min(max(1, self.segment_images // a_step), 256)
-        total = recipe.epochs * self.num_steps
-        self.trainer = make_trainer(recipe, *layout[:2], total, data.form())
-        self.images = self.trainer.place((data.train_images, data.train_labels))
+        self.args, self.settings, self.data = args, settings, data
+        self.trainer, self.folder = trainer, folder
+        check_same_run(settings)
+        self.save_steps = max(1, round(args.save_every * settings.epoch_steps))
+        layout, faster = trainer.layout, 1 if jax.default_backend() == "cpu" else FASTER
+        a_step = layout.members_per_device * settings.batch_size // layout.replicas
+        self.segment_steps = SEGMENT_IMAGES * faster // max(a_step, 16 * faster) or 1
+        self.images = trainer.place((data.train_images, data.train_labels))
         self.signals = Signals()
-        self.state = self.trainer.init(jax.random.key(args.seed))
+        self.state = trainer.init(jax.random.key(settings.seed))
         self.done = 0  # steps so far
         self.saved = self.good = -1  # steps at the last save, and at the last good one
-        self.losses = np.empty((layout.members, 0))  # of the steps since it began
+        self.losses = np.empty((settings.members, 0))  # of the steps since it began
         self.metrics: list[dict] = []  # one line per epoch
         self.failed: set[int] = set()  # members that are no longer finite
         if args.resume:
             self.restore()
         if folder:
-            where = {"dataset": data.name, "data_dir": str(args.data_dir)}
-            more = {"data": args.data, "save_every": args.save_every, **where}
-            write_json(folder / "config.json", {**self.settings, **more}, indent=2)
+            where = str(args.data_dir or default_folder())
+            kept = {"data": args.data, "save_every": args.save_every}
+            kept |= {"dataset": data.name, "data_dir": where}
+            write_json(folder / "config.json", settings._asdict() | kept, indent=2)
             write_json(folder / "metrics.jsonl", *self.metrics)
 
     def train(self) -> tuple[dict, np.ndarray]:
@@ -342,16 +348,16 @@ class Run:
 
         Returns `evaluate`'s result for the last epoch.  Raises Failure.
         """
-        epochs, members = self.recipe.epochs, self.trainer.layout.members
+        epochs, steps = self.settings.epochs, self.settings.epoch_steps
         self.save()
         # A resumed epoch may have taken all its steps, and lack only its evaluation.
-        resumed = max(0, self.done - 1) // self.num_steps
+        resumed = max(0, self.done - 1) // steps
         for epoch in range(resumed, max(1, epochs)):
             # The epoch's losses [K, n] and training seconds in this process, each
             # segment's seconds per step, and the time at which the epoch began here.
-            self.losses, self.seconds, self.pace = np.empty((members, 0)), 0.0, []
+            self.losses, self.seconds, self.pace = self.losses[:, :0], 0.0, []
             self.began = time.perf_counter()
-            if self.done < min(epoch + 1, epochs) * self.num_steps:
+            if self.done < min(epoch + 1, epochs) * steps:
                 self.train_epoch(epoch)
             self.save(whenever=epoch + 1 >= epochs)
             found = self.evaluate()
@@ -359,10 +365,10 @@ class Run:
 
     def train_epoch(self, epoch: int) -> None:
         """Take the remaining steps of an epoch, in segments, and save."""
-        size, step = len(self.data.train_images), self.done - epoch * self.num_steps
-        which = {n: self.settings[n] for n in ("members", "seed", "bootstrap")}
-        order = pe.epoch_order(size, self.recipe.batch_size, epoch=epoch, **which)
-        what, left = f"epoch {epoch + 1} of {self.recipe.epochs}", order[:, step:]
+        run, step = self.settings, self.done - epoch * self.settings.epoch_steps
+        which = {"members": run.members, "seed": run.seed, "bootstrap": run.bootstrap}
+        order = pe.epoch_order(run.train_size, run.batch_size, epoch=epoch, **which)
+        what, left = f"epoch {epoch + 1} of {run.epochs}", order[:, step:]
         with progress_bar(what, order.size, order.size - left.size) as advance:
             while left.size:
                 until_saved = self.save_steps - self.done % self.save_steps
@@ -381,7 +387,7 @@ class Run:
         self.seconds += seconds
         self.pace.append(seconds / order.shape[1])
         self.done += order.shape[1]
-        if not (np.isfinite(losses[:, -1]).any() or self.recipe.skip_nonfinite):
+        if not (np.isfinite(losses[:, -1]).any() or self.settings.skip_nonfinite):
             raise self.diverged()
         self.signals.listen()  # not earlier: while JAX compiles, nothing can be lost
         self.look()
@@ -420,15 +426,14 @@ class Run:
         """Continue from the newest valid checkpoint, which process 0 reads."""
         done, state = 0, self.trainer.gather(self.state)
         if self.folder:
-            with read_json(self.folder / "config.json") as config:
-                config = {name: config[name] for name in self.settings}
-            check_same(f"--resume from {self.folder}", self.settings, config)
-            done, state = load_checkpoint(self.folder, state, self.recipe)
-            self.metrics = read_metrics(self.folder, done // self.num_steps)
+            there, _ = read_config(self.folder)
+            check_same(f"--resume from {self.folder}", self.settings, there)
+            done, state = load_checkpoint(self.folder, state, self.settings)
+            self.metrics = read_metrics(self.folder, done // there.epoch_steps)
         key = np.asarray(jax.random.key_data(state.key))
         done, key, state = share((np.int32(done), key, state._replace(key=None)))
         self.done = self.saved = int(done)
-        self.good = -1 if self.recipe.skip_nonfinite else self.done
+        self.good = -1 if self.settings.skip_nonfinite else self.done
         state = state._replace(key=jax.random.wrap_key_data(key))
         self.state = self.trainer.scatter(state)
 
@@ -443,35 +448,38 @@ class Run:
         Returns the report on the test images, and the members' probabilities for them
         [K, N, C].
         """
-        data, started = self.data, time.perf_counter()
-        probs = self.predict(data.test_images)
+        data, half = self.data, slice((len(self.data.test_images) + 1) // 2)
+        started = time.perf_counter()
+        test, probs = self.score(data.test_images, data.test_labels)
         seconds = time.perf_counter() - started
-        test = report_finite(probs, data.test_labels)
-        half = slice((len(data.test_images) + 1) // 2)
-        train_probs = self.predict(data.train_images[half])
-        train = report_finite(train_probs, data.train_labels[half])
-        if test is None or train is None:
-            raise self.diverged()
-        epoch = self.done // self.num_steps
+        train, _ = self.score(data.train_images[half], data.train_labels[half])
+        epoch = self.done // self.settings.epoch_steps
         self.name_failed(test["member"], epoch)
-        if epoch > len(self.metrics):  # an earlier process has not recorded it
+        if epoch > max((m["epoch"] for m in self.metrics), default=0):  # not recorded
             self.record(epoch, train, test, seconds)
         return test, probs
 
-    def predict(self, images: np.ndarray) -> np.ndarray:
-        """Predict [K, N, C] in parts; look for signals after each part."""
-        members, _, a_device, replicas = self.trainer.layout
-        turn = self.chunk * replicas
-        rows = max(1, self.segment_images // self.chunk // a_device) * turn
-        # Each part has at least a turn of rows: a smaller part would be predicted in
-        # a smaller chunk, and round otherwise.
-        cuts, parts = range(rows, len(images) - turn + 1, rows), []
+    def score(self, images: np.ndarray, labels: np.ndarray) -> tuple[dict, np.ndarray]:
+        """Return a report on images, and the members' probabilities [K, N, C].
+
+        It is `em.ensemble_report` of the members whose probabilities are finite; the
+        others are None in its `member`.  Between blocks of images it looks for signals.
+        Raises Failure if no member is finite.
+        """
+        parts, members = [], self.settings.members
         with progress_bar("predicting", members * len(images)) as advance:
-            for part in np.split(images, cuts):
-                parts.append(self.trainer.predict_members(self.state, part))
+            for block in self.trainer.predict_blocks(self.state, images):
+                parts.append(block)
                 self.look()
-                advance(members * len(part))
-        return np.concatenate(parts, axis=1)
+                advance(members * block.shape[1])
+        probs = np.concatenate(parts, axis=1)
+        finite = np.isfinite(probs).all(axis=(1, 2))
+        if not finite.any():
+            raise self.diverged()
+        report = em.ensemble_report(probs[finite], labels)
+        scores = iter(report["member"])
+        report["member"] = [next(scores) if ok else None for ok in finite]
+        return report, probs
 
     def name_failed(self, members: list, epoch: int) -> None:
         """Print each member that has failed, once, and the number of skipped steps.
@@ -484,7 +492,7 @@ class Run:
                 self.failed.add(i)
                 loss = f"; its loss was not finite in {n} of the steps" if n else ""
                 print(f"notice: member {i} is not finite after epoch {epoch}{loss}")
-            elif self.recipe.skip_nonfinite and n:
+            elif self.settings.skip_nonfinite and n:
                 steps = f"{n} steps of epoch {epoch} that were not finite"
                 print(f"notice: member {i} skipped {steps}")
 
@@ -495,7 +503,7 @@ class Run:
         epoch's seconds in this process, and an estimate of the seconds left.
         """
         nll = "negative_log_likelihood"
-        num_images = self.losses.size * self.recipe.batch_size
+        num_images = self.losses.size * self.settings.batch_size
         said, metrics = f"epoch: {epoch:2d}", {"epoch": epoch}
         for part, report in (("train", train), ("test", test)):
             loss = float(np.mean([m[nll] for m in report["member"] if m]))
@@ -513,8 +521,9 @@ class Run:
         took = time.perf_counter() - self.began
         said += f", {took:.0f} s"
         if self.pace:  # the median excludes a slow first segment, which JAX compiles
-            each = self.num_steps * np.median(self.pace) + took - self.seconds
-            said += f", {(self.recipe.epochs - epoch) * each:.0f} s left"
+            training = self.settings.epoch_steps * np.median(self.pace)
+            each = training + took - self.seconds
+            said += f", {(self.settings.epochs - epoch) * each:.0f} s left"
         print(said, flush=True)
         self.metrics.append(metrics)
         if self.folder:
@@ -539,15 +548,6 @@ def progress_bar(what: str, total: int, done: int = 0) -> Iterator[Callable]:
         yield bar.update
 
 
-def describe(args, data: Dataset) -> dict:
-    """Return the settings that determine a run's results, on any devices."""
-    content, (_, *arrays, _) = hashlib.sha256(), data
-    for array in arrays:
-        content.update(np.ascontiguousarray(array))
-    settings = {name: getattr(args, name) for name in NUMBERS}
-    return {**settings, "dataset_sha256": content.hexdigest(), **data.form()}
-
-
 class Failure(Exception):
     """The end of a run: a message of one line, and an exit status."""
 
@@ -559,19 +559,6 @@ class Failure(Exception):
 # ---------------------------------------------------------------------------------
 # Report
 # ---------------------------------------------------------------------------------
-
-
-def report_finite(member_probs: np.ndarray, labels: np.ndarray) -> dict | None:
-    """Return `em.ensemble_report` of the members whose probabilities are finite.
-
-    In its `member` the other members are None.  Returns None if no member is finite.
-    """
-    finite = np.isfinite(member_probs).all(axis=(1, 2))
-    if not finite.any():
-        return None
-    report = em.ensemble_report(member_probs[finite], labels)
-    scores = iter(report["member"])
-    return report | {"member": [next(scores) if ok else None for ok in finite]}
 
 
 def print_table(title: str, rows: Sequence[tuple[str, dict | None]]) -> None:
@@ -688,8 +675,8 @@ def draw_report(path: Path, metrics, report: dict, probs, data: Dataset) -> None
 
     probs = probs[np.isfinite(probs).all(axis=(1, 2))]
     figure = Figure(figsize=(9, 9.5), layout="constrained")
-    models = f"an ensemble of {len(probs)}"
-    figure.suptitle(f"{data.name}, {len(data.test_images)} test images: {models}")
+    tests = f"{data.name}, {len(data.test_images)} test images"
+    figure.suptitle(f"{tests}: an ensemble of {len(probs)}")
     curves, images = figure.subfigures(2, 1, height_ratios=(5, 3))
     axes = curves.subplots(2, 3)
     for row, score in zip(axes, SCORES):
@@ -722,9 +709,13 @@ class Dataset(NamedTuple):
     classes: np.ndarray  # [C], the labels of the training file, sorted
 
     def form(self) -> dict:
-        """Return the image shape and the classes, as JSON holds them."""
-        shape = list(self.train_images.shape[1:])
-        return {"image_shape": shape, "classes": self.classes.tolist()}
+        """Return the settings that the data determine, as JSON holds them."""
+        content = hashlib.sha256()
+        for array in self[1:5]:
+            content.update(np.ascontiguousarray(array))
+        shape = [*self.train_images.shape[1:]]
+        form = {"image_shape": shape, "classes": self.classes.tolist()}
+        return {"dataset_sha256": content.hexdigest(), **form}
 
 
 # SHA-256 of MNIST's files, uncompressed, since mirrors compress them differently.
@@ -739,7 +730,6 @@ MIRRORS = (
     "https://storage.googleapis.com/cvdf-datasets/mnist/",
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
 )
-MAX_BYTES = 2**31  # the largest content that is read, uncompressed
 MAX_DOWNLOAD = 2**26  # bytes, packed and unpacked; MNIST's largest file has 2**25.5
 TIMEOUT = 30  # seconds to wait for the next byte
 
@@ -748,36 +738,27 @@ def read_idx(path: Path) -> tuple[np.ndarray, str]:
     """Return an IDX file's array, uint8 [N] or [N, H, W], and its content's SHA-256.
 
     The header has two zero bytes, the type (8 for unsigned bytes), the number of
-    dimensions, and each dimension as a big-endian 32-bit number.  At most one byte more
-    than the header declares is read.  Raises Failure.
+    dimensions, and each dimension as a big-endian 32-bit number.  Raises Failure.
     """
     num_dims = 3 if "images" in path.name else 1
     magic, length = bytes((0, 0, 8, num_dims)), 4 + 4 * num_dims
-    packed = path.suffix == ".gz"
     try:
-        with (gzip.open if packed else open)(path, "rb") as file:
-            head = file.read(length)
-            if not head.startswith(magic) or len(head) < length:
-                form = f"0x{magic.hex()}: unsigned bytes in {num_dims} dimensions"
-                found = f"header 0x{head.hex()}"
-                raise ValueError(f"{found}; expected {length} bytes that begin {form}")
-            shape = np.frombuffer(head, ">u4", offset=4).tolist()
-            size = math.prod(shape)
-            if not 0 < size <= MAX_BYTES:
-                declared = f"declares {shape}, {size} bytes"
-                raise ValueError(f"{declared}; expected 1 to {MAX_BYTES}")
-            # A false header takes no memory: gzip packs at most 1032 bytes into one.
-            most = path.stat().st_size * (1032 if packed else 1)
-            body = file.read(min(size, most) + 1)
-        if len(body) != size:
-            amount = "more than" if len(body) > size else f"{len(body)} of"
-            raise ValueError(f"holds {amount} the {size} bytes of shape {shape}")
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            content = file.read()
+        if not content.startswith(magic) or len(content) < length:
+            form = f"0x{magic.hex()}: unsigned bytes in {num_dims} dimensions"
+            found = f"header 0x{content[:length].hex()}"
+            raise ValueError(f"{found}; expected {length} bytes that begin {form}")
+        shape = np.frombuffer(content, ">u4", num_dims, offset=4).tolist()
+        values, size = np.frombuffer(content[length:], np.uint8), math.prod(shape)
+        if not 0 < len(values) == size:
+            declared = f"declares {shape}, {size} bytes, and holds {len(values)}"
+            raise ValueError(f"{declared}; expected as many, at least 1")
     except (OSError, EOFError, ValueError, zlib.error) as error:
         # gzip raises them for a file cut short, a wrong checksum, and another format.
         reason = getattr(error, "strerror", None) or error
         raise Failure(f"{path}: {reason}") from error
-    digest = hashlib.sha256(head + body).hexdigest()
-    return np.frombuffer(body, np.uint8).reshape(shape), digest
+    return values.reshape(shape), hashlib.sha256(content).hexdigest()
 
 
 def download(folder: Path, name: str) -> Path:
@@ -805,23 +786,22 @@ def download(folder: Path, name: str) -> Path:
     raise DownloadError(f"{missing}: {'; '.join(failures)}")
 
 
-def misfit(arrays: Sequence[np.ndarray]) -> str | None:
-    """Return which of a data set's four files does not fit the others, and why."""
-    _, train_file, image_file, test_file = MNIST_FILES
+def check_fit(folder: Path, arrays: Sequence[np.ndarray]) -> None:
+    """Raise Failure if a data set's four files do not fit each other."""
+    _, y_file, x_file, test_file = (folder / name for name in MNIST_FILES)
     images, labels, test_images, test_labels = arrays
     classes, strange = np.unique(labels), np.setdiff1d(test_labels, labels)
-    for file, x, y in zip((train_file, test_file), arrays[::2], arrays[1::2]):
+    for file, x, y in zip((y_file, test_file), arrays[::2], arrays[1::2]):
         if len(x) != len(y):
-            return f"{file}: {len(y)} labels for {len(x)} images"
+            raise Failure(f"{file}: {len(y)} labels for {len(x)} images")
     if len(classes) == 1:
-        return f"{train_file}: every label is {classes[0]}; expected several classes"
+        raise Failure(f"{y_file}: every label is {classes[0]}; expected several")
     if strange.size:
-        known = f"among the {len(classes)} classes of {train_file}"
-        return f"{test_file}: label {strange[0]} is not {known}"
+        known = f"among the {len(classes)} classes of {y_file.name}"
+        raise Failure(f"{test_file}: label {strange[0]} is not {known}")
     size, other = (" x ".join(map(str, x.shape[1:])) for x in (images, test_images))
     if other != size:
-        return f"{image_file}: images are {other}; the training images are {size}"
-    return None
+        raise Failure(f"{x_file}: images are {other}; the training images are {size}")
 
 
 def load_mnist(folder: str | os.PathLike) -> Dataset:
@@ -833,19 +813,18 @@ def load_mnist(folder: str | os.PathLike) -> Dataset:
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise Failure(f"--data-dir {folder}: not a folder")
+    places = [folder / f"{name}{end}" for end in (".gz", "") for name in MNIST_FILES]
+    paths = {path.name.removesuffix(".gz"): path for path in places if path.exists()}
     found, foreign = {}, []
-    both = {name: (folder / name, folder / f"{name}.gz") for name in MNIST_FILES}
-    paths = {name: next(filter(Path.exists, two), None) for name, two in both.items()}
-    for name in sorted(paths, key=lambda name: not paths[name]):  # missing ones last
-        if foreign and not paths[name]:
+    for name in sorted(MNIST_FILES, key=lambda name: name not in paths):  # missing last
+        if foreign and name not in paths:
             other = f"{name} is missing, and {foreign[0]} is not MNIST's"
             raise Failure(f"{folder}: {other}; add the file of the same data set")
-        found[name], digest = read_idx(paths[name] or download(folder, name))
+        found[name], digest = read_idx(paths.get(name) or download(folder, name))
         if digest != MNIST_FILES[name]:
             foreign.append(name)
     arrays = [found[name] for name in MNIST_FILES]
-    if wrong := misfit(arrays):
-        raise Failure(f"{folder}: {wrong}")
+    check_fit(folder, arrays)
     name, classes, parts = "MNIST", np.unique(arrays[1]), []
     for images, labels in (arrays[:2], arrays[2:]):
         parts += [images[..., None], np.searchsorted(classes, labels).astype(np.int32)]
@@ -1005,6 +984,20 @@ def read_json(path: Path) -> Iterator[dict]:
         raise Failure(f"{path}: {reason}") from error
 
 
+def read_config(folder: Path) -> tuple[Settings, dict]:
+    """Return the settings and the values of the flags that config.json has.
+
+    The values are checked as flags are.  Raises Failure.
+    """
+    with read_json(folder / "config.json") as config:
+        kept = {name: config[name] for name in FLAGS if config.get(name) is not None}
+        argv = [flag(name) for name, value in kept.items() if value is True]
+        argv += [f"{flag(n)}={x}" for n, x in kept.items() if not isinstance(x, bool)]
+        flags = given_flags(argv)
+        values = {name: flags.get(name, config[name]) for name in Settings._fields}
+        return Settings(**values), flags
+
+
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Return the steps and paths of the files named as checkpoints, newest first."""
     name = re.compile(r"checkpoint_(\d{8,18})\.safetensors")
@@ -1025,20 +1018,20 @@ def save_checkpoint(folder: Path, state, done: int, keep: int, good: int) -> Non
             os.unlink(path)
 
 
-def load_members(path: Path, step: int, like: Any, recipe: Recipe) -> pe.TrainState:
+def load_members(path: Path, step: int, like, settings: Settings) -> pe.TrainState:
     """Load the checkpoint of a step.  Raises ValueError, OSError.
 
-    The members' optimizers have counted exactly `step` steps, or fewer if the recipe
+    The members' optimizers have counted exactly `step` steps, or fewer if the run
     skips steps, which they do not count.
     """
     state = pe.load(path, like)
     counted = state.opt_state.num_steps  # [K]
-    if counted.max() > step or (counted.min() < step and not recipe.skip_nonfinite):
+    if counted.max() > step or (counted.min() < step and not settings.skip_nonfinite):
         raise ValueError(f"{path}: holds step {counted.max()}, not step {step}")
     return state
 
 
-def load_checkpoint(folder: Path, like: Any, recipe: Recipe) -> tuple:
+def load_checkpoint(folder: Path, like, settings: Settings) -> tuple:
     """Return the number of steps and the members of the newest valid checkpoint.
 
     Raises Failure if no checkpoint is valid.
@@ -1046,7 +1039,7 @@ def load_checkpoint(folder: Path, like: Any, recipe: Recipe) -> tuple:
     found = checkpoints(folder)
     for done, path in found:
         try:
-            state = load_members(path, done, like, recipe)
+            state = load_members(path, done, like, settings)
             print(f"resumed from {path}", flush=True)
             return done, state
         except (OSError, ValueError) as error:
@@ -1055,16 +1048,17 @@ def load_checkpoint(folder: Path, like: Any, recipe: Recipe) -> tuple:
 
 
 def read_metrics(folder: Path, epochs: int) -> list[dict]:
-    """Return the lines of completed epochs, up to the first damaged line."""
+    """Return the lines of epochs up to `epochs`; warn of each damaged line."""
     path, metrics = folder / "metrics.jsonl", []
-    try:
-        for line in path.read_text().splitlines()[:epochs]:
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        try:
             found = json.loads(line)
-            if found["epoch"] != len(metrics) + 1:
-                raise ValueError(f"epoch {found['epoch']} after {len(metrics)}")
-            metrics.append(found)
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        print(f"train_mnist.py: warning: {path}: {error}", file=sys.stderr)
+            if found["epoch"] <= epochs:
+                metrics.append(found)
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            where = f"train_mnist.py: warning: {path}, line {number}"
+            print(f"{where}: {error}", file=sys.stderr)
     return metrics
 
 
@@ -1074,7 +1068,7 @@ class Trained(NamedTuple):
     trainer: pe.Trainer
     state: pe.TrainState
     classes: np.ndarray  # [C], so that classes[probs.argmax(axis=-1)] are labels
-    config: dict  # of config.json
+    config: dict  # the settings in config.json
 
     def predict(self, images: Any) -> np.ndarray:
         """Return the ensemble's probabilities [N, C]."""
@@ -1087,12 +1081,10 @@ class Trained(NamedTuple):
     def _pixels(self, images: Any) -> np.ndarray:
         images, shape = np.asarray(images), tuple(self.config["image_shape"])
         if images.dtype != np.uint8 or images.shape[1:] not in (shape, shape[:2]):
-            found = f"images are {images.dtype} {[*images.shape]}"
-            form = f"uint8 [N, {shape[0]}, {shape[1]}], pixels from 0 to 255"
-            hint = "resize images; turn x in [0, 1] into np.uint8(np.rint(255 * x))"
-            if images.shape in (shape, shape[:2]):
-                hint = "images[None] is an array of one image"
-            raise ValueError(f"{found}; expected {form}: {hint}")
+            found = f"images are {images.dtype} {[*images.shape]}; expected uint8"
+            form = f"[N, {shape[0]}, {shape[1]}], pixels from 0 to 255 (x in [0, 1] is"
+            hint = "np.uint8(np.rint(255 * x)), one image is images[None])"
+            raise ValueError(f"{found} {form} {hint}")
         return images.reshape(-1, *shape)
 
 
@@ -1109,27 +1101,24 @@ def load_run(workdir: str | os.PathLike, devices: int | None = None) -> Trained:
     """
     folder = Path(workdir)
     try:
-        with read_json(folder / "config.json") as config:
-            flags = kept_flags(config)
-            recipe = Recipe(**{n: flags.get(n, config[n]) for n in Recipe._fields})
-            members, size = flags["members"], flags["train_size"]
-            num_steps = recipe.epochs * (size // recipe.batch_size)
-            like = make_trainer(recipe, members, 1, num_steps, config).like()
+        settings, _ = read_config(folder)
+        like = make_trainer(settings, 1).like()
+        num_steps = settings.epochs * settings.epoch_steps
         done, path = max(checkpoints(folder), default=(None, folder))
         if done != num_steps:
             raise ValueError(f"its newest checkpoint is step {done} of {num_steps}")
         with read_json(folder / "report.json") as report:
             scored = [isinstance(scores, dict) for scores in report["member"]]
-            if len(scored) != members or not any(scored):
+            if len(scored) != settings.members or not any(scored):
                 has = f"holds scores of {sum(scored)} of {len(scored)} members"
-                raise ValueError(f"{has}; config.json has {members} members")
-        state = load_members(path, done, like, recipe)
-    except (OSError, ValueError, Failure) as error:
+                raise ValueError(f"{has}; config.json has {settings.members} members")
+        state = load_members(path, done, like, settings)
+    except (OSError, ValueError, TypeError, Failure) as error:
         hint = f"continue a run by: python train_mnist.py --resume --workdir {folder}"
         raise ValueError(f"{folder} holds no finished run: {error}; {hint}") from error
-    trainer = make_trainer(recipe, sum(scored), devices, num_steps, config)
+    trainer = make_trainer(settings._replace(members=sum(scored)), devices)
     state = trainer.scatter(jax.tree.map(lambda x: x[np.array(scored)], state))
-    return Trained(trainer, state, np.array(config["classes"]), config)
+    return Trained(trainer, state, np.array(settings.classes), settings._asdict())
 
 
 # ---------------------------------------------------------------------------------
@@ -1211,17 +1200,17 @@ OTHER_RUN = "a run keeps its settings, also its epochs: leave out the flags that
 OTHER_RUN += "differ, or start a new run in another --workdir"
 
 
-def check_same(who: str, ours: dict, theirs: dict, remedy: str = OTHER_RUN) -> None:
+def check_same(who: str, ours: Settings, theirs: Settings, remedy=OTHER_RUN) -> None:
     """Raise Failure for the first of our settings that differs in another run."""
-    for name, value in ours.items():
-        if value != (other := theirs.get(name)):
+    for name, value, other in zip(Settings._fields, ours, theirs):
+        if value != other:
             raise Failure(f"{who}: {name} is {value} here, {other} there; {remedy}")
 
 
-def check_same_run(settings: dict) -> None:
+def check_same_run(settings: Settings) -> None:
     """Raise Failure in a process whose settings differ from process 0's."""
     text = json.dumps(settings).ljust(8192).encode()  # one length in all processes
-    first = json.loads(share(np.frombuffer(text, np.uint8)).tobytes())
+    first = Settings(*json.loads(share(np.frombuffer(text, np.uint8)).tobytes()))
     who = f"--process-id {jax.process_index()}"
     check_same(who, settings, first, "start it with the flags of process 0")
 
@@ -1260,42 +1249,30 @@ nonnegative = checked(float, "a finite number from 0 on", lambda x: 0 <= x < mat
 positive = checked(float, "a number above 0, at most 1e38", lambda x: 0 < x <= 1e38)
 below_one = checked(float, "a number from 0 on, below 1", lambda x: 0 <= x < 1)
 
-# The type or the choices of each flag's value (a bool flag takes no value), and the
-# default.  Where the default is None, the recipe has it, or the run determines it.
-FLAGS = {
-    "mode": (("ensemble", "sync"), "ensemble"),
-    "members": (integer(1), None),
-    "devices": (integer(1, 1024), None),
-    "at_once": (integer(1), None),
-    "network": (NETWORKS, "cnn"),
-    "optimizer": (LEARNING_RATES, None),
-    "epochs": (integer(0), None),
-    "batch_size": (integer(1), None),
-    "learning_rate": (nonnegative, None),
-    "momentum": (below_one, None),
-    "schedule": (SCHEDULES, None),
-    "max_shift": (integer(0), None),
-    "bootstrap": (bool, None),
-    "skip_nonfinite": (bool, None),
-    "seed": (integer(0, 2**32 - 1), 0),
-    "data": (("auto", "mnist", "generated"), "auto"),
-    "data_dir": (Path, None),
-    "train_size": (integer(1), None),
-    "workdir": (Path, None),
-    "plot": (bool, False),
-    "save_every": (positive, 1.0),
-    "keep": (integer(1), 3),
-    "resume": (bool, False),
-    "coordinator": (address, None),
-    "num_processes": (integer(1, 2**16), None),
-    "process_id": (integer(0), None),
-    "distributed": (bool, False),
-    "connect_timeout": (integer(1, 24 * 60 * 60), 60),
+# The type or the choices of flags' values; a bool flag takes no value.
+TYPES: dict = {
+    "members at_once batch_size train_size keep": integer(1),
+    "epochs max_shift process_id": integer(0),
+    "devices": integer(1, 1024),
+    "seed": integer(0, 2**32 - 1),
+    "num_processes": integer(1, 2**16),
+    "connect_timeout": integer(1, 24 * 60 * 60),
+    "learning_rate": nonnegative,
+    "momentum": below_one,
+    "save_every": positive,
+    "coordinator": address,
+    "workdir": Path,
+    "data_dir": lambda text: Path(text).absolute(),
+    "mode": ("ensemble", "sync"),
+    "network": NETWORKS,
+    "optimizer": LEARNING_RATES,
+    "schedule": SCHEDULES,
+    "data": ("auto", "mnist", "generated"),
+    "bootstrap skip_nonfinite plot resume distributed": bool,
 }
-DEFAULTS = {name: default for name, (_, default) in FLAGS.items()}
-# The flags that determine a run's results, and all flags that --resume reads.
-NUMBERS = ("mode", "members", *Recipe._fields, "seed", "train_size")
-KEPT = (*NUMBERS, "data", "data_dir", "save_every")
+FLAGS = {name: kind for names, kind in TYPES.items() for name in names.split()}
+# The other defaults are in `Settings` and `prepare`, or None.
+DEFAULTS = {"data": "auto", "save_every": 1.0, "keep": 3, "connect_timeout": 60}
 
 
 def flag(name: str) -> str:
@@ -1313,56 +1290,45 @@ class Parser(argparse.ArgumentParser):
 def given_flags(argv: Sequence[str] | None) -> dict:
     """Return the values of the given flags, by name.  Raises Failure."""
     parser = Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for name, (kind, _) in FLAGS.items():
+    for name, kind in FLAGS.items():
         takes = {"type": kind} if callable(kind) else {"choices": tuple(kind)}
         takes = {"action": "store_true"} if kind is bool else takes
         parser.add_argument(flag(name), **takes)
     return vars(parser.parse_args(argv))
 
 
-def kept_flags(config: dict) -> dict:
-    """Return the values of the flags in a run's config.json.  Raises Failure."""
-    kept = {n: config[n] for n in KEPT if config.get(n) is not None}
-    argv = [flag(name) for name, value in kept.items() if value is True]
-    argv += [f"{flag(n)}={x}" for n, x in kept.items() if not isinstance(x, bool)]
-    return given_flags(argv)
-
-
 def default_folder() -> Path:
     """Return $MNIST_DIR, or the folder pjax_ensemble in the user's cache folder."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("MNIST_DIR") or cache / "pjax_ensemble")
+    return Path(os.environ.get("MNIST_DIR") or cache / "pjax_ensemble").absolute()
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; take other flags from a resumed run, or the defaults.
 
-    Raises Failure for a value out of range, and for flags that exclude each other.
+    A flag without a value is None.  Raises Failure for a value out of range, and for
+    flags that exclude each other.
     """
-    given = own = given_flags(argv)
+    given, kept = given_flags(argv), {}
     for name in ("plot", "save_every", "keep", "resume"):
-        if name in own and "workdir" not in own:
+        if name in given and "workdir" not in given:
             raise Failure(f"{flag(name)} needs --workdir, the folder of the run")
-    if "resume" in own:
-        path = own["workdir"] / "config.json"
+    if "resume" in given:
+        folder = given["workdir"]
         # Only process 0 of several processes must have it.
-        if path.exists() or not (own.get("process_id") or "distributed" in own):
-            changes = {name: own[name] for name in NUMBERS if name in own}
-            with read_json(path) as config:
-                given = kept_flags(config) | own
-                there = {name: config[name] for name in changes}
-            check_same(f"--resume from {path.parent}", changes, there)
-    recipe = RECIPES[given.get("network", DEFAULTS["network"])]
-    optimizer = given.get("optimizer", recipe.optimizer)
-    # The default of max_shift depends on the images, which are not read yet.
-    recipe = recipe._replace(learning_rate=LEARNING_RATES[optimizer], max_shift=None)
-    args = argparse.Namespace(**(DEFAULTS | recipe._asdict() | given))
-    args.data_dir = (args.data_dir or default_folder()).absolute()
+        others = given.get("process_id") or "distributed" in given
+        if not others or (folder / "config.json").exists():
+            settings, kept = read_config(folder)
+            changes = {n: x for n, x in given.items() if n in Settings._fields}
+            ours = settings._replace(**changes)
+            check_same(f"--resume from {folder}", ours, settings)
+    args = argparse.Namespace(**(dict.fromkeys(FLAGS) | DEFAULTS | kept | given))
     if args.mode == "sync" and args.members not in (None, 1):
         raise Failure(f"--members {args.members}: --mode sync trains one model")
-    if "momentum" in own and args.optimizer == "adam":
+    optimizer = args.optimizer or RECIPES[args.network or "cnn"].optimizer
+    if "momentum" in given and optimizer == "adam":
         raise Failure("--momentum: --optimizer adam has no momentum; leave it out")
-    if "data_dir" in own and args.data == "generated":
+    if "data_dir" in given and args.data == "generated":
         raise Failure("--data-dir: --data generated reads no files; leave it out")
     _, count, number = three = args.coordinator, args.num_processes, args.process_id
     if three.count(None) not in ((3,) if args.distributed else (0, 3)):
@@ -1373,103 +1339,112 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def check(args: argparse.Namespace, name: str, ok: bool, message: str) -> None:
+def check(values: Any, name: str, ok: bool, message: str) -> None:
     """Raise Failure for a flag whose value does not fit."""
     if not ok:
-        raise Failure(f"{flag(name)} {getattr(args, name)}: {message}")
+        raise Failure(f"{flag(name)} {getattr(values, name)}: {message}")
 
 
-def lay_out(args: argparse.Namespace) -> pe.Layout:
-    """Lay the models over the devices; put the number of models into `args`.
+def prepare(args: argparse.Namespace) -> tuple[Settings, Dataset, pe.Trainer]:
+    """Load the data, settle what the flags leave open, and make the trainer.
+
+    Raises Failure for flags that do not fit the data or the devices.
+    """
+    data = load_data(args.data, args.data_dir or default_folder())
+    flags = {name: value for name, value in vars(args).items() if value is not None}
+    given = {name: flags[name] for name in Settings._fields if name in flags}
+    recipe = RECIPES[given.get("network", "cnn")]
+    has, side = len(data.train_images), min(data.train_images.shape[1:3])
+    rate = LEARNING_RATES[given.get("optimizer", recipe.optimizer)]
+    shift = round(recipe.max_shift * side / SIDE)
+    derived = {"learning_rate": rate, "max_shift": shift, "train_size": has}
+    settings = recipe._replace(**(derived | given))
+    size, batch = settings.train_size, settings.batch_size
+    check(settings, "train_size", size <= has, f"{data.name} has {has} training images")
+    check(settings, "batch_size", batch <= size, f"there are {size} training images")
+    most, fits = MOST // settings.epoch_steps, settings.max_shift <= side
+    count = f"JAX can count {most} such epochs"
+    check(settings, "epochs", settings.epochs <= most, count)
+    check(settings, "max_shift", fits, f"an image side has {side} pixels")
+    images, labels = data.train_images[:size], data.train_labels[:size]
+    data = data._replace(train_images=images, train_labels=labels)
+    layout = lay_out(settings, args.devices)
+    settings = settings._replace(members=layout.members, **data.form())
+    trainer = make_trainer(settings, layout.devices)
+    try:  # images may be too small for the network
+        model = jax.eval_shape(trainer.init_fn, jax.random.key(0))
+        jax.eval_shape(trainer.apply_fn, *model, images[:1])
+    except ValueError as error:
+        raise Failure(f"--network {settings.network}: {error}") from error
+    return settings, data, trainer
+
+
+def lay_out(settings: Settings, asked: int | None) -> pe.Layout:
+    """Lay the models over the devices, by default as many as there are.
 
     Raises Failure for flags that do not fit the devices.
     """
     processes, here = jax.process_count(), jax.local_device_count()
-    devices, kind = args.devices or here, jax.default_backend().upper()
-    check(args, "devices", devices <= here, f"there are {here} {kind} devices")
-    each = f"each of several processes uses all its {here} {kind} devices"
-    check(args, "devices", processes == 1 or devices == here, each)
+    devices, kind = asked or here, jax.default_backend().upper()
+    if devices > here or (processes > 1 and devices < here):
+        uses = "each of several processes uses all its"
+        uses = uses if processes > 1 else "there are"
+        raise Failure(f"--devices {asked}: {uses} {here} {kind} devices")
     devices = devices if processes == 1 else jax.device_count()
     few = 2 if kind == "CPU" else 5  # the fewest members of an ensemble by default
-    args.members = 1 if args.mode == "sync" else args.members or max(devices, few)
-    n = pe.layout(args.members, devices, processes).replicas
-    if processes == 1 and not args.devices:  # the most replicas that divide the batch
-        n = max(r for r in range(1, n + 1) if args.batch_size % r == 0)
-        devices = min(devices, args.members * n)
-    other = f"use a multiple of {n}, for example {args.batch_size // n * n or n}"
+    members = 1 if settings.mode == "sync" else settings.members or max(devices, few)
+    n, batch = pe.layout(members, devices, processes).replicas, settings.batch_size
+    if processes == 1 and not asked:  # the most replicas that divide the batch
+        n = max(r for r in range(1, n + 1) if batch % r == 0)
+        devices = min(devices, members * n)
+    other = f"use a multiple of {n}, for example {batch // n * n or n}"
     other += ", or leave out --devices" * (processes == 1)
     split = f"a batch of this size does not split over a model's {n} devices; {other}"
-    check(args, "batch_size", args.batch_size % n == 0, split)
-    return pe.layout(args.members, devices, processes)
+    check(settings, "batch_size", batch % n == 0, split)
+    return pe.layout(members, devices, processes)
 
 
-def prepare(args: argparse.Namespace) -> tuple[Recipe, Dataset, pe.Layout]:
-    """Load the data and lay out the models; put into `args` the data's defaults.
-
-    Raises Failure for flags that do not fit the data or the devices.
-    """
-    if args.plot and not importlib.util.find_spec("matplotlib"):
-        raise Failure("--plot needs matplotlib: python -m pip install matplotlib")
-    data = load_data(args.data, args.data_dir)
-    images, labels = data.train_images, data.train_labels
-    args.train_size = size = args.train_size or len(images)
-    has = f"{data.name} has {len(images)} training images"
-    check(args, "train_size", size <= len(images), has)
-    few = f"there are {size} training images"
-    check(args, "batch_size", args.batch_size <= size, few)
-    most = MOST // (size // args.batch_size)
-    check(args, "epochs", args.epochs <= most, f"JAX can count {most} such epochs")
-    data = data._replace(train_images=images[:size], train_labels=labels[:size])
-    side = min(images.shape[1:3])
-    if args.max_shift is None:
-        args.max_shift = round(RECIPES[args.network].max_shift * side / SIDE)
-    check(args, "max_shift", args.max_shift <= side, f"an image side has {side} pixels")
-    recipe = Recipe(**{name: getattr(args, name) for name in Recipe._fields})
-    try:  # images may be too small for the network
-        models = jax.eval_shape(init_of(recipe, data.form()), jax.random.key(0))
-        jax.eval_shape(NETWORKS[recipe.network].logits, *models, scale(images[:1]))
-    except ValueError as error:
-        raise Failure(f"--network {recipe.network}: {error}") from error
-    return recipe, data, lay_out(args)
-
-
-def announce(args: argparse.Namespace, recipe: Recipe, data: Dataset, layout) -> None:
+def announce(settings: Settings, data: Dataset, layout, asked: int | None) -> None:
     """Print a line about the run: its data, models, devices, recipe and versions.
 
     Further lines name devices that stay idle, and steps that are too few.
     """
-    size = " x ".join(map(str, data.train_images.shape[1:3]))
     members, devices, shared, replicas = layout
     there, processes = jax.device_count(), jax.process_count()
-    models = "one model" if args.mode == "sync" else f"an ensemble of {members}"
-    where = f"{devices} of {there} {jax.default_backend().upper()} devices"
-    where += f" of {processes} processes" * (processes > 1)
-    where += f" ({shared} per device)" * (shared > 1)
-    where += f" ({replicas} replicas per model)" * (replicas > 1)
-    wanted = args.devices or there
-    full = pe.layout(members, wanted, processes)
-    split = f" (a batch of {recipe.batch_size} does not split over {full.replicas})"
-    where += split * (full.replicas > replicas)
-    momentum = recipe.optimizer == "sgd" and recipe.momentum
-    shown = recipe._replace(momentum=momentum, at_once=recipe.at_once or False)
-    how = {**shown._asdict(), "seed": args.seed, **VERSIONS}
-    said = ", ".join(f"{n} {value}" for n, value in how.items() if value is not False)
-    counts = f"{len(data.train_images)} training and {len(data.test_images)} test"
-    what = f"{data.name}, {counts} images of {size}, {len(data.classes)} classes"
-    print(f"{what}: {models} on {where}; {said}", flush=True)
+    wanted = asked or there
+    full, (height, width, _) = (
+        pe.layout(members, wanted, processes),
+        settings.image_shape,
+    )
+    said = f"{data.name}, {settings.train_size} training and {len(data.test_images)} "
+    said += f"test images of {height} x {width}, {len(data.classes)} classes: "
+    said += "one model" if settings.mode == "sync" else f"an ensemble of {members}"
+    said += f" on {devices} of {there} {jax.default_backend().upper()} devices"
+    said += f" of {processes} processes" * (processes > 1)
+    said += f" ({shared} per device)" * (shared > 1)
+    said += f" ({replicas} replicas per model)" * (replicas > 1)
+    split = f" (a batch of {settings.batch_size} does not split over {full.replicas})"
+    said += split * (full.replicas > replicas)
+    used = settings.optimizer == "sgd" and settings.momentum
+    shown = settings._replace(momentum=used, at_once=settings.at_once or False)
+    recipe = [*shown._asdict().items()][2:14]  # from network to seed
+    how = [f"{n} {x}" for n, x in (*recipe, *VERSIONS.items()) if x is not False]
+    print(f"{said}; {', '.join(how)}", flush=True)
     if devices == full.devices < wanted:
         more = f"more would be no faster; --members {wanted * shared} would use all"
         print(f"notice: {members} members use {devices} of {wanted} devices: {more}")
-    steps = recipe.epochs * (len(data.train_images) // recipe.batch_size)
+    steps = settings.epochs * settings.epoch_steps
     momentum = inspect.signature(pe.batch_norm).parameters["momentum"].default
     enough = math.ceil(math.log(0.05, momentum))  # 5% of the initial values remain
-    if recipe.network == "batchnorm" and 0 < steps < enough:
+    if settings.network == "batchnorm" and 0 < steps < enough:
         share = f"running statistics are {momentum**steps:.0%} their initial values"
         print(f"notice: after {steps} steps, {share}; take {enough} steps or more")
 
 
 def train_and_report(args: argparse.Namespace) -> None:
     """Join the processes, take the folder, train, report.  Raises Failure."""
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        raise Failure("--plot needs matplotlib: python -m pip install matplotlib")
     pe.use_cpu_devices(args.devices)
     connect(args)
     with contextlib.ExitStack() as stack:
@@ -1479,15 +1454,16 @@ def train_and_report(args: argparse.Namespace) -> None:
         elif folder := args.workdir:
             stack.enter_context(locked(folder))
             clear(folder, args.resume)
-        recipe, data, layout = prepare(args)
-        announce(args, recipe, data, layout)
-        run = Run(args, recipe, data, layout, folder)
+        settings, data, trainer = prepare(args)
+        announce(settings, data, trainer.layout, args.devices)
+        run = Run(args, settings, data, trainer, folder)
         with contextlib.closing(run.signals):
             scores, probs = run.train()
         report = {"dataset": data.name, "test_examples": len(data.test_images)}
-        report |= {"members": layout.members, "failed": sorted(run.failed), **scores}
-        report |= {"config": run.settings | layout._asdict(), "versions": VERSIONS}
-        print_report(args.mode, report)
+        report |= {"members": settings.members, "failed": sorted(run.failed), **scores}
+        config = settings._asdict() | trainer.layout._asdict()
+        report |= {"config": config, "versions": VERSIONS}
+        print_report(settings.mode, report)
         if folder:
             write_json(folder / "report.json", report, indent=2)
         if folder and args.plot:
@@ -1508,16 +1484,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f"{error.filename}: " if error.filename else ""
         text, status = f"{where}{error.strerror or error}", 2
     except (MemoryError, RuntimeError, ValueError) as error:
-        reason, status = str(error).partition("\n")[0], 1
-        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in reason:
+        text, status = str(error).partition("\n")[0], 1
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
             less = "fewer --members on more --devices, or a smaller --batch-size"
-            text = f"out of memory; try {less}: {reason}"
-        elif type(error) is RuntimeError:  # errors of JAX have other types
-            text = reason
-        elif several:
-            text = f"lost contact with another process: {reason}"
-        else:
-            raise
+            text = f"out of memory; try {less}: {text}"
+        elif type(error) is not RuntimeError:  # it is one of JAX's
+            if not several:
+                raise
+            text = f"lost contact with another process: {text}"
     text = f"error: {text}" if status < 128 else text
     print(f"train_mnist.py: {text}", file=sys.stderr, flush=True)
     if several and status < 128:

@@ -8,6 +8,11 @@ The compilers are the accelerators' own.  Install each in its own environment:
     python benchmarks/accelerators.py          # all devices of the installed packages
     python benchmarks/accelerators.py h100:8 v5e:2x4 --networks cnn --programs update
     python benchmarks/accelerators.py --quick  # one small update per compiler
+    python benchmarks/accelerators.py h100:1 --fit FILE  # how many of your members fit
+
+FILE is Python with the names init, loss, optimizer and batch: what `pe.make_trainer`
+takes, and a tuple of the arrays of one batch, or of their shapes and types.  It may
+have options, a dict of further arguments.
 
 One row per program has the seconds to compile it and its megabytes per device: for
 arguments, for temporary arrays, and in total, the total also in units of one member's
@@ -33,11 +38,13 @@ K = 4, all at once on one H100, starts more than 850 kernels.
 """
 
 import argparse
+import bisect
 import collections
 import importlib.util
 import math
 import os
 import re
+import runpy
 import sys
 import time
 from collections.abc import Callable
@@ -253,9 +260,9 @@ def loss_of(logits: Callable) -> Callable:
 def make(name: str, **how: Any) -> pe.Trainer:
     if name == "batchnorm":  # the script's network
         sizes = {"image_shape": (28, 28, 1), "classes": range(10)}
-        recipe = tm.RECIPES[name]
-        recipe = recipe._replace(at_once=how.get("at_once", recipe.at_once))
-        return tm.make_trainer(recipe, how["members"], how["devices"], 1, sizes)
+        own = {"members": how["members"], "at_once": how.get("at_once")}
+        settings = tm.RECIPES[name]._replace(**sizes, **own)
+        return tm.make_trainer(settings, how["devices"])
     init, logits, optimizer, *_, frozen = NETWORKS[name]
     how |= dict(apply_fn=logits, frozen=frozen())
     return pe.make_trainer(init, loss_of(logits), optimizer, **how)
@@ -380,6 +387,7 @@ COLUMNS = "devices | network | program | K | at once | S | seconds | arguments, 
 COLUMNS += "temporary | all | in states | endless loops | meetings | MB | kernels | "
 COLUMNS += "Gop | GB"
 MOST_KERNELS = {("h100:1", "resnet", "update", 4, None, 1): 850}
+ROOM = 0.75 * 84_942_979_072  # JAX's share of an H100; a TPU's compiler knows its own
 
 
 def bytes_of(memory: Any) -> int:
@@ -431,6 +439,28 @@ def compile_one(row: tuple, devices: list) -> tuple[collections.Counter, list]:
     ]
 
 
+def print_fit(file: str, name: str) -> None:
+    """Print how many members of a file's network fit on each device of a system."""
+    own, devices = runpy.run_path(file), devices_of(name)
+
+    def too_many(members, at_once):
+        how = dict(members=members * len(devices), devices=devices, at_once=at_once)
+        how |= own.get("options", {})
+        trainer = pe.make_trainer(own["init"], own["loss"], own["optimizer"], **how)
+        try:
+            compiled = trainer.lower("update", *own["batch"]).compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" in str(error):
+                return True
+            raise
+        return bytes_of(compiled.memory_analysis()) > ROOM
+
+    counts = range(1, 33)
+    turn = bisect.bisect(counts, False, key=lambda n: too_many(n, 1))
+    once = bisect.bisect(counts[:turn], False, key=lambda n: too_many(n, n))
+    print(f"{name}: of 32 members per device, {turn} fit in turn, {once} at once")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -442,6 +472,7 @@ def main() -> None:
     programs = ["init", "update", "epoch", "predict"]
     parser.add_argument("--programs", nargs="+", choices=programs, default=programs)
     parser.add_argument("--quick", action="store_true", help="one small update each")
+    parser.add_argument("--fit", metavar="FILE", help="how many members of FILE's fit")
     args = parser.parse_args()
     if not there or not {*args.devices} <= {*known}:
         parser.error(f"the compilers that are installed know {known or 'no devices'}")
@@ -450,6 +481,11 @@ def main() -> None:
         args.devices = [COMPILERS[compiler][0] for compiler in there]
     os.environ |= SETTINGS | os.environ
     jax.config.update("jax_platforms", "cpu")
+    if args.fit:
+        sys.path.insert(0, os.path.dirname(args.fit))  # as where Python runs the file
+        for name in args.devices or known:
+            print_fit(args.fit, name)
+        return
     speed.print_head(*COLUMNS.split(" | "))
     failures = 0
     for name in args.devices or known:

@@ -3,8 +3,8 @@
     python benchmarks/convolutions.py [300] [--first 0] [--programs]
 
 With --programs, it compares random programs: products and convolutions followed by
-biases, residuals, activations, norms, casts and attention, with several users of each
-value; and their gradients.  A compiler's options change all of these.
+biases, residuals, activations, norms, casts, sums and attention, with several users of
+each value; and their gradients.  A compiler's options change all of these.
 
 A seed determines each case.  The script compares as many cases as it is told, from the
 first seed on, prints the seeds of wrong ones, and fails if there are any.
@@ -209,6 +209,7 @@ def follow(seed, form, wide, ragged, x, weights, vectors):
     """Apply random operations to x; return the last value, and some of the others."""
     rng, dtype = np.random.default_rng(seed), x.dtype
     weights, vectors, values = iter(weights), iter(vectors), [x]
+    scales = jnp.arange(1, 5, dtype=dtype).reshape(4, 1, 1, 1) / 4
 
     def pick(*options):
         return options[rng.integers(len(options))]
@@ -220,7 +221,14 @@ def follow(seed, form, wide, ragged, x, weights, vectors):
             ways += [lambda: lax.dot(y, w, preferred_element_type=wide)]
             both = jnp.stack([w, w.T])
             ways += [lambda: lax.ragged_dot(y, both, jnp.array([50, 78]))] * ragged
-            return pick(*ways)()
+            parts, heads = y.reshape(4, 32, -1), y.reshape(len(y), 8, -1)
+            split = w.reshape(8, -1, len(w))
+            ways += [lambda: jnp.einsum("abf,fg->abg", parts, w)]
+            ways += [lambda: jnp.einsum("abf,ahgf->abhg", parts, split[None] * scales)]
+            ways += [lambda: jnp.einsum("nhf,hfg->ng", heads, split)]
+            ways += [lambda: jnp.einsum("nf,hgf->nhg", y, split)]
+            ways += [lambda: (w.T @ y.T).T]
+            return pick(*ways)().reshape(y.shape)
         if pick(False, False, True):
             return jnp.einsum("nhwi,io->nhwo", y, 3 * w[0, 0])
         axes, groups = pick("NHWC", "NCHW"), pick(1, 1, 16)
@@ -236,6 +244,13 @@ def follow(seed, form, wide, ragged, x, weights, vectors):
     def vector(y):
         return next(vectors).astype(y.dtype)
 
+    def center(y):  # by a sum over some axes in a row, with other users
+        z = pick(y, y * y, abs(y), jnp.tanh(y))
+        first = rng.integers(z.ndim)
+        axes = tuple(range(first, rng.integers(first, z.ndim) + 1))
+        how = dict(axis=axes, keepdims=True)
+        return y - pick(z.mean(**how), z.max(**how), z.sum(**how) / z.size)
+
     mix = functools.partial(attend, pick, FORMS[form][2], dtype)
     steps = {
         "product": product,
@@ -245,6 +260,7 @@ def follow(seed, form, wide, ragged, x, weights, vectors):
         "gate": lambda y: y * pick(*ACTIVATIONS)(jnp.tanh(some().astype(y.dtype))),
         "cast": lambda y: pick(*ACTIVATIONS)(y.astype(wide)).astype(pick(dtype, wide)),
         "softmax": lambda y: pick(jax.nn.softmax, softmax, jax.nn.log_softmax)(y),
+        "center": center,
         "normalize": lambda y: normalize(pick, y, 1 + vector(y), vector(y)),
         "attend": lambda y: mix(product(some()), product(some()), y).reshape(x.shape),
     }
@@ -301,7 +317,8 @@ def difference(seed):
             worst = max(worst, np.inf if np.isnan(error) else error)
         return float(worst)
 
-    return dtype.name, *(off(jit(program)(*arrays)) for jit in (fc.jit, jax.jit))
+    with mock.patch.object(fc, "_LARGE", 2**12):  # the programs are small
+        return dtype.name, *(off(jit(program)(*arrays)) for jit in (fc.jit, jax.jit))
 
 
 def is_wrong(name, found, plain):

@@ -138,11 +138,17 @@ def draw(seed, place):
     return tree, move, f"{plan}, {trade=}, {kind}{[*shape]}"
 
 
+def data(x):
+    """Return an array, or the data of a typed random key."""
+    typed = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(x) if typed else x
+
+
 def shown(tree):
     """Return a tree's leaves as numbers that float32 holds."""
 
     def show(x):
-        x = jax.random.key_data(x) if pe._is_key(x) else x
+        x = data(x)
         return x >> 9 if x.dtype == jnp.uint32 else x
 
     return jax.tree.map(show, tree)
@@ -335,8 +341,7 @@ class Case:
 def differs(found, expected):
     """Return whether trees differ: floats by more than rounding, others at all."""
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        x, y = (jax.random.key_data(z) if pe._is_key(z) else z for z in (x, y))
-        x, y = np.asarray(x), np.asarray(y)
+        x, y = np.asarray(data(x)), np.asarray(data(y))
         exact, (x, y) = y.dtype.kind != "f", map(np.float64, (x, y))
         off = 0 if exact else 1e-4 * np.abs(np.nan_to_num(y)).max(initial=1e-3)
         if not np.allclose(x, y, rtol=0, atol=off, equal_nan=True):

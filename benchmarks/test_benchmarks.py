@@ -22,6 +22,7 @@ import parameters
 import pytest
 import resnet
 import speed
+import states
 import tables
 from numpy.testing import assert_array_equal
 from trials import devices, faults, interrupts
@@ -124,6 +125,17 @@ def test_compiled_programs_are_counted_turn_by_turn():
     # Replicas average the gradients, 552 numbers, and the loss.
     found, _ = accelerators.compile_one((*row[:3], 1, 1, 1), devices)
     assert found["meetings"] and found["bytes"] == 553 * 4
+
+
+def test_members_fit_that_the_memory_holds(tmp_path, monkeypatch, capsys):
+    own = "from accelerators import form, loss_of, pe, small, small_init as init; "
+    own += "batch = form(9, 8, dtype='f4'), form(9); optimizer = pe.adam(1); "
+    (file := tmp_path / "own.py").write_text(own + "loss = loss_of(small)")
+    monkeypatch.setattr(accelerators, "devices_of", lambda name: jax.devices()[:2])
+    monkeypatch.setattr(accelerators, "ROOM", 10 * 3 * 4 * 552)  # ten states under Adam
+    accelerators.print_fit(str(file), "cpu:2")
+    turn, once = map(int, re.findall(r"(\d+) (?:fit|at)", capsys.readouterr().out))
+    assert 2 < once < turn < 10
 
 
 # Three members, each by two loops of unknown length: over 32 steps, over single steps.
@@ -280,7 +292,7 @@ def test_networks_of_all_systems_have_the_same_parameters(name, monkeypatch):
     if TORCH:
         import networks_torch
 
-        model = networks_torch.NETWORKS[name.split(",")[0]]()
+        model = networks_torch.network(name)()
         more = 4 * 128 if name == "LSTM" else 0  # a second bias
         assert sum(p.numel() for p in model.parameters()) == num_params + more
 
@@ -395,3 +407,9 @@ def test_parameters_take_steps_by_trainers_and_by_hand():
         first, last = (jax.device_get(run()) for _ in range(2))
         pairs = [*zip(jax.tree.leaves(first), jax.tree.leaves(last), strict=True)]
         assert any(np.any(x != y) for x, y in pairs), name
+
+
+@pytest.mark.usefixtures("optimized")
+def test_random_programs_on_states_are_right_one_operation_at_a_time():
+    for seed in 0, 1, 3:  # each was wrong once
+        assert "wrong" not in {verdict for _, verdict, _ in states.compare(seed)}

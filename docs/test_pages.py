@@ -317,6 +317,15 @@ def test_code_of_every_page_runs_and_prints_what_it_says(
     if name == "coming-from":
         hand, one = names["members"][0].bias, names["params"][0].bias
         assert hand.shape == (D, *one.shape)
+        for library in "flax", "equinox":
+            pytest.importorskip(library)
+        keys = jax.random.split(jax.random.key(0))
+        for library in "linen", "nnx", "eqx":  # each draws, and has a new state
+            params, old = names[f"init_{library}"](jax.random.key(0))
+            rows, loss = (names["x"][:50], names["y"][:50]), names[f"loss_{library}"]
+            (one, new), (two, _) = (loss(params, old, key, *rows) for key in keys)
+            assert abs(one - two) > 1e-4
+            assert not any(map(np.array_equal, *map(jax.tree.leaves, (old, new))))
     if name == "dense":
         (flat, by_images), (more_flat, more) = names["missed"], names["over"]
         assert by_images < 0.1 < flat - 0.02 and more < 0.05 < more_flat - 0.1
@@ -390,7 +399,8 @@ def test_promises_name_tests_that_are_there():
 def test_commands_of_every_page_are_those_of_the_script(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "DIR").mkdir()  # the command with --resume finds it
-    (tmp_path / "DIR" / "config.json").write_text("{}")
+    settings = tm.Settings(members=1, train_size=1)._asdict()
+    tm.write_json(tmp_path / "DIR" / "config.json", settings)
     commands = re.findall(r"([\w/]+\.py)( [^`\n|]*)?", EVERY_PAGE)
     assert len(commands) > 30
     for script, flags in commands:
@@ -412,15 +422,58 @@ def test_gallery_has_every_example_with_its_command_and_its_picture():
     assert all((HERE / "images" / name).stat().st_size < 100_000 for name in shown)
 
 
-@pytest.mark.parametrize("page", [*PATHS, GALLERY], ids=[*PAGES, "gallery"])
-def test_links_of_every_page_lead_somewhere(page):
-    links = re.compile(r"\]\((?!http)([^)#]*)#?([^)]*)")
-    for path, anchor in links.findall(page.read_text("utf-8")):
-        target = page.parent / path if path else page
-        assert target.exists(), path
-        if anchor:
-            text = re.sub(r"[^\w\n# -]", "", target.read_text("utf-8")).lower()
-            assert f"#-{anchor}\n" in text.replace(" ", "-"), anchor
+OTHERS = [GALLERY, HERE / "benchmarks" / "README.md", HERE / "CHANGELOG.md"]
+
+
+@pytest.fixture(scope="module")
+def parse():
+    """Return a function that takes a page apart as GitHub does, into tokens."""
+    library = pytest.importorskip("markdown_it")
+    return library.MarkdownIt("gfm-like", {"linkify": False}).parse
+
+
+every_page = pytest.mark.parametrize(
+    "page", [*PATHS, *OTHERS], ids=[*PAGES, "gallery", "benchmarks", "changes"]
+)
+
+
+@every_page
+def test_every_page_is_drawn_in_the_blocks_that_it_is_written_in(page, parse):
+    text, html = page.read_text("utf-8"), ""
+    lines = [line.strip() for line in text.splitlines()]
+    for token in parse(text):
+        if token.type == "table_open":  # a paragraph right below a table is a row
+            rows = lines[slice(*token.map)]
+            assert [row for row in rows if not row.startswith("|")] == []
+        if token.type == "fence":  # one without an end takes the next one's, or none
+            assert lines[token.map[1] - 1] == token.markup, token.content
+            assert "```" not in token.content, token.content
+        for part in token.children or [token]:
+            html += part.content * part.type.startswith("html")
+            if part.type == "text":  # a mark without its end stays in the text
+                assert not re.search(r"\*\*|[`~]|\]\(|^\|", part.content), part.content
+    begun, ended = re.findall(r"<(?!br|img)(\w+)", html), re.findall(r"</(\w+)", html)
+    assert sorted(begun) == sorted(ended)
+
+
+def anchors(tokens):
+    """Return the names that GitHub gives to the headings of a page."""
+    pairs = itertools.pairwise(tokens)
+    heads = [inline for head, inline in pairs if head.type == "heading_open"]
+    heads = ["".join(part.content for part in head.children) for head in heads]
+    return [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads]
+
+
+@every_page
+def test_links_of_every_page_lead_somewhere(page, parse):
+    for token in parse(page.read_text("utf-8")):
+        for part in token.children or ():
+            link = part.attrGet("href") or part.attrGet("src") or "http"
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            assert link.startswith("http") or target.exists(), link
+            if anchor and not link.startswith("http"):
+                assert anchor in anchors(parse(target.read_text("utf-8"))), link
 
 
 FUNCTIONS = HERE / "docs" / "functions.md"

@@ -25,17 +25,22 @@ def small_loss(params, x, y):
 
 
 class Transformer(linen.Module):
+    layers: int = LAYERS
+    width: int = WIDTH
+    heads: int = HEADS
+
     @linen.compact
-    def __call__(self, tokens):  # [B, LENGTH] -> [B, LENGTH, VOCABULARY]
+    def __call__(self, tokens):  # [B, length] -> [B, length, VOCABULARY]
         draw = linen.initializers.normal(0.02)
-        positions = self.param("positions", draw, (1, LENGTH, WIDTH))
-        x = linen.Embed(VOCABULARY, WIDTH)(tokens) + positions
+        shape = 1, tokens.shape[1], self.width
+        positions = self.param("positions", draw, shape)
+        x = linen.Embed(VOCABULARY, self.width)(tokens) + positions
         mask = linen.make_causal_mask(tokens)
-        for _ in range(LAYERS):
+        for _ in range(self.layers):
             y = linen.LayerNorm()(x)
-            x = x + linen.MultiHeadDotProductAttention(HEADS)(y, mask=mask)
-            y = linen.Dense(HIDDEN)(linen.LayerNorm()(x))
-            x = x + linen.Dense(WIDTH)(jax.nn.relu(y))
+            x = x + linen.MultiHeadDotProductAttention(self.heads)(y, mask=mask)
+            y = linen.Dense(HIDDEN // WIDTH * self.width)(linen.LayerNorm()(x))
+            x = x + linen.Dense(self.width)(jax.nn.relu(y))
         return linen.Dense(VOCABULARY)(linen.LayerNorm()(x))
 
 

@@ -183,6 +183,14 @@ class LSTM(nn.Module):
         return nn.Dense(10)(nn.RNN(nn.OptimizedLSTMCell(128))(x)[:, -1])
 
 
+class MLP(nn.Module):
+    @nn.compact
+    def __call__(self, x, training):
+        for width in networks.DENSE[1:-1]:
+            x = nn.relu(nn.Dense(width)(x))
+        return nn.Dense(networks.DENSE[-1])(x)
+
+
 class Plain(nn.Module):
     """A network that is the same in training."""
 
@@ -289,6 +297,12 @@ NETWORKS = {
     "causal": Causal(),
     "LSTM": LSTM(),
     "transformer": Plain(jax_members.Transformer()),
+    **{
+        name: Plain(jax_members.Transformer(*sizes))
+        for name, sizes in networks.TRANSFORMERS.items()
+    },
+    "MLP": MLP(),
+    "MLP, batch of 32": MLP(),
 }
 
 

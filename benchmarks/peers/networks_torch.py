@@ -228,29 +228,33 @@ def small():
 
 
 class Attention(nn.Module):
-    """Attention as products and a softmax, which `torch.func.vmap` can map."""
+    """Causal attention; if not fused, as products that `torch.func.vmap` can map."""
 
-    def __init__(self):
+    def __init__(self, width, heads, fused):
         super().__init__()
-        self.inputs = nn.Linear(WIDTH, 3 * WIDTH)
-        self.outputs = nn.Linear(WIDTH, WIDTH)
+        self.inputs, self.outputs = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.heads, self.fused = heads, fused
 
     def forward(self, x):
-        batch, length, _ = x.shape
-        x = self.inputs(x).reshape(batch, length, 3, HEADS, WIDTH // HEADS)
-        query, key, value = x.permute(2, 0, 3, 1, 4)  # each [B, HEADS, LENGTH, ...]
-        scores = query @ key.transpose(-2, -1) / (WIDTH // HEADS) ** 0.5
-        later = torch.ones(length, length, dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
-        return self.outputs((weights @ value).transpose(1, 2).flatten(-2))
+        batch, length, width = x.shape
+        x = self.inputs(x).reshape(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = x.permute(2, 0, 3, 1, 4)  # each [B, heads, length, ...]
+        if self.fused:
+            y = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            scores = query @ key.transpose(-2, -1) / (width // self.heads) ** 0.5
+            later = torch.ones(length, length, dtype=torch.bool).triu(1)
+            y = scores.masked_fill(later, -torch.inf).softmax(-1) @ value
+        return self.outputs(y.transpose(1, 2).flatten(-2))
 
 
 class Layer(nn.Module):
-    def __init__(self):
+    def __init__(self, width, *how):
         super().__init__()
-        self.attention = nn.Sequential(nn.LayerNorm(WIDTH), Attention())
-        hidden = nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, WIDTH)
-        self.hidden = nn.Sequential(nn.LayerNorm(WIDTH), *hidden)
+        self.attention = nn.Sequential(nn.LayerNorm(width), Attention(width, *how))
+        wide = HIDDEN // WIDTH * width
+        hidden = nn.Linear(width, wide), nn.ReLU(), nn.Linear(wide, width)
+        self.hidden = nn.Sequential(nn.LayerNorm(width), *hidden)
 
     def forward(self, x):
         x = x + self.attention(x)
@@ -258,16 +262,25 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self):
+    def __init__(
+        self, layers=LAYERS, width=WIDTH, heads=HEADS, length=LENGTH, fused=False
+    ):
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.positions = nn.Parameter(0.02 * torch.randn(LENGTH, WIDTH))
-        layers = [Layer() for _ in range(LAYERS)]
-        last = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.positions = nn.Parameter(0.02 * torch.randn(length, width))
+        layers = [Layer(width, heads, fused) for _ in range(layers)]
+        last = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
         self.layers = nn.Sequential(*layers, *last)
 
     def forward(self, tokens):
         return self.layers(self.embed(tokens) + self.positions)
+
+
+def mlp():
+    layers = []
+    for ins, outs in zip(networks.DENSE, networks.DENSE[1:]):
+        layers += [nn.Linear(ins, outs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
 
 
 NETWORKS = {
@@ -284,7 +297,16 @@ NETWORKS = {
     "causal": Causal,
     "LSTM": LSTM,
     "transformer": Transformer,
+    "MLP": mlp,
 }
+
+
+def network(name):
+    """Return what makes a network of `networks.py`."""
+    if name in networks.TRANSFORMERS:
+        sizes, (length,) = networks.TRANSFORMERS[name], networks.SHAPES[name].inputs
+        return lambda: Transformer(*sizes, length, fused=True)
+    return NETWORKS[name.split(",")[0]]
 
 
 def channels_first(name, x):
@@ -294,7 +316,7 @@ def channels_first(name, x):
 
 
 def loss_of(name, made, labels):
-    tokens = name == "transformer"
+    tokens = name.startswith("transformer")
     return F.cross_entropy(made.movedim(-1, 1) if tokens else made, labels)
 
 
@@ -306,7 +328,7 @@ def main():
     torch.manual_seed(0)
     x, y = map(torch.tensor, networks.draw(name))
     x, y = channels_first(name, x), y.long()
-    models = [NETWORKS[name.split(",")[0]]() for _ in range(members)]
+    models = [network(name)() for _ in range(members)]
     if args.channels_last:
         volumes = x.ndim == 5
         last = torch.channels_last_3d if volumes else torch.channels_last

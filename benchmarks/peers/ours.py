@@ -23,8 +23,8 @@ def make_script_trainer(args):
     )
     if not keras:
         recipe = recipe._replace(learning_rate=0.1)
-    form = common.load_mnist().form()
-    return train_mnist.make_trainer(recipe, args.members, args.devices, 1, form)
+    settings = recipe._replace(members=args.members, **common.load_mnist().form())
+    return train_mnist.make_trainer(settings, args.devices)
 
 
 def main():
