@@ -1710,14 +1710,15 @@ def journey(trainer, put):
     data = image_data()
     own = [np.stack([x[:10]] * trainer.members) for x in data]
     state = call(trainer.init, KEY)
+    assert trainer.latest is None
     there = call(trainer.place, data)
     state, losses = call(trainer.epoch, state, there, orders(1, batch=4)[0])
+    state = call(trainer.scatter, call(trainer.gather, state))
+    assert trainer.latest is None
     trainer.lower("update", *own, per_member=True)
     state, last = call(trainer.update, state, *own, per_member=True)
     assert trainer.latest is state
     probs = call(trainer.predict_members, state, data[0][:37])
-    state = call(trainer.scatter, call(trainer.gather, state))
-    assert trainer.latest is None
     return losses, last, probs, call(trainer.gather, state)
 
 
@@ -1838,7 +1839,9 @@ def test_a_trainer_ends_in_the_same_bits_if(what):
     make, within, put = SAME[what]
     trainer, expected = expected_journey()
     with within():
-        found = journey(make(trainer), put)
+        made = make(trainer)
+        assert made is trainer or made.latest is None
+        found = journey(made, put)
     assert leaves_equal(found, expected)
 
 
