@@ -12,8 +12,8 @@ import argparse
 import re
 
 import numpy as np
-from devices import ROOT, blocks, read_readme, run_seeded
 from speed import print_head, print_row
+from trials.devices import ROOT, blocks, read_readme, run_seeded
 
 PAGE = ROOT / "docs" / "cheaper.md"
 LINE = r"^(.+), ([\d,]+) steps: accuracy ([\d.]+), NLL ([\d.]+)$"

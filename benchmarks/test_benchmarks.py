@@ -1,10 +1,7 @@
 """Tests of the scripts beside this file; long trials have short forms here."""
 
 import argparse
-import builtins
 import concurrent.futures
-import dataclasses
-import datetime
 import functools
 import importlib.util
 import json
@@ -16,43 +13,27 @@ from unittest import mock
 import accelerators
 import cheaper
 import cifar10
-import devices as machines
-import faults
 import gpu
-import interrupts as interruptions
 import jax
-import jax.numpy as jnp
 import memory
 import networks
 import numpy as np
 import parameters
 import pytest
 import resnet
-import scipy.special
-import scipy.stats
-import sklearn
 import speed
 import states
 import tables
-import tabular
-from numpy.testing import assert_allclose, assert_array_equal
-from scipy.sparse import csr_array
-from sklearn.model_selection import GridSearchCV, GroupKFold, cross_validate
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
-from sklearn.utils.estimator_checks import check_estimator
+from numpy.testing import assert_array_equal
+from trials import devices, faults, interrupts
 
-import ensemble_metrics as em
 import pjax_ensemble as pe
 from conftest import (
     ENVIRONMENT,
     HERE,
-    assert_close,
     cases,
     linux,
-    member,
     posix,
-    randn,
     said_by,
     small_files,
     write_files,
@@ -230,430 +211,9 @@ def test_gpu_tables_have_every_row_and_say_what_is_wrong(monkeypatch, capsys):
 
 @posix
 def test_interrupted_loops_go_on_from_the_latest_state():
-    """This is the short form of the trial in benchmarks/interrupts.py."""
-    counts = interruptions.cell(trials=8)
+    """This is the short form of the trial in trials/interrupts.py."""
+    counts = interrupts.cell(trials=8)
     assert counts["interrupts"] >= 8 and not counts["lost"] + counts["different"]
-
-
-def solve(trainer, state, data, order):
-    """Replace an estimator's `Trainer.epoch`: solve for the last layers, in no time."""
-    (x, y, weight), state = map(np.asarray, data), trainer.gather(state)
-    numbers = y.dtype == np.float32  # whose variance is a constant
-    params, h = state.params if numbers else state.params[0], state.model_state
-    last = params[-1]
-    identity = pe.Dense(np.eye(tabular.HIDDEN), np.zeros(tabular.HIDDEN))
-    for i, rows in enumerate(order.reshape(len(order), -1)):
-        rows = rows[weight[rows] == 1]
-        hidden, own = jax.tree.map(lambda leaf, i=i: leaf[i], (params[:-1], h))
-        units = np.asarray(tabular.network((*hidden, identity), x[rows], own))
-        normal = (y[rows] - own["y_mean"]) / own["y_scale"]
-        classes = np.arange(last.bias.shape[1])
-        one_hot = 10 * (y[rows, None] == classes) - 5
-        targets = np.c_[normal, 0 * normal - 2] if numbers else one_hot
-        squares = units.T @ units + own["decay"] * len(rows) * np.eye(len(units.T))
-        last.weight[i] = np.linalg.solve(squares, units.T @ targets)
-    return trainer.scatter(state), None
-
-
-@mock.patch.object(tabular, "FOLDS", 3)  # smaller programs
-@mock.patch.object(pe.Trainer, "epoch", solve)
-@pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")
-@cases("name", "EnsembleRegressor", "EnsembleClassifier")
-def test_tabular_estimators_are_as_scikit_learn_checks(name):
-    check_estimator(getattr(tabular, name)(members=1, epochs=1))
-
-
-def test_tabular_estimator_keeps_networks_of_all_rows_and_scores_rows_left_out():
-    x, y, splits = randn(0, 25, 2), randn(1, 25), []
-
-    def train(model, data, recipes, members, *sizes):  # off by 0.1 where seen, else by
-        splits.extend(data.splits)  # twice the decay and a bit
-        off = np.full((len(splits), 3, members, 25), 0.1)
-        for i, split in enumerate(splits):
-            for j, (decay, _, waves) in enumerate(recipes[i]):
-                off[i, j, :, split.test] = decay / 20 + 0.05 * waves
-        networks = {"number": np.arange(off[..., 0].size)}
-        return networks, [data.y + off, np.ones(off.shape)]
-
-    with mock.patch.object(tabular, "train", train):
-        model = tabular.EnsembleRegressor(members=2, random_state=0).fit(x, y)
-    *folds, whole = splits
-    assert len(folds) == 5 and len(whole.train) == 25
-    assert sorted(np.concatenate([fold.test for fold in folds])) == [*range(25)]
-    assert all(sorted([*each.train, *each.test]) == [*range(25)] for each in folds)
-    assert model.recipe_ == (1, 100, 0) == tabular.RECIPES[1]
-    assert_close(model.scores_, np.full(25, 0.05) / model.factor_)
-    assert model.factor_ == tabular.FACTORS[0]
-    assert_array_equal(model._networks["number"], [2 * (3 * 5 + 1) + i for i in (0, 1)])
-
-
-def test_tabular_folds_keep_together_rows_that_are_equal_or_share_a_group():
-    order = np.random.default_rng(0).permutation(23)
-    folds = tabular.fold(np.arange(23), 5, 0)
-    for (train, test), part in zip(folds, np.array_split(order, 5), strict=True):
-        assert_array_equal(test, part)
-        assert_array_equal(train, np.setdiff1d(order, part))
-    x, groups = np.arange(10) % 8, [*"abcdefgh", None, "c"]  # 9 = 1, and of 2's group
-    links = tabular.link(x[:, None], np.array(groups, object))
-    assert links[0] == links[8] and links[1] == links[9] == links[2]
-    assert len({*links}) == 7
-    links = np.repeat(np.arange(10), [90, 80, *[5] * 8])
-    tests = [test for _, test in tabular.fold(links, 5, 0)]
-    assert_array_equal(np.sort(np.concatenate(tests)), np.arange(210))
-    assert sum(len({*links[test]}) for test in tests) == 10
-    assert max(map(len, tests)) < 210 / 5 + 90  # not both of the largest
-
-
-@mock.patch.object(tabular, "FOLDS", 3)
-@mock.patch.object(pe.Trainer, "epoch", solve)
-@cases("routing", False, True)
-def test_tabular_groups_reach_every_fit_by_the_ways_of_the_page(routing):
-    patients = np.arange(24) // 3
-    pipe = make_pipeline(StandardScaler(), tabular.EnsembleRegressor(**SHORT))
-    named, own = {"ensembleregressor__groups": patients}, {"groups": patients}
-    search = GridSearchCV(pipe, {"ensembleregressor__epochs": [1]}, cv=GroupKFold(2))
-    with (
-        sklearn.config_context(enable_metadata_routing=routing),
-        mock.patch.object(tabular, "link", wraps=tabular.link) as link,
-    ):
-        if routing:
-            pipe[-1].set_fit_request(groups=True)
-            named, own = own, {}
-        pipe.fit(X, Y, **named)
-        search.fit(X, Y, **own | named)
-        cross_validate(pipe, X, Y, params=named, cv=search.cv, **own)
-        params = {"groups": patients}
-        cross_validate(pipe[-1], X, Y, params=params, cv=search.cv, **own)
-    found = [len({*call.args[1]}) for call in link.call_args_list]
-    assert found == [8, 4, 4, 8, 4, 4, 4, 4]
-
-
-@mock.patch.object(pe.Trainer, "epoch", solve)
-@cases("repeat", lambda rows: np.repeat(rows, 4), lambda rows: np.r_[rows, rows[::2]])
-def test_tabular_intervals_hold_beside_repeated_rows(repeat):
-    x, noise, rows = randn(0, 4000, 4), randn(1, 4000), repeat(np.arange(50))
-    y = x[:, 0] + noise
-    model = tabular.EnsembleRegressor(**SHORT).fit(x[rows], y[rows])
-    low, high = model.predict_interval(x[50:]).T
-    assert ((low < y[50:]) & (y[50:] < high)).mean() > 0.82
-
-
-@mock.patch.object(tabular, "FOLDS", 3)
-@cases("name", "EnsembleRegressor", "EnsembleClassifier")
-def test_tabular_fit_that_fails_leaves_the_model_as_it_was(name):
-    x, model = randn(0, 12, 2), getattr(tabular, name)(members=1, epochs=1)
-    model.random_state = 0
-    with mock.patch.object(pe.Trainer, "epoch", solve):
-        model.fit(x, x[:, 0] > 0 if "Class" in name else x[:, 0])
-    before, expected = vars(model).copy(), model.predict(x)
-    for error in KeyboardInterrupt, ValueError:
-        stop = mock.patch.object(pe.Trainer, "epoch", side_effect=error)
-        with stop, pytest.raises(error):
-            model.fit(9 * x[:10], ["dog", "cat"] * 5 if "Class" in name else range(10))
-        assert vars(model) == before
-        assert_array_equal(model.predict(x), expected)
-
-
-def test_tabular_names_a_target_too_far_from_the_others():
-    y = 1e-25 * randn(0, 12)
-    y[[3, 7]] = -1, 1.5
-    rows = np.setdiff1d(np.arange(12), [3, 7])
-    hyper = functools.partial(tabular.member_hyper, randn(1, 12, 2), y)
-    said = said_by(ValueError, hyper, rows, 1, 1, 1)
-    assert said.startswith("y[7] is 1e18 deviations of the others from them; leave")
-    assert hyper(np.arange(12), 1, 1, 1)["y_scale"] == pytest.approx(0.5, rel=0.1)
-
-
-@jax.numpy_dtype_promotion("strict")
-def test_tabular_intervals_are_in_the_units_of_the_targets():
-    x = 1e8 + np.float64(randn(2, 28, 3))  # float32 would have it in eights
-    y = 5e9 + 1e8 * x[:, 0]
-    model = tabular.EnsembleRegressor(members=1, epochs=20, random_state=0).fit(x, y)
-    mean, deviation = model.predict_deviation(x)
-    ends = model.predict_interval(x, coverage=0.8)
-    q = em.conformal_quantile(model.scores_, 0.8)
-    assert_close(ends - mean[:, None], np.outer(q * deviation, [-1, 1]))
-    _, unit = tabular.mixture(*model._outputs(x))
-    assert_close(deviation, model.factor_ * unit * y.std())
-    assert model.factor_ != 1
-    nll = tabular.student_nll(y - mean, deviation, model.dof_)
-    assert_close(model.log_density(x, y), -nll)
-    assert model.score(x, y) > 0.5
-    assert_array_equal(model.predict_interval(x[:1], 0.99), [[-np.inf, np.inf]])
-
-
-@mock.patch.object(tabular, "FOLDS", 3)
-def test_tabular_classifier_learns_labels_of_any_type():
-    x = randn(4, 60, 2)
-    y = np.array(["no", "yes"])[(x[:, 0] > 0).astype(int)]
-    model = tabular.EnsembleClassifier(members=1, epochs=20, random_state=0).fit(x, y)
-    assert model.score(x, y) > 0.9
-    probs = model.predict_proba(x)
-    assert_close(probs.sum(axis=1), np.ones(60), 1e-15)
-    assert ((probs[:, 1] > 0.5) == (model.predict(x) == "yes")).all()
-
-
-X, Y = np.float64(randn(6, 24, 2)), np.float64(randn(7, 24))
-SIXTH = np.arange(24) == 5
-SHORT = dict(members=1, epochs=1, random_state=0)
-LABELS = [True] * 24, ["1"] * 24, np.array([False, 2.5] * 12, object)
-
-
-@mock.patch.object(tabular, "FOLDS", 3)
-@mock.patch.object(pe.Trainer, "epoch", solve)
-def test_tabular_estimators_take_numbers_of_any_scale():
-    model = tabular.EnsembleRegressor(**SHORT)
-    ends = model.fit(X, Y).predict_interval(X, 0.5)
-    tiny, huge, least = 2.0**-565, 2.0**531, 2.0**-1074  # squares are 0, inf
-    for x_scale, y_scale in ((tiny, huge), (huge, tiny)):
-        model.fit(X * [x_scale, 1], Y * y_scale)
-        found = model.predict_interval(X * [x_scale, 1], 0.5) / y_scale
-        assert_array_equal(found, ends)
-    still = [np.c_[X[:, 0], np.full(24, value)] for value in (0, 1e300)]
-    assert_array_equal(*(model.fit(x, Y).predict(x) for x in still))
-    far = np.where(np.arange(48).reshape(24, 2) == 7, 1e300, X)
-    said = said_by(ValueError, model.fit(X, Y).predict, far)
-    assert said.startswith("X[3, 1] is 1e+300; expected 1e18 deviations from the mean")
-    with np.errstate(divide="ignore", invalid="ignore"):  # its deviation rounds to 0
-        said = said_by(ValueError, model.fit, X, least * SIXTH)
-    assert said.startswith("y[0] is 0.0; expected 1e18 deviations")
-    said = said_by(ValueError, model.fit(X, Y).log_density, X, Y[:9])
-    assert said == "y has shape (9,); expected (24,), one number per row of X"
-
-
-@cases(
-    "options, y, message",
-    *(
-        ({name: bad}, Y, f"{name} is {bad!r}; expected an integer, 1 or more")
-        for name in ("members", "epochs")
-        for bad in (0, -1, 2.0, True, None)
-    ),
-    *(({}, y, f"y[0] is {y[0]!r}; use numbers, or Ens") for y in LABELS),
-    *(({}, np.where(SIXTH, bad, Y), f"y[5] is {bad}; use n") for bad in (None, np.nan)),
-    ({}, np.arange(24).astype("M8[ns]"), "y[0] is np.datetime64('1970-01-01T00:00:00"),
-    ({}, [datetime.date(2026, 1, 1)] * 24, "y[0] is datetime.date(2026, 1, 1); use n"),
-)
-def test_tabular_estimators_name_what_they_cannot_take(options, y, message):
-    model = tabular.EnsembleRegressor(**SHORT | options)
-    assert said_by(ValueError, model.fit, X, y).startswith(message)
-
-
-REFUSED = (  # in the order of docs/tables.md
-    dict(X=csr_array(X), y=Y),
-    dict(X=np.where(X[3, 1] == X, np.nan, X), y=Y),
-    dict(X=X, y=Y, sample_weight=Y),
-    dict(X=X, y=X),
-    dict(X=X, y=[0.5, *"a" * 23]),
-    dict(X=X, y=Y, groups=Y[:9]),
-    dict(X=X, y=Y, groups=["a"] * 24),
-)
-
-
-def test_tabular_takes_groups_by_name_and_labels_that_are_there():
-    for name in "EnsembleRegressor", "EnsembleClassifier":
-        model = getattr(tabular, name)(**SHORT)
-        assert "positional argument" in said_by(TypeError, model.fit, X, Y, Y)
-    labels = np.where(SIXTH, None, np.where(Y > 0, "a", "b"))
-    assert said_by(ValueError, model.fit, X, labels).startswith("y[5] is None; give")
-
-
-def test_tabular_estimators_refuse_inputs_in_the_words_of_their_page():
-    page = (HERE / "docs" / "tables.md").read_text("utf-8")
-    *rows, far = re.findall(r"`(\w+Error): (.+)` \|\n", page)
-    assert len(rows) == len(REFUSED) and far[1].startswith("X[3, 1] is 1e+300;")
-    for (kind, message), inputs in zip(rows, REFUSED):
-        fit = functools.partial(tabular.EnsembleRegressor(**SHORT).fit, **inputs)
-        assert said_by(getattr(builtins, kind), fit).startswith(message)
-
-
-def test_tabular_logits_are_a_networks_and_a_linear_models_with_a_decay_each():
-    params, x = tabular.init_classes(jax.random.key(0), 3, 4), randn(3, 5, 3)
-    params = jax.tree.map(lambda p: np.asarray(p) + randn(9, *p.shape), params)
-    h = tabular.member_hyper(x, np.arange(5), np.arange(5), 3.0, 7.0, 0)
-    (layers, skip), y = params, np.array([0, 1, 2, 3, 3])
-    logits = (x - x.mean(axis=0)) / x.std(axis=0) @ skip.weight + skip.bias
-    logits += tabular.network(layers, x, h)
-    (probs,) = tabular.softmax_apply(params, x, h)
-    assert_close(probs, scipy.special.softmax(logits, axis=1))
-    squares = [np.square(layer.weight).sum() for layer in (*layers, skip)]
-    expected = -np.log(probs[np.arange(4), y[:4]]).mean()
-    expected += (3 * sum(squares[:3]) + 7 * squares[3]) / 5
-    assert_close(tabular.softmax_loss(params, x, y, np.arange(5) < 4, h), expected)
-
-
-def test_tabular_classifier_finds_the_temperature_and_the_recipe_of_labels():
-    draw, model = np.random.default_rng(0), tabular.EnsembleClassifier(**SHORT)
-    logits = draw.normal(size=(3, 1, 4000, 3))
-    labels = (logits[1, 0] / 2 + draw.gumbel(size=(4000, 3))).argmax(axis=1)
-    probs = scipy.special.softmax(logits, axis=3)
-    probs[2, 0] = np.nan  # networks that diverge
-    with mock.patch.object(model, "_fit", return_value=[probs]):
-        model.fit(np.zeros((4000, 1)), labels)
-    assert_allclose(model.temperatures_[1], 2, atol=0.2)
-    assert model.weights_[1] > 0.8 and model.weights_.sum() == pytest.approx(1)
-    pooled = em.temper(probs[1, 0], model.temperatures_[1])
-    pooled = (0.8 * pooled + 0.2 / 3) * model.weights_[1]
-    assert abs(model.temperature_ - 1) < 0.1  # recipes have theirs already
-    model.temperature_, model.noises_ = 0.4, (0, 0.2, 0)
-    with mock.patch.object(model, "_outputs", return_value=[probs[:, 0]]):
-        found = model.predict_proba(None)
-    pooled += 1 / 3 * (1 - model.weights_[1])
-    assert_allclose(found, em.temper(pooled, model.temperature_), atol=0.05)
-    labels = (4 * logits[1, 0] + draw.gumbel(size=(4000, 3))).argmax(axis=1)
-    random = np.where(draw.random(4000) < 0.15, draw.integers(3, size=4000), labels)
-    sharp = scipy.special.softmax(8 * logits[1, 0], axis=1)
-    found, noise = tabular.soften_by(sharp, random)
-    assert abs(found - 2) < 0.4 and 0.1 <= noise <= 0.2
-    assert tabular.soften_by(np.eye(3), [0, 1, 2]) == (tabular.TEMPERATURES[0], 0)
-
-
-@mock.patch.multiple(tabular, BATCH=30, STEPS=2)
-def test_tabular_networks_are_those_that_train_one_by_one_without_padding():
-    x, noise = 5 + 2 * randn(3, 60, 3), randn(4, 60)
-    x[:, 2] = 0.1  # a column that does not vary
-    y = np.float32(300 + 40 * (np.sin(x[:, 0]) + 0.2 * noise))
-    rows, own = np.random.default_rng(0).permutation(60), [(10, 300, 0), (0.1, 3, 1)]
-    splits = [tabular.Split(rows[6:], rows[:6]), tabular.Split(rows[8:], rows[:8])]
-    trains = [split.train for split in splits for _ in range(2)]
-    data, model = tabular.Data(x, y, splits), tabular.GAUSSIAN
-    networks, found = tabular.train(model, data, [[r] for r in own], 2, 3, 0)
-    assert tabular.member_orders([np.arange(30)], 0, 0).shape == (1, 2, 15)
-    drawn = [order for i in (0, 1) for order in tabular.member_orders(trains, i, 0)[:2]]
-    assert len({order.tobytes() for order in drawn}) == 4  # of one split
-    hyper = [tabular.member_hyper(x, y, trains[i], *own[i // 2]) for i in range(4)]
-    together, ends = tabular.make_trainer(model, 3, 4), []
-    start = together.gather(tabular.start(together, hyper, 3 * 2, 0))
-    start = start._replace(opt_state=start.opt_state.adam)
-    alone = dataclasses.replace(  # 52 rows: 2 batches of 26 in each of 3 epochs
-        together,
-        optimizer=pe.adam(pe.cosine_schedule(0.5 * 6**-0.5, 6, warmup=0.05)),
-        loss_fn=lambda params, h, key, x, y: (model.loss_fn(params, x, y, 1, h), h),
-        members=1,
-        devices=1,
-    )
-    for i, rows in enumerate(trains):
-        assert_close(hyper[i]["x_mean"][0], x[rows].mean(axis=0))
-        assert_close(hyper[i]["x_scale"][0], [*x[rows, :2].std(axis=0), 1])
-        assert_close(hyper[i]["second_decay"], own[i // 2][1] / len(rows))
-        state = alone.scatter(jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], start))
-        for epoch in range(3):
-            order = tabular.member_orders(trains, epoch, 0)[i]
-            assert order.shape == (2, 26) == (2, len(set(order.flat)) // 2)
-            assert set(order.flat) <= set(rows)
-            state, _ = alone.epoch(state, (x, y), order)
-        ends.append(alone.predict_members(state, x))
-        assert_close(member(networks.params, i), member(alone.gather(state).params, 0))
-    means, variances = np.concatenate(ends, axis=1)  # [4, 60] each
-    assert_close([*found], [z.reshape(2, 1, 2, 60) for z in (means, variances)])
-    mean, deviation = tabular.mixture(means[:2], variances[:2])
-    assert_close(mean, means[:2].mean(axis=0))
-    assert_close(deviation**2, variances[:2].mean(axis=0) + means[:2].var(axis=0))
-    assert means[:2].var(axis=0).min() > 0
-
-
-def test_tabular_fits_of_near_sizes_share_a_program():
-    traced = []  # the loss runs in Python when a program is traced, and only then
-
-    def loss_fn(params, x, *args):
-        traced.append(x.shape)
-        return tabular.gaussian_loss(params, x, *args)
-
-    model = tabular.GAUSSIAN._replace(loss_fn=loss_fn)
-    for rows, batch, epochs in (100, 3, 2), (150, 4, 1):
-        x, y, train = randn(0, rows, 2), randn(1, rows), np.arange(rows - 10)
-        assert tabular.member_orders([train], 0, 0).shape[-1] == batch
-        data = tabular.Data(x, y, [tabular.Split(train, train)])
-        tabular.train(model, data, [[(1, 3, 1)]], 1, epochs, 0)
-        traced.append(rows)
-    assert len(tabular.padded(np.ones(256))) == 512  # a row of padding is always there
-    *first, hundred, last = traced
-    assert (hundred, last) == (100, 150) and set(first) == {(4, 2)}
-
-
-def test_tabular_loss_weighs_rows_by_deviation_and_has_a_decay_for_each_output():
-    x, y, key = randn(7, 20, 3), 5 + randn(8, 20), jax.random.key(0)
-    h = tabular.member_hyper(x, y, np.arange(20), 3.0, 7.0, 1)
-    params = tabular.init(key, 3, 2)
-    params = jax.tree.map(lambda p: p + randn(9, *p.shape), params)
-    mean, variance = map(np.float64, tabular.gaussian_apply(params, x, h))
-    weights = np.sqrt(variance) * (np.arange(20) < 17)  # the rest is padding
-    nll = (np.log(2 * np.pi * variance) + (y - mean) ** 2 / variance) / 2
-    expected = (weights * nll).sum() / weights.sum() - np.log(y.std())
-    (first, _), (second, _), (last, _) = params
-    squares = sum(np.square(w).sum() for w in (first, second, last[:, 0]))
-    expected += (3 * squares + 7 * np.square(last[:, 1]).sum()) / 20
-    assert_close(tabular.gaussian_loss(params, x, y, np.arange(20) < 17, h), expected)
-    low = pe.Dense(jnp.zeros((32, 2)), jnp.full(2, -1e3))
-    _, variance = tabular.gaussian_apply((*params[:-1], low), x, h)
-    assert_close(variance, np.full(20, 1e-4 * y.var()))
-
-
-def test_tabular_waves_are_sines_and_cosines_of_the_inputs_that_a_recipe_has():
-    x, y = 3 + 2 * randn(0, 20, 3), randn(1, 20)
-    params = tabular.init(jax.random.key(0), 3, 2)
-    params = jax.tree.map(lambda p: p + randn(9, *p.shape) / 9, params)
-    normal = np.float64((x - x.mean(axis=0)) / x.std(axis=0))
-    phases = [k * column for column in normal.T for k in range(1, 9)]
-    waves = [*np.sin(phases), *np.cos(phases)]
-    for on in (0, 1):
-        h = tabular.member_hyper(x, y, np.arange(20), 1, 1, on)
-        z = np.c_[normal, on * np.transpose(waves)]
-        for weight, bias in jax.tree.map(np.asarray, params[:2]):
-            z = z @ weight + bias
-            z /= 1 + np.exp(-z)
-        expected = z @ np.asarray(params[2].weight) + np.asarray(params[2].bias)
-        assert_close(tabular.network(params, x, h), expected)
-    counts = [len(tabular.frequencies(inputs)) for inputs in (1, 8, 11, 500)]
-    assert counts == [8, 8, 5, 1]
-
-
-def test_tabular_score_of_numbers_is_the_interval_score():
-    y, noise = randn(0, 50), randn(1, 2, 3, 50)
-    means, variances = y + 0.3 * noise[0], np.exp(noise[1])
-    mean, deviation = tabular.mixture(means, variances)
-    totals = []
-    for rank, weight in (26, 4), (46, 20):  # of 51 for 50% and for 90%
-        q, total = sorted(abs(y - mean) / deviation)[rank - 1], 0
-        for i in range(50):
-            low, high = mean[i] - q * deviation[i], mean[i] + q * deviation[i]
-            total += high - low + weight * max(low - y[i], 0, y[i] - high)
-        totals.append(total / 50)
-    expected = np.log(totals).mean()
-    assert_close(tabular.interval_score(means, variances, y), expected)
-    still = np.zeros((1, 50)), np.ones((1, 50)), np.zeros(50)
-    assert np.isfinite(tabular.interval_score(*still))
-    few = tabular.interval_score(means[:, :8], variances[:, :8], y[:8])
-    assert few == np.inf  # so that the plainest recipe is taken
-
-
-def test_tabular_choice_is_the_plainest_of_the_best_that_are_finite():
-    y = 10 * np.float64(randn(5, 99))
-    errors = np.resize([1, -1, 0.5], 99)[None, None]  # of a recipe's members
-    scales = np.array([2, 1, 0.5, 0.4999, np.nan])[:, None, None]
-    means = y + errors * scales + np.zeros((5, 2, 99))
-    nll = tabular.losses(y, [means, np.ones(means.shape)])
-    assert_close(nll[:3] - nll[2], np.log([4, 2, 1]), 0.02)
-    assert 0 < nll[2] - nll[3] < 0.01 and nll[4] > 10
-    assert tabular.plainest(nll) == 2
-
-
-@cases("dof", *tabular.DOFS)
-def test_tabular_density_is_a_students_t_with_the_deviation(dof):
-    errors = np.linspace(-9, 9, 7)
-    scale = 3 / scipy.stats.t.std(dof)
-    expected = -scipy.stats.t.logpdf(errors, dof, scale=scale)
-    assert_close(tabular.student_nll(errors, 3, dof), expected)
-
-
-def test_tabular_calibration_finds_the_density_that_errors_are_from():
-    deviation = 1 + np.arange(5000) % 3
-    for dof, factor in (3, 2), (100, 0.5):
-        unit = scipy.stats.t.ppf((np.arange(5000) + 0.5) / 5000, dof)
-        unit = np.random.default_rng(0).permutation(unit) / scipy.stats.t.std(dof)
-        nll, found, by = tabular.calibrate(factor * deviation * unit, deviation)
-        assert found == dof and by == pytest.approx(factor, rel=0.08)
-        errors = factor * deviation * unit
-        assert nll == tabular.student_nll(errors, by * deviation, found).mean()
 
 
 def test_tables_score_classes_of_all_folds_together(tmp_path):
@@ -802,7 +362,7 @@ def test_cifar10_is_trained_once_and_scored(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", faults.TRIALS)
 def test_damage_is_refused_and_nothing_is_lost(name):
-    """These are the short forms of the trials in benchmarks/faults.py."""
+    """These are the short forms of the trials in trials/faults.py."""
     counts, failures = faults.run(name, quick=True)
     assert sum(counts.values()) and not failures, failures
 
@@ -813,14 +373,14 @@ def test_table_of_cheaper_ways_has_the_ways_that_the_page_prints():
     row = r"^\| (.+) \| ([\d,]+) \| .+ ± .+ \| .+ ± .+ \|$"
     rows = re.findall(row, page, re.MULTILINE)
     assert [way[:2] for way in printed] == rows and len(rows) > 10
-    seeded = machines.seeded("key(0), default_rng(0), key(1)", 7)
+    seeded = devices.seeded("key(0), default_rng(0), key(1)", 7)
     assert seeded == "key(7), default_rng(7), key(1)"
 
 
 @linux
 def test_readme_starts_alike_on_any_number_of_cores(tmp_path, monkeypatch):
-    """This is the short form of benchmarks/devices.py: the README's first example."""
-    code, said = machines.read_readme()
+    """This is the short form of trials/devices.py: the README's first example."""
+    code, said = devices.read_readme()
     short = [block.replace("(500, 50)", "(5, 50)") for block in code[:2]]
     assert short != code[:2]
     short.append("print(jax.device_count())")
@@ -830,16 +390,16 @@ def test_readme_starts_alike_on_any_number_of_cores(tmp_path, monkeypatch):
     def start(cores):
         folder = tmp_path / str(cores)
         folder.mkdir()
-        return machines.first_steps(cores, folder, short)
+        return devices.first_steps(cores, folder, short)
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         (few, one), (many, other) = pool.map(start, [3, 16])
     for printed, cores in (few, 3), (many, 16):
         assert printed.count("NLL") == 2 and printed.split()[-1] == str(cores)
-    assert machines.difference(other, one) < 1e-5
-    assert machines.difference({"a": np.ones(2)}, {"a": np.array([3.0, 4])}) == 0.75
+    assert devices.difference(other, one) < 1e-5
+    assert devices.difference({"a": np.ones(2)}, {"a": np.array([3.0, 4])}) == 0.75
     for told, count in (said, 0), (said + 0.01, 9), (said[1:], 1):
-        assert len(machines.complaints(told, said)) == count
+        assert len(devices.complaints(told, said)) == count
 
 
 def test_parameters_take_steps_by_trainers_and_by_hand():

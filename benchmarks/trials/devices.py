@@ -1,7 +1,7 @@
 """Run the README and the script as on 1, 2, 3, ... cores.
 
-    python benchmarks/devices.py
-    python benchmarks/devices.py 3 16
+    python benchmarks/trials/devices.py
+    python benchmarks/trials/devices.py 3 16
 
 The runs are `COMMANDS`, on a few generated digits, and the README's Python, all blocks
 in order as they stand.  Each runs in its own process, which is told of that many cores
@@ -25,12 +25,14 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from speed import print_head, print_row
 
 import pjax_ensemble as pe
 import train_mnist as tm
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CORES = 1, 2, 3, 5, 6, 8, 10, 12, 16, 24, 64
 COMMANDS = [
     "--members 2 --workdir runs/small",

@@ -1,6 +1,6 @@
 """Interrupt loops of training, again and again, and compare their ends.
 
-    python benchmarks/interrupts.py cell --trials 200
+    python benchmarks/trials/interrupts.py cell --trials 200
 
 cell: loops of `update` and `epoch`, as in a notebook's cell, are interrupted (SIGINT)
 at random moments and continue from `trainer.latest`, which has to be usable each time.
@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import pjax_ensemble as pe
 
 LOOP_STEPS, LOOP_SECONDS = 200, 0.05

@@ -1,8 +1,8 @@
 """Break files, disks and processes on purpose, and count which faults are noticed.
 
-    python benchmarks/faults.py                   every trial, at length
-    python benchmarks/faults.py flips lengths     only these
-    python benchmarks/faults.py --quick           every trial, in short
+    python benchmarks/trials/faults.py                   every trial, at length
+    python benchmarks/trials/faults.py flips lengths     only these
+    python benchmarks/trials/faults.py --quick           every trial, in short
 
 The library must refuse damaged or hostile checkpoints by an error that names the file,
 and by no other exception.  A `save` that is killed or fails must leave the whole old
@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import pjax_ensemble as pe
 
 # The outcomes of a trial, in the words of the printed line.
