@@ -2078,6 +2078,7 @@ def test_outputs_that_depend_on_other_examples_are_refused(members, devices):
     predict(17, lambda p, x: net(p, x) + drawn[: len(x)] + nan)
 
 
+@pytest.mark.once  # optimized, JAX 0.12 fuses the two forms of loops differently
 def test_the_ways_of_a_gpu_have_the_bits_of_a_cpus():
     """States are flat between the members there, and loops have known lengths."""
     rows, ends, counts = np.arange(70)[:, None] * [1, 2, 3], [], []
