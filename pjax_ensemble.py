@@ -2636,8 +2636,9 @@ class Trainer:
         """Put members, leaves [K, ...], on the devices: the inverse of `gather`.
 
         They may come from a trainer with as many members on other devices.  Raises
-        ValueError for another number of members, equal keys, and parameters or a model
-        state of other paths or shapes than `init_fn` returns.
+        ValueError for another number of members, for keys that are missing or equal,
+        and for parameters or a model state of other paths or shapes than `init_fn`
+        returns.
         """
         _check_state(gathered)
         expected = f"the trainer's {self.members} members"
@@ -2720,10 +2721,11 @@ class Trainer:
         [N, ...].  loss_fn sees their dtype: it can scale bytes, which take a quarter of
         the memory of floats.  The result is (state, metrics), with leaves [K, steps].
 
-        Orders of up to 256 steps share one compiled program.  An epoch in pieces ends
-        in the same bits as in one call, answers Ctrl-C after each piece, and agrees
-        with `update` to rounding.  As in `update`, `state` is consumed, replicas take
-        parts of the batch, and warnings are given.
+        Orders of up to 256 steps share one compiled program, or of fewer if their aux
+        would take more than 64 MiB.  An epoch in pieces ends in the same bits as in one
+        call, answers Ctrl-C after each piece, and agrees with `update` to rounding.  As
+        in `update`, `state` is consumed, replicas take parts of the batch, and warnings
+        are given.
 
         Raises ValueError for an order that is empty or has rows outside the data, and
         for data of several lengths.
