@@ -1363,7 +1363,7 @@ class _Member:
             finite = [jnp.isfinite(x).all() for x in jax.tree.leaves((loss, grads))]
             ok = jnp.stack(finite).all()
             loss = jnp.where(ok, loss, jnp.nan)
-        new = self.optimize(state[:3], ok, loss, grads, model_state, *hyper)
+        new = self.optimize(state[:3], ok, loss, grads, model_state, *_hidden(hyper))
         return TrainState(*new, key), (loss, aux) if self.has_aux else loss
 
     def init(self, _, hyper, frozen, number, key):
@@ -1372,7 +1372,7 @@ class _Member:
         _check_made(made, self.stateful)
         made = _hidden(made)
         params, model_state = made if self.stateful else (made, ())
-        optimizer = self.optimizer_of(*hyper)
+        optimizer = self.optimizer_of(*_hidden(hyper))
         return train_state(params, optimizer, model_state=model_state, key=key)
 
     def epoch(self, state, hyper, frozen, order, data, num_steps, part=0):
