@@ -1333,11 +1333,8 @@ class _Member:
             args = update, grads, opt_state, params
             updates, new = _user_call("the optimizer's update", advice, *args)
             _check_form("the optimizer's new state", new, opt_state)
-            what, like = (
-                "the optimizer's updates",
-                "expected a tree like the parameters",
-            )
-            new_params = _user_call(what, like, apply_updates, params, updates)
+            added = "the optimizer's updates", "expected a tree like the parameters"
+            new_params = _user_call(*added, apply_updates, params, updates)
             _check_form("the updated parameters", new_params, params)
             return new_params, new, model_state
 
@@ -1357,9 +1354,7 @@ class _Member:
         grads, loss, aux, model_state = _average(found)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
         ok: Any = True
-        if (
-            self.skip_nonfinite
-        ):  # replicas have the same averages, so they skip together
+        if self.skip_nonfinite:  # replicas have equal averages, and skip together
             finite = [jnp.isfinite(x).all() for x in jax.tree.leaves((loss, grads))]
             ok = jnp.stack(finite).all()
             loss = jnp.where(ok, loss, jnp.nan)
@@ -1416,13 +1411,12 @@ class _Member:
 # ---------------------------------------------------------------------------------
 
 
-def _no_mesh() -> Any:
-    """Hide a mesh set by `jax.set_mesh`, since programs here have their own.
-
-    JAX before 0.7 cannot set one.
-    """
-    none = jax.sharding.Mesh(np.empty((), object), ())
-    return jax.set_mesh(none) if hasattr(jax, "set_mesh") else contextlib.nullcontext()
+def _apart(f: Callable, *args) -> Any:
+    """Return f(*args), apart from a mesh of `jax.set_mesh`: programs have their own."""
+    if not hasattr(jax, "set_mesh"):  # JAX before 0.7
+        return f(*args)
+    with jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):
+        return f(*args)
 
 
 def _run(program: Callable, alone: bool, *args) -> Any:
@@ -1434,8 +1428,8 @@ def _run(program: Callable, alone: bool, *args) -> Any:
     """
     wait = jax.block_until_ready if alone else lambda x: x
     # Arguments are on the devices already, or on the host on purpose.
-    with _no_mesh(), jax.transfer_guard_host_to_device("allow"):
-        return wait(program(*wait(args)))
+    with jax.transfer_guard_host_to_device("allow"):
+        return wait(_apart(program, *wait(args)))
 
 
 def _gather_devices(x: Array | np.ndarray) -> np.ndarray:
@@ -1923,8 +1917,7 @@ class _Places:
                 parts = np.concatenate([*map(_gather_devices, copies)])
                 return jax.device_put(parts[cut], *copies[0].devices())
             copies = jax.device_put(copies, *copies[0].devices())
-            with _no_mesh():
-                return self.joined(copies, lengths)
+            return _apart(self.joined, copies, lengths)
 
         return jax.tree.map(take, tree)
 
@@ -2007,8 +2000,7 @@ def _fits(program: Any, args: tuple, by_slot: Any) -> bool:
     Convolutions take some beside it, of which it does not tell.  The call that follows
     does not compile it again.  `by_slot` is the sharding of states.
     """
-    with _no_mesh():
-        found = program.lower(*args).compile().memory_analysis()
+    found = _apart(program.lower, *args).compile().memory_analysis()
     if found is None:  # the backend does not tell
         return True
     made = found.output_size_in_bytes - found.alias_size_in_bytes
@@ -2030,27 +2022,27 @@ def _in_turn(f, states, of_slot, places, train, at_once) -> tuple:
     flat = places.platform in _GPU and together < slots and places.shards == 1
 
     def advance(kept, start, count=together):
-        axes = () if together == 1 else (count,)
+        # A vmap of one member has other bits than the member, wrong ones at times.
+        alone = count == 1
 
         def cut(x, like):  # x may be flat
             x = lax.dynamic_slice_in_dim(x, start, count)
-            return x.reshape(*axes, *like.shape[1:])
+            return x.reshape(like.shape[1:] if alone else (count, *like.shape[1:]))
 
         def put(x, new):
             new = new.reshape(count, *x.shape[1:])
             return lax.dynamic_update_slice_in_dim(x, new, start, 0)
 
-        # One member runs without vmap, since a vmap of one has other bits.
-        work = f if together == 1 else jax.vmap(f)
-        made = work(*jax.tree.map(cut, (kept, of_slot), (states, of_slot)))
+        cuts = jax.tree.map(cut, (kept, of_slot), (states, of_slot))
+        made = f(*cuts) if alone else jax.vmap(f)(*cuts)
         new, results = made if train else ((), made)
+        if alone:
+            results = jax.tree.map(lambda x: jnp.asarray(x)[None], results)
         return jax.tree.map(put, kept, new) if train else kept, results
 
     kept = jax.tree.map(lambda x: x.reshape(slots, -1) if flat else x, states)
-    starts = jnp.arange(0, whole, together)
-    kept, results = _scan(advance, kept, starts)
-    if together > 1:
-        results = jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), results)
+    kept, results = _scan(advance, kept, jnp.arange(0, whole, together))
+    results = jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), results)
     if whole < slots:
         kept, last = advance(kept, whole, slots - whole)
         results = jax.tree.map(lambda *x: jnp.concatenate(x), results, last)
@@ -2205,8 +2197,8 @@ class _Programs:
         params, _, *model = jax.tree.map(_like, state)  # of a member
         batch = jax.tree.map(lambda x: _like(_numbers("data", x), size), data)
         extras = *jax.tree.map(_like, self.hyper), *self.frozen
-        with _no_mesh():
-            _, (_, aux) = self._loss.eval_shape(params, *model, batch, extras)
+        given = params, *model, batch, extras
+        _, (_, aux) = _apart(self._loss.eval_shape, *given)
         num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(aux))
         return max(1, min(_STEPS, _AUX_BYTES // max(1, num_bytes)))
 
@@ -2215,14 +2207,12 @@ class _Programs:
         forms = jax.eval_shape(lambda *given: given, work.of_slot, work.of_all)
         of_slot, of_all = forms  # forms also of keys
         program, args = self._program(work._replace(of_slot=of_slot, of_all=of_all))
-        with _no_mesh():
-            return program.lower(*args)
+        return _apart(program.lower, *args)
 
     def form(self, work: _Work) -> PyTree:
         """Return the form of the result; nothing is computed."""
         program, args = self._program(work)
-        with _no_mesh():
-            return jax.eval_shape(program, *args)
+        return _apart(program.eval_shape, *args)
 
 
 # ---------------------------------------------------------------------------------
@@ -2304,9 +2294,8 @@ class _Predictions:
         least, most = (self.chunk,) * 2 if self.chunk else _CHUNK
         rows = jax.tree.map(lambda x: _like(_numbers("inputs", x[:1]), least), inputs)
         one = jax.tree.map(_like, (model, programs.hyper))  # of a member
-        with _no_mesh():
-            outputs = programs.member.outputs
-            made = jax.eval_shape(outputs, *one, programs.frozen, rows)
+        outputs = functools.partial(jax.eval_shape, programs.member.outputs)
+        made = _apart(outputs, *one, programs.frozen, rows)
         arrays = jax.tree.leaves((rows, [made] * places.layout.members_per_device))
         chunk, size = least, sum(x.size * x.dtype.itemsize for x in arrays) or 1
         while 2 * chunk <= most and 2 * size <= _BLOCK_BYTES and not places.on_cpu:
@@ -2315,25 +2304,29 @@ class _Predictions:
         self.sizes[key] = chunk, max(1, min(_BLOCK_CHUNKS, chunks))
         return self.sizes[key]
 
-    def blocks(self, model: tuple, inputs: PyTree, tried: bool = False) -> Iterator:
+    def blocks(self, model: tuple, inputs: PyTree) -> Iterator:
         """Yield the members' outputs for the inputs, a block at a time, [K, n, ...]."""
         computing: collections.deque = collections.deque()
         for work in self.works(model, inputs):
-            made = self.programs.run(None, work)
-            computing.append((functools.partial(self._members, work.num_rows), made))
+            computing.append((work.num_rows, self.programs.run(None, work)))
             if len(computing) > 1:  # the devices are a block ahead
-                yield jax.tree.map(*computing.popleft())
-            elif work.num_rows > 1 and not tried:
-                self._check_independence(model, inputs, work.num_rows, made)
-        yield jax.tree.map(*computing.pop())
+                yield self._members(*computing.popleft())
+            elif work.num_rows > 1:
+                self._check_independence(model, inputs, *computing[0])
+        yield self._members(*computing.pop())
 
-    def _members(self, n, x):
-        """Bring [D * M, chunks, chunk, ...] to the host: [K, n, ...]."""
-        layout, x = self.programs.places.layout, _gather_devices(x)
-        shape = len(x) // layout.replicas, layout.replicas, *x.shape[1:]
-        x = x.reshape(shape).swapaxes(1, 2)
-        x = x.reshape(len(x), math.prod(x.shape[1:4]), *x.shape[4:])
-        return x[: layout.members, :n]
+    def _members(self, n, made):
+        """Bring leaves [D * M, chunks, chunk, ...] to the host: [K, n, ...]."""
+        layout = self.programs.places.layout
+
+        def bring(x):
+            x = _gather_devices(x)
+            shape = len(x) // layout.replicas, layout.replicas, *x.shape[1:]
+            x = x.reshape(shape).swapaxes(1, 2)
+            x = x.reshape(len(x), math.prod(x.shape[1:4]), *x.shape[4:])
+            return x[: layout.members, :n]
+
+        return jax.tree.map(bring, made)
 
     def _check_independence(self, model, inputs, n, made):
         """Raise ValueError if the outputs of an example depend on other examples.
@@ -2345,15 +2338,15 @@ class _Predictions:
         if (key := str(_described(inputs, first=1))) in self.independent:
             return
         most = self.programs.places.layout.replicas * jax.tree.leaves(made)[0].shape[2]
-        count = min(most, n)
-        made = jax.tree.map(functools.partial(self._members, n), made)
+        count, made = min(most, n), self._members(n, made)
         for i, name in (0, "first"), (count - 1, "last"):
 
             def repeat(x, i=i):
                 return np.repeat(np.asarray(x[i : i + 1]), count, axis=0)
 
             copies = jax.tree.map(functools.partial(_on_data, repeat), inputs)
-            (again,) = self.blocks(model, copies, tried=True)
+            (work,) = self.works(model, copies)
+            again = self._members(count, self.programs.run(None, work))
             for x, y in zip(*map(jax.tree.leaves, (made, again))):
                 if not _near(x[:, i], y[:, i], like=x):
                     raise ValueError(
@@ -2470,6 +2463,9 @@ class Trainer:
     frozen: PyTree = None  # arrays that members share and none trains
     shards: int = 1  # devices that hold one member together
     latest: TrainState | None = dataclasses.field(init=False, default=None)
+    _places: _Places = dataclasses.field(init=False)
+    _programs: _Programs = dataclasses.field(init=False)
+    _predictions: _Predictions = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         _count("chunk", 1 if self.chunk is None else self.chunk)
@@ -2477,11 +2473,25 @@ class Trainer:
         if not callable(self.init_fn):
             found = f"init_fn is {type(self.init_fn).__name__}; expected a function"
             raise ValueError(f"{found}; each architecture takes a trainer of its own")
-        on_host = functools.partial(_on_data, np.asarray)
-        hyper = (self.hyper,) if self._programs.hyper else ()
-        hyper = jax.tree.map(on_host, hyper)
+        places = _lay_out(self.members, self.devices, self.shards)
+        options = self.has_aux, self.stateful, self.microbatch, self.skip_nonfinite
+        functions = self.init_fn, self.apply_fn, self.output
+        where = self.shards, places.platform
+        member = _Member(self.loss_fn, self.optimizer, *options, *functions, *where)
+        hyper, frozen = (() if x is None else (x,) for x in (self.hyper, self.frozen))
+        if hyper:
+            each = f"an entry for each of the {self.members} members"
+            expected = f"arrays [K, ...], {each}"
+            _check_axes("hyper", hyper, self.members, expected=expected)
+        rows = jax.tree.map(functools.partial(_on_data, np.asarray), hyper)
         for i in range(self.members if hyper else 1):  # raises if one cannot be
-            self._member.optimizer_of(*jax.tree.map(operator.itemgetter(i), hyper))
+            member.optimizer_of(*jax.tree.map(operator.itemgetter(i), rows))
+        hyper = places.to_slots("hyper", hyper)
+        frozen = places.put(_private("frozen", frozen), places.everywhere, divide=True)
+        programs = _Programs(member, places, hyper, frozen, self.at_once)
+        predictions = _Predictions(programs, self.chunk)
+        made = dict(_places=places, _programs=programs, _predictions=predictions)
+        vars(self).update(made)  # the trainer is frozen
 
     def __repr__(self) -> str:  # on one line, without arrays and addresses
         made_of = self.init_fn, self.loss_fn
@@ -2489,51 +2499,15 @@ class Trainer:
         options = f"shards={self.shards}, at_once={self._programs.together}"
         return f"Trainer({', '.join(names)}, {self.layout}, {options})"
 
-    def __getstate__(self) -> dict:  # a copy finds out the rest, where it is
-        fields = dataclasses.fields(self)
-        return {x.name: getattr(self, x.name) for x in fields if x.init}
-
-    @functools.cached_property
-    def _places(self) -> _Places:
-        return _lay_out(self.members, self.devices, self.shards)
+    def __reduce__(self) -> tuple:  # a copy is made anew, where it is
+        fields = (x.name for x in dataclasses.fields(self) if x.init)
+        options = {name: getattr(self, name) for name in fields}
+        return functools.partial(type(self), **options), ()
 
     @property
     def layout(self) -> Layout:
         """K, D, M and R in force, for the devices that JAX has: see `layout`."""
         return self._places.layout
-
-    @functools.cached_property
-    def _member(self) -> _Member:
-        options = self.has_aux, self.stateful, self.microbatch, self.skip_nonfinite
-        functions = self.init_fn, self.apply_fn, self.output
-        where = self.shards, self._places.platform
-        return _Member(self.loss_fn, self.optimizer, *options, *functions, *where)
-
-    @functools.cached_property
-    def _hyper(self) -> tuple:
-        """The members' hyper in their slots, or an empty tuple."""
-        if self.hyper is None:
-            return ()
-        expected = f"arrays [K, ...], an entry for each of the {self.members} members"
-        _check_axes("hyper", self.hyper, self.members, expected=expected)
-        return (self._places.to_slots("hyper", self.hyper),)
-
-    @functools.cached_property
-    def _frozen(self) -> tuple:
-        """The frozen tree on every device, or an empty tuple."""
-        if self.frozen is None:
-            return ()
-        frozen, places = _private("frozen", self.frozen), self._places
-        return (places.put(frozen, places.everywhere, divide=True),)
-
-    @functools.cached_property
-    def _programs(self) -> _Programs:
-        arrays = self._hyper, self._frozen
-        return _Programs(self._member, self._places, *arrays, self.at_once)
-
-    @functools.cached_property
-    def _predictions(self) -> _Predictions:
-        return _Predictions(self._programs, self.chunk)
 
     @functools.cached_property
     def _made(self) -> TrainState:
@@ -2607,7 +2581,7 @@ class Trainer:
         _user_call("key", expected, jax.random.split, key)
         _check_draws(key, self.at_once)
         number = {"number": self._places.slots[0]}
-        return _Work(self._member.init, None, number, {"key": key})
+        return _Work(self._programs.member.init, None, number, {"key": key})
 
     def gather(self, state: TrainState) -> TrainState:
         """Bring each member to the host, leaves [K, ...]; compare its replicas.
@@ -2616,12 +2590,11 @@ class Trainer:
         are not bit-identical.
         """
 
-        state = self._admit(state)
-        parts = [
-            functools.partial(self._places.gather, name) for name, _ in _named(state)
-        ]
-        leaves, structure = jax.tree.flatten(state)
-        return jax.tree.unflatten(structure, map(_on_data, parts, leaves))
+        def bring(path, leaf):
+            name = jax.tree_util.keystr(path)
+            return _on_data(functools.partial(self._places.gather, name), leaf)
+
+        return jax.tree.map_with_path(bring, self._admit(state))
 
     def like(self, key: Array | None = None) -> TrainState:
         """Return the form of a gathered state, leaves [K, ...], for `load`.
@@ -2709,7 +2682,7 @@ class Trainer:
             _check_axes("batch", batch)
         batch = _private("batch", batch)
         parts = self._places.deal("batch", batch, int(per_member), per_member)
-        return _Work(self._member.update, state, *parts, trains=True)
+        return _Work(self._programs.member.update, state, *parts, trains=True)
 
     def epoch(
         self, state: TrainState, data: tuple | list, order: ArrayLike
@@ -2752,7 +2725,7 @@ class Trainer:
         order = np.pad(order, axes)
         parts = self._places.deal("order", order, order.ndim - 1, order.ndim == 3)
         parts[1].update(data=data, num_steps=np.int32(num_steps))
-        return _Work(self._member.epoch, state, *parts, trains=True)
+        return _Work(self._programs.member.epoch, state, *parts, trains=True)
 
     def place(self, data: PyTree) -> PyTree:
         """Copy all of data, a tree of arrays [N, ...], to every device in use.
