@@ -953,9 +953,10 @@ def _on_data(function: Callable, leaf: Array) -> Array:
 def _check_leaves(what: Any, found: dict, expected: dict, remedy: str = "") -> None:
     """Raise ValueError for the first leaf whose form is another, or that is absent."""
     for name in [*expected, *found]:
-        form, own = (x.get(name, "absent") for x in (found, expected))
-        if form != own:
-            raise ValueError(f"{what}: leaf '{name}' is {form}; expected {own}{remedy}")
+        form, like = (x.get(name, "absent") for x in (found, expected))
+        if form != like:
+            text = f"leaf '{name}' is {form}; expected {like}{remedy}"
+            raise ValueError(f"{what}: {text}")
 
 
 def _check_form(what, tree, like, remedy="", first=0, typed=True) -> None:
@@ -965,10 +966,10 @@ def _check_form(what, tree, like, remedy="", first=0, typed=True) -> None:
         return np.shape(x)[first:], typed and getattr(x, "dtype", None)
 
     both: Any = map(jax.tree.flatten, (tree, like))
-    (leaves, found), (own, expected) = both
-    if found == expected and [*map(form, leaves)] == [*map(form, own)]:
+    (leaves, found), (others, expected) = both
+    if found == expected and [*map(form, leaves)] == [*map(form, others)]:
         return  # without names, which take longer
-    ours, theirs = (dict(_named(_described(x, first, typed))) for x in (like, tree))
+    theirs, ours = (dict(_named(_described(x, first, typed))) for x in (tree, like))
     _check_leaves(what, theirs, ours, remedy)
     if found != expected:  # without a leaf, as an empty part of an optimizer's state
         same = zip(str(found), str(expected))
@@ -1005,12 +1006,12 @@ def train_state(
 # ---------------------------------------------------------------------------------
 
 
-def _user_call(what: str, given: str, function: Callable, *args) -> Any:
+def _user_call(what: str, advice: str, function: Callable, *args) -> Any:
     """Call a user's function; name it in a ValueError if it refuses the arguments."""
     try:
         return function(*args)
     except (TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{what}: {error}; {given}") from error
+        raise ValueError(f"{what}: {error}; {advice}") from error
 
 
 _ANY = "arrays of one length, 1 or more; reshape longer ones to [N, m, ...]"
@@ -1063,13 +1064,13 @@ def _numbers(what: str, x: Any) -> Any:
     x = _array(what, x)
     if not isinstance(x, np.ndarray) or x.dtype in _COMMON:
         return x
-    given = x.astype(x.dtype.newbyteorder("="), copy=False)
-    remedy, kind = "convert it, as by x.astype(numpy.float32)", np.empty(0, given.dtype)
-    held = given.astype(_user_call(what, remedy, jnp.result_type, kind), copy=False)
-    if held is not given and held.dtype.kind in "iu" and (held != given).any():
-        found = f"found {given[held != given][0]}, beyond {held.dtype}, JAX's type for"
+    x = x.astype(x.dtype.newbyteorder("="), copy=False)
+    remedy, kind = "convert it, as by x.astype(numpy.float32)", np.empty(0, x.dtype)
+    held = x.astype(_user_call(what, remedy, jnp.result_type, kind), copy=False)
+    if held is not x and held.dtype.kind in "iu" and (held != x).any():
+        found = f"found {x[held != x][0]}, beyond {held.dtype}, JAX's type for"
         remedy = "use smaller numbers, or set jax_enable_x64"
-        raise ValueError(f"{what}: {found} {given.dtype}; {remedy}")
+        raise ValueError(f"{what}: {found} {x.dtype}; {remedy}")
     return held
 
 
@@ -1300,8 +1301,8 @@ class _Member:
             number = part * count + i
             rows_key = jax.random.fold_in(key, number) if self.stateful else None
             rows = _over_shards(rows, self.shards)
-            given = _hidden((params, model_state, rows_key, rows, extras))
-            result, grads = _hidden(loss_and_grads(*given))
+            args = _hidden((params, model_state, rows_key, rows, extras))
+            result, grads = _hidden(loss_and_grads(*args))
             total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
             return total, result
 
@@ -1388,8 +1389,8 @@ class _Member:
         """Return what a member predicts for a chunk."""
         advice = f"for inputs {_described(inputs)}, filled up to a chunk"
         advice += "; one example x is given as x[None]"
-        given = _hidden((*model, inputs, *hyper, *frozen))
-        outputs = _user_call("apply_fn", advice, self.apply_fn, *given)
+        args = _hidden((*model, inputs, *hyper, *frozen))
+        outputs = _user_call("apply_fn", advice, self.apply_fn, *args)
         if self.output is jax.nn.softmax:
             logits = isinstance(outputs, Array) and outputs.ndim > 1
             if not (logits and outputs.shape[-1] > 1):
@@ -1863,17 +1864,17 @@ class _Places:
 
         return jax.tree.map(lay, tree)
 
-    def deal(self, name: str, batch: PyTree, axis: int, own: bool = False) -> tuple:
+    def deal(self, name: str, batch: PyTree, axis: int, each: bool = False) -> tuple:
         """Give each slot its part of a batch, and the part's number: of_slot, of_all.
 
         They are dicts, as `_over_members` takes them; where all slots have the whole
         batch, it is in of_all.  The B examples of each leaf are on the given axis; with
-        `own`, members are on the first.  There are P = gcd(B, R) parts.  If P < R,
-        R / P replicas have the same part, and the mean over replicas is still the mean
-        over the batch; this warns of it.
+        `each`, each member has its batch, on the first axis.  There are P = gcd(B, R)
+        parts.  If P < R, R / P replicas have the same part, and the mean over replicas
+        is still the mean over the batch; this warns of it.
         """
         (member, replica), replicas = self.slots, self.layout.replicas
-        if replicas == 1 and not own:
+        if replicas == 1 and not each:
             return {}, {name: batch}
         size = jax.tree.leaves(batch)[0].shape[axis]
         if (parts := math.gcd(size, replicas)) < replicas:
@@ -1885,12 +1886,12 @@ class _Places:
                 stacklevel=4,
             )
         part = np.int32(replica % parts)
-        at = (member, part) if own else part
+        at = (member, part) if each else part
 
         def cut(x):  # to [P, ..., B / P, ...], or [K, P, ..., B / P, ...]
             if parts == 1 and len(x) == len(member) == self.layout.members:
                 return x  # each member's own
-            return np.moveaxis(_split_axis(x, axis, parts), axis, int(own))[at]
+            return np.moveaxis(_split_axis(x, axis, parts), axis, int(each))[at]
 
         return {name: jax.tree.map(cut, batch), "part": part}, {}
 
@@ -1929,11 +1930,11 @@ class _Places:
         x = jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
         devices = self.devices[:: self.shards]
         copies = _gather_devices(x)  # [D * M, ...]
-        for i, own in enumerate(copies):
+        for i, copy in enumerate(copies):
             first = i - i % self.layout.replicas
-            if i > first and own.tobytes() != copies[first].tobytes():
+            if i > first and copy.tobytes() != copies[first].tobytes():
                 remedy = "go on from a checkpoint"
-                if name.startswith(".model_state") and own.dtype.kind in "biu":
+                if name.startswith(".model_state") and copy.dtype.kind in "biu":
                     remedy += ", or, if it depends on the batch, make it a float"
                 found = f"{name} on device {devices[i]} differs from its copy on"
                 found = f"replicas differ: {found} {devices[first]}"
@@ -1943,27 +1944,27 @@ class _Places:
 
 def _lay_out(members: int, devices: int | Sequence | None, shards: int) -> _Places:
     """Lay members over devices: at most so many, or these, or all."""
-    given: Any = devices
+    chosen: Any = devices
     processes, local = jax.process_count(), jax.local_device_count()
-    if np.ndim(given) == 0:
-        if lack := given and _lack(_count("devices", given) // processes):
+    if np.ndim(chosen) == 0:
+        if lack := chosen and _lack(_count("devices", chosen) // processes):
             raise ValueError(lack)
-        given = jax.devices()[:given]
-    elif len({x.platform for x in given}) != 1 or len({*given}) < len(given):
+        chosen = jax.devices()[:chosen]
+    elif len({x.platform for x in chosen}) != 1 or len({*chosen}) < len(chosen):
         expected = "one or more, each once, of one platform"
-        raise ValueError(f"devices are {[*given]}; expected {expected}")
-    alike = jax.device_count() == processes * local and [*given] == jax.devices()
+        raise ValueError(f"devices are {[*chosen]}; expected {expected}")
+    alike = jax.device_count() == processes * local and [*chosen] == jax.devices()
     if processes > 1 and not alike:
-        found = f"devices is {len(given)}; {processes} processes use all of their"
+        found = f"devices is {len(chosen)}; {processes} processes use all of their"
         raise ValueError(f"{found} {jax.device_count()}, and each has as many")
-    if len(given) % _count("shards", shards):
-        found = f"{shards=} does not divide {len(given)} devices"
-        divisor = math.gcd(shards, len(given))
+    if len(chosen) % _count("shards", shards):
+        found = f"{shards=} does not divide {len(chosen)} devices"
+        divisor = math.gcd(shards, len(chosen))
         raise ValueError(f"{found}; use a divisor, such as {divisor}")
     if shards > 1 and (version := jax.__version_info__) < (0, 8):
         raise ValueError(f"{shards=} takes JAX 0.8 or newer; this is {version}")
-    used = layout(members, len(given) // shards, processes)
-    return _Places(used, given[: used.devices * shards], shards)
+    used = layout(members, len(chosen) // shards, processes)
+    return _Places(used, chosen[: used.devices * shards], shards)
 
 
 # ---------------------------------------------------------------------------------
@@ -2061,8 +2062,8 @@ def _over_members(f: Callable, places: _Places, at_once: int, train: bool) -> Ca
     while JAX (0.10, 0.12) keeps a program of `pmap` for good, with all that f holds.
     """
     by_slot, everywhere = places.shardings(train)
-    given = by_slot, by_slot, everywhere
-    how: dict = dict(in_shardings=given, out_shardings=by_slot)
+    inputs = by_slot, by_slot, everywhere
+    how: dict = dict(in_shardings=inputs, out_shardings=by_slot)
     options = _fast_convolutions.compiler_options(places.platform)
     fast = _fast_convolutions.fast(f, options)  # on CPUs, whatever f takes gradients of
 
@@ -2073,7 +2074,7 @@ def _over_members(f: Callable, places: _Places, at_once: int, train: bool) -> Ca
         both = _in_turn(in_slot, state, of_slot, places, train, at_once)
         return both if train else both[1]
 
-    specs = dict(in_specs=tuple(x.spec for x in given), out_specs=by_slot.spec)
+    specs = dict(in_specs=tuple(x.spec for x in inputs), out_specs=by_slot.spec)
     if places.shards > 1:  # XLA divides the work of a slot as its arrays are divided
         specs, how = specs | {"axis_names": {*by_slot.mesh.axis_names} - {"shards"}}, {}
     mapped = _shard_map(on_device, mesh=by_slot.mesh, **specs)
@@ -2197,14 +2198,14 @@ class _Programs:
         params, _, *model = jax.tree.map(_like, state)  # of a member
         batch = jax.tree.map(lambda x: _like(_numbers("data", x), size), data)
         extras = *jax.tree.map(_like, self.hyper), *self.frozen
-        given = params, *model, batch, extras
-        _, (_, aux) = _apart(self._loss.eval_shape, *given)
+        args = params, *model, batch, extras
+        _, (_, aux) = _apart(self._loss.eval_shape, *args)
         num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(aux))
         return max(1, min(_STEPS, _AUX_BYTES // max(1, num_bytes)))
 
     def lower(self, work: _Work) -> jax.stages.Lowered:
         """Lower the program of some work, whose arguments may be forms."""
-        forms = jax.eval_shape(lambda *given: given, work.of_slot, work.of_all)
+        forms = jax.eval_shape(lambda *args: args, work.of_slot, work.of_all)
         of_slot, of_all = forms  # forms also of keys
         program, args = self._program(work._replace(of_slot=of_slot, of_all=of_all))
         return _apart(program.lower, *args)
@@ -2670,7 +2671,7 @@ class Trainer:
         """
         state = self._admit(state, trains=True)
         work = self._update(state, *batch, per_member=per_member)
-        self._warn_if_equal(state, own=per_member)
+        self._warn_if_equal(state, differ=per_member)
         state, metrics = self._programs.run(self, work)
         return state, self._places.from_slots(metrics)
 
@@ -2706,8 +2707,8 @@ class Trainer:
         state = self._admit(state, trains=True)
         work = self._epoch(state, data, order, self.place)
         order = np.asarray(order)
-        own = order.ndim == 3 and (order != order[:1]).any()
-        self._warn_if_equal(state, own)
+        differ = order.ndim == 3 and (order != order[:1]).any()
+        self._warn_if_equal(state, differ)
         state, metrics = self._programs.run(self, work)
         return state, self._places.from_slots(metrics, order.shape[-2])
 
@@ -2736,8 +2737,8 @@ class Trainer:
         """
         return self._places.put(_private("data", data), self._places.everywhere)
 
-    def _warn_if_equal(self, state, own):
-        differ = own or self.members == 1 or self.hyper is not None or self.stateful
+    def _warn_if_equal(self, state, differ):
+        differ = differ or self.members == 1 or self.hyper is not None or self.stateful
         if differ or self.latest is not None:  # warn at the first step alone
             return
 
@@ -2869,8 +2870,8 @@ def epoch_order(
     for member in range(1 if members is None else _count("members", members)):
         rows = np.random.default_rng([seed, epoch, member]).permutation(num_examples)
         if bootstrap:
-            own = np.random.default_rng([seed, 0, member, 1])
-            rows = own.integers(num_examples, size=num_examples)[rows]
+            drawn = np.random.default_rng([seed, 0, member, 1])
+            rows = drawn.integers(num_examples, size=num_examples)[rows]
         orders.append(rows[: steps * batch_size].astype(np.int32))
     order = np.reshape(orders, (-1, steps, batch_size))
     return order[0] if members is None else order
