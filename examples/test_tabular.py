@@ -413,14 +413,12 @@ def test_score_of_numbers_is_the_interval_score():
     y, noise = randn(0, 50), randn(1, 2, 3, 50)
     means, variances = y + 0.3 * noise[0], np.exp(noise[1])
     mean, deviation = tabular.mixture(means, variances)
-    totals = []
-    for rank, weight in (26, 4), (46, 20):  # of 51 for 50% and for 90%
-        q, total = sorted(abs(y - mean) / deviation)[rank - 1], 0
-        for i in range(50):
-            low, high = mean[i] - q * deviation[i], mean[i] + q * deviation[i]
-            total += high - low + weight * max(low - y[i], 0, y[i] - high)
-        totals.append(total / 50)
-    expected = np.log(totals).mean()
+    totals = np.zeros(2)
+    for i, (rank, weight) in enumerate([(26, 4), (46, 20)]):  # of 51 for 50% and 90%
+        q = sorted(abs(y - mean) / deviation)[rank - 1]
+        for low, high, target in zip(mean - q * deviation, mean + q * deviation, y):
+            totals[i] += high - low + weight * max(low - target, 0, target - high)
+    expected = np.log(totals / 50).mean()
     assert_close(tabular.interval_score(means, variances, y), expected)
     still = np.zeros((1, 50)), np.ones((1, 50)), np.zeros(50)
     assert np.isfinite(tabular.interval_score(*still))
@@ -452,7 +450,7 @@ def test_calibration_finds_the_density_that_errors_are_from():
     for dof, factor in (3, 2), (100, 0.5):
         unit = scipy.stats.t.ppf((np.arange(5000) + 0.5) / 5000, dof)
         unit = np.random.default_rng(0).permutation(unit) / scipy.stats.t.std(dof)
-        nll, found, by = tabular.calibrate(factor * deviation * unit, deviation)
-        assert found == dof and by == pytest.approx(factor, rel=0.08)
         errors = factor * deviation * unit
+        nll, found, by = tabular.calibrate(errors, deviation)
+        assert found == dof and by == pytest.approx(factor, rel=0.08)
         assert nll == tabular.student_nll(errors, by * deviation, found).mean()
