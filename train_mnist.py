@@ -337,8 +337,8 @@ class Run:
         if args.resume:
             self.restore()
         if folder:
-            kept = {"data": args.data, "data_dir": str(args.data_dir)}
-            kept |= {"dataset": data.name, "save_every": args.save_every}
+            kept = {"data": args.data, "save_every": args.save_every}
+            kept |= {"dataset": data.name, "data_dir": str(args.data_dir)}
             write_json(folder / "config.json", settings._asdict() | kept, indent=2)
             write_json(folder / "metrics.jsonl", *self.metrics)
 
@@ -1135,7 +1135,7 @@ class Signals:
     """
 
     def __init__(self):
-        self.received = 0  # the number of the first signal
+        self.received = 0  # the number of the last signal
         self.handlers = {}  # the handlers that ours replaced
 
     def listen(self) -> None:
@@ -1144,7 +1144,7 @@ class Signals:
             self.handlers = {n: signal.signal(n, self.note) for n in numbers}
 
     def note(self, number: int, frame: Any) -> None:
-        self.received = self.received or number
+        self.received = number
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def close(self) -> None:
