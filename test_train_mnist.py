@@ -936,8 +936,10 @@ def test_processes_that_do_not_fit_together_end_with_an_error(start_run, monkeyp
     monkeypatch.setattr(jax.config, "update", lambda *option: None)
     with socket.create_server(("", 0)) as taken:
         args = words(process_flags(taken.getsockname()[1], 0))
-        said = said_by(tm.Failure, tm.connect, tm.parse_arguments(args))
-    assert re.match(r"--coordinator localhost:\d+: Address already in use", said)
+        with pytest.raises(tm.Failure) as busy:
+            tm.connect(tm.parse_arguments(args))
+    said = r"--coordinator localhost:\d+: Address already in use"
+    assert re.match(said, str(busy.value)) and busy.value.status == 1
     outs = [run.communicate(timeout=60)[1] for run in runs[:2]]
     assert [run.returncode for run in runs[:2]] == [1, 2]
     assert "the processes did not meet within 1 seconds" in outs[0]
