@@ -352,7 +352,7 @@ def test_diverged_run_keeps_a_good_checkpoint(tmp_path, script, flags, step, kep
     assert not (tmp_path / "report.json").exists()
     if len(kept) > 1:  # a resumed run knows no good one
         (tmp_path / names_of(0)[0]).unlink()
-        status, _, err = script(*flags, "--resume --keep 1")
+        status, _, err = script(*flags, "--resume")
         assert status == 3 and "good" not in err
         assert checkpoints(tmp_path) == names_of(6, 8)
 
@@ -825,6 +825,8 @@ def test_older_checkpoints_go_once_the_newest_has_its_name(tmp_path, monkeypatch
     save(40)
     assert all(sorted(x) == [*names_of(20, 30, 40), *others] for x in seen)
     assert seen[0].pop(*names_of(20)) and contents(tmp_path) == seen[0]
+    tm.save_checkpoint(tmp_path, np.array(50), 50, keep=1, good=-1)  # none is good
+    assert {*contents(tmp_path)} == {*seen[0], *names_of(50)}
 
 
 # ---------------------------------------------------------------------------------
@@ -1092,7 +1094,7 @@ def test_data_folder_follows_the_environment(monkeypatch, cache, mnist, expected
     monkeypatch.setattr(Path, "home", lambda: Path("/me"))
     monkeypatch.setenv("XDG_CACHE_HOME", cache)
     monkeypatch.setenv("MNIST_DIR", mnist)
-    assert tm.default_folder() == Path(expected).absolute()
+    assert tm.parse_arguments([]).data_dir == Path(expected).absolute()
 
 
 def test_help_shows_every_flag_with_its_choices_and_its_default(capsys):
