@@ -820,15 +820,14 @@ def load_mnist(folder: str | os.PathLike) -> Dataset:
         raise Failure(f"--data-dir {folder}: not a folder")
     places = [folder / f"{name}{end}" for end in (".gz", "") for name in MNIST_FILES]
     paths = {path.name.removesuffix(".gz"): path for path in places if path.exists()}
-    found, foreign = {}, []
-    for name in sorted(MNIST_FILES, key=lambda name: name not in paths):  # missing last
-        if foreign and name not in paths:
-            other = f"{name} is missing, and {foreign[0]} is not MNIST's"
-            raise Failure(f"{folder}: {other}; add the file of the same data set")
-        found[name], digest = read_idx(paths.get(name) or download(folder, name))
-        if digest != MNIST_FILES[name]:
-            foreign.append(name)
-    arrays = [found[name] for name in MNIST_FILES]
+    read = {name: read_idx(paths[name]) for name in MNIST_FILES if name in paths}
+    foreign = [name for name, (_, sha) in read.items() if sha != MNIST_FILES[name]]
+    missing = [name for name in MNIST_FILES if name not in read]
+    if missing and foreign:
+        other = f"{missing[0]} is missing, and {foreign[0]} is not MNIST's"
+        raise Failure(f"{folder}: {other}; add the file of the same data set")
+    read |= {name: read_idx(download(folder, name)) for name in missing}
+    arrays = [read[name][0] for name in MNIST_FILES]
     check_fit(folder, arrays)
     name, classes, parts = "MNIST", np.unique(arrays[1]), []
     for images, labels in (arrays[:2], arrays[2:]):
