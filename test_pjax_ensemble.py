@@ -884,38 +884,43 @@ STEPS = {
 }
 
 
-@cases("name, way", *(("ours", way) for way in WAYS), *zip([*STEPS][1:], WAYS[::3]))
-def test_step_equals_one_on_the_whole_batch(way, name):
-    ours, theirs = STEPS[name]
-    theirs = optax.with_extra_args_support(theirs)
+# An optimizer, a way, and the size of its micro-batches.
+WHOLE = [("ours", way, size) for way, size in zip(WAYS, (4, None, None, 2))]
+WHOLE += [*zip([*STEPS][1:], WAYS[::3], (None, 8))]
+
+
+@cases("name, way, microbatch", *WHOLE)
+def test_step_equals_one_on_the_whole_batch_and_is_traced_once(way, name, microbatch):
+    seen, counts, (ours, theirs) = [], [], STEPS[name]
+    theirs, noted = optax.with_extra_args_support(theirs), noting(seen)
+
+    def loss_fn(params, images, labels):
+        right = pe.accuracy(net(params, images), labels)
+        return noted["loss_fn"](params, images, labels), right
+
+    def counted():
+        for batch in batches:
+            counts.append(len(seen))
+            yield batch
+
     first = members_state(keys_of(0, way.members), optimizer=ours)
-    batches = net_batches(3)
-    ends, losses = train(way, net_loss, first, batches, ours)
+    batches, options = net_batches(3, 64), dict(has_aux=True, microbatch=microbatch)
+    with mock.patch.object(pe, "_check_apart") as look:
+        ends, metrics = train(way, loss_fn, first, counted(), ours, **options)
+    assert look.call_count == 1  # update's own results are not checked again
+    assert counts[0] == 0 < counts[1] == counts[2]
+    rows = 64 // pe.layout(way.members, way.devices).replicas
+    assert {count for _, count, *_ in seen} == {microbatch or rows}
     for i in {0, way.members - 1}:
         params = member(first.params, i)
         opt_state = theirs.init(params)
-        for batch, found in zip(batches, losses):
+        for batch, found in zip(batches, metrics):
             loss, grads = net_and_gradients(params, *batch)
+            right = pe.accuracy(net(params, batch[0]), batch[1])
+            assert_close([x[i] for x in found], [loss, right])
             updates, opt_state = theirs.update(grads, opt_state, params, value=loss)
             params = optax.apply_updates(params, updates)
-            assert_close(found[i], loss)
         assert_close(member(ends.params, i), params)
-
-
-@every_way
-def test_step_traces_its_loss_once_and_reuses_its_state(way):
-    traces, counts = [], []
-
-    def batches():
-        for batch in net_batches(4):
-            counts.append(len(traces))
-            yield batch
-
-    first = members_state(keys_of(0, way.members))
-    with mock.patch.object(pe, "_check_apart") as look:
-        train(way, noting(traces)["loss_fn"], first, batches(), microbatch=4)
-    assert counts[0] == 0 < counts[1] == counts[2] == counts[3]
-    assert look.call_count == 1  # update's own results are not checked again
 
 
 @cases("way, what", (WAYS[1], "key"), (WAYS[3], "nan"))
@@ -984,21 +989,6 @@ def test_each_part_of_a_batch_draws_from_a_key_of_its_member_and_its_number(way)
     assert_allclose(found, expected, rtol=1e-6)
 
 
-def moved(rows, new):
-    return rows.at[1:].set(rows[:-1]).at[0].set(new)
-
-
-@every_way
-def test_a_model_state_may_move_its_rows(way):
-    def loss_fn(params, rows, key, x):
-        return params * x.mean(), moved(rows, x.mean())
-
-    first = numbers(keys_of(0, way.members), model_state=jnp.arange(4.0))
-    batches = [(np.full(D, x),) for x in np.float32([10, 11])]
-    ends, _ = train(way, loss_fn, first, batches, stateful=True)
-    assert ends.model_state.tolist() == [[11, 10, 0, 1]] * way.members
-
-
 def test_sync_averages_over_replicas():
     def loss_fn(params, model_state, key, x):
         new = {"mean": x.mean(), "steps": model_state["steps"] + 1, "constant": 0.5}
@@ -1017,26 +1007,6 @@ def test_sync_averages_over_replicas():
     assert jax.tree.map(np.ndarray.item, end.model_state) == new
     kinds = [end.model_state[name].dtype.name for name in ("steps", "large")]
     assert kinds == ["int32", "float16"]
-
-
-@pytest.mark.parametrize("way", WAYS[::3], ids=str)
-def test_microbatches_take_the_step_of_the_whole_batch(way):
-    sizes = []
-
-    def loss_fn(params, images, labels):
-        sizes.append(len(images))
-        loss = net_loss(params, images, labels)
-        return loss, pe.accuracy(net(params, images), labels)
-
-    rows, results = 128 // pe.layout(way.members, way.devices).replicas, []
-    for microbatch in (None, 4, rows // 2):
-        sizes.clear()
-        first, batches = members_state(keys_of(0, way.members)), net_batches(3, 128)
-        options = dict(has_aux=True, microbatch=microbatch)
-        results.append(train(way, loss_fn, first, batches, **options))
-        assert set(sizes) == {microbatch or rows}
-    for parts in results[1:]:
-        assert_close(parts, results[0])
 
 
 HALVES_ON = [("bfloat16", 1, 1), ("float16", 100, 1), ("bfloat16", 1, 2)]
@@ -2203,13 +2173,6 @@ def test_predictions_are_any_tree_of_any_tree(members, devices):
         assert_close(finite(trainer.predict(state, inputs)), finite(mean))
 
 
-def test_predicting_may_move_rows_of_the_parameters():
-    options = dict(apply_fn=lambda rows, x: x[:, None] * moved(rows, 9).reshape(1, -1))
-    options |= dict(init_fn=lambda key: jnp.arange(4.0)[:, None], output=None)
-    trainer, state = begin(net_trainer(3, 2, **options))
-    assert trainer.predict(state, np.ones(1)).tolist() == [[9, 0, 1, 2]]
-
-
 def predicting(apply_fn, output=jax.nn.softmax, rows=128):
     trainer = net_trainer.__wrapped__(2, apply_fn=apply_fn, output=output)
     inputs = np.ones((rows, 4), np.float32)
@@ -2779,38 +2742,46 @@ MOVES = {
 @cases("move", *MOVES)
 def test_arrays_that_move_their_rows_are_right_in_every_program(move):
     b, move = np.arange(128, dtype=np.float32).reshape(8, 16), MOVES[move]
-    once = np.concatenate([b[:1], b[:-1]])
-    again = np.concatenate([once[:1], once[:-1]])
 
-    def loss_fn(params, model_state, key, rows, h):
-        return params.sum() ** 2, (move(model_state), (move(rows), move(h)))
+    def expected(b):
+        return np.concatenate([b[:1], b[:-1]])
 
-    def apply_fn(params, model_state, inputs, h):
-        moved = jnp.stack([move(model_state), move(h)])
-        return jnp.broadcast_to(moved, (len(inputs), *moved.shape))
+    def loss_fn(params, states, key, rows, h):
+        aux = move(rows), move(h)
+        return params[0].sum() ** 2, ([*map(move, states)], aux)
 
-    options = dict(apply_fn=apply_fn, output=None, stateful=True, has_aux=True)
-    options |= dict(init_fn=lambda key, h: (jnp.ones(3), jnp.asarray(b)))
-    for members, devices in (1, 1), (3, 2):
-        hyper = np.stack([b] * members)
-        own = dict(options, optimizer=lambda h: SGD, hyper=hyper)
+    def apply_fn(params, states, inputs, h):
+        found = jnp.stack([*map(move, (*params, *states, h))])
+        return jnp.broadcast_to(found, (len(inputs), *found.shape))
+
+    once, options = expected(b), dict(stateful=True, has_aux=True)
+    # Micro-batches, the last number, take no model state.
+    for members, devices, size in (1, 1, None), (3, 2, None), (1, 2, 2):
+        states = [] if size else [b]
+        own = dict(init_fn=lambda key, h, x=states: ([jnp.asarray(b)], x), output=None)
+        own |= dict(hyper=np.stack([b] * members), optimizer=lambda h: SGD)
+        own |= dict(apply_fn=apply_fn, microbatch=size, **options)
         trainer = net_trainer.__wrapped__(members, devices, loss_fn, **own)
         state = trainer.init(KEY)
         for found in trainer.predict_members(state, b):
-            assert_array_equal(found, [[once, once]] * len(b))
-        state, (_, aux) = trainer.update(state, b)
-        assert_array_equal(aux, [[once] * members] * 2)
-        state, (_, aux) = trainer.epoch(state, (b,), np.arange(8)[None])
-        assert_array_equal(aux, [[[once]] * members] * 2)
-        assert_array_equal(trainer.gather(state).model_state, [again] * members)
+            assert_array_equal(found, [[once] * (2 + len(states))] * len(b))
+        parts = np.split(b, 8 // size if size else 1)
+        rows = np.mean([*map(expected, parts)], axis=0)
+        state, (_, (found, of_h)) = trainer.update(state, b)
+        assert_array_equal(found, [rows] * members)
+        assert_array_equal(of_h, [once] * members)
+        state, (_, (found, of_h)) = trainer.epoch(state, (b,), np.arange(8)[None])
+        assert_array_equal(found, [[rows]] * members)
+        assert_array_equal(of_h, [[once]] * members)
+        for found in trainer.gather(state).model_state:
+            assert_array_equal(found, [expected(once)] * members)
     for make in sync, ensemble:
-        update = make(lambda *args: loss_fn(*args, b), SGD, stateful=True, has_aux=True)
-        first = pe.train_state(jnp.ones(3), SGD, model_state=b, key=KEY)
-        state = pe.replicate(first, 2)
+        update = make(lambda *args: loss_fn(*args, b), SGD, **options)
+        state = pe.replicate(pe.train_state([b], SGD, model_state=[b], key=KEY), 2)
         if make is ensemble:
             state = state._replace(key=keys_of(0, 2))
         state, (_, aux) = update(state, pe.replicate(b, 2))
-        assert_array_equal([aux[0], state.model_state], [[once] * 2] * 2)
+        assert_array_equal([aux[0], *state.model_state], [[once] * 2] * 2)
 
 
 @cases(
