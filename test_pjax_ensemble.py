@@ -1006,11 +1006,15 @@ def program_of(call, *args, **options):
 @every_way
 def test_programs_are_given_no_memory_of_the_users(way):
     """A call may return before its program has read what it was given."""
-    images = aligned(image_data()[0])
     state, update = start(way, net_loss, members_state(keys_of(0, way.members)))
-    _, given = program_of(update, state, images, image_data()[1])
-    arrays = [x for x in jax.tree.leaves(given) if isinstance(x, np.ndarray)]
-    assert not any(np.shares_memory(images, x) for x in arrays)
+    users = on_arrays(aligned)((on_host(state), *image_data()))
+    _, given = program_of(update, *users)
+    memory = [(x.ctypes.data, x.nbytes) for x in jax.tree.leaves(users)]
+    for x in jax.tree.leaves(given):
+        shards = [shard.data for shard in getattr(x, "addressable_shards", ())]
+        places = [shard.unsafe_buffer_pointer() for shard in shards]
+        for place in places or [x.ctypes.data]:
+            assert not any(0 <= place - at < size for at, size in memory)
 
 
 def shapes_of(tree):
@@ -1674,7 +1678,12 @@ def on_arrays(f):
 
 
 class Labelled(np.lib.mixins.NDArrayOperatorsMixin):
-    """An array sliced by labels, as a pandas Series (below 3) with a float index is."""
+    """An array sliced by labels, as a pandas Series (below 3) with a float index is.
+
+    Its type is its library's own, as PyTorch's are.
+    """
+
+    dtype = "torch.float32"
 
     def __init__(self, x):
         self.x, self.shape = x, x.shape
@@ -1988,6 +1997,7 @@ def test_outputs_that_depend_on_other_examples_are_refused(members, devices):
     drawn = jax.random.normal(KEY, (8, 4))  # a draw of its own for each row
     nan = jnp.array([[jnp.nan, jnp.inf, 0, 0]])
     predict(17, lambda p, x: net(p, x) + drawn[: len(x)] + nan)
+    predict(17, lambda p, x: net(p, x) * (1 + 1e-5 * x.mean()))  # as by rounding
 
 
 @pytest.mark.once  # optimized, JAX 0.12 fuses the two forms of loops differently
@@ -2340,7 +2350,7 @@ def test_a_trainer_warns_once_of_members_that_cannot_differ():
     stateful["loss_fn"] = lambda w, n, key, x: ((x @ w)[0] + jax.random.normal(key), n)
     assert warned(update, *data, **stateful) == 0
     assert warned(update, *data, members=1) == 0
-    sweep = dict(hyper=np.array([False, True]), optimizer=lambda h: SGD)
+    sweep = dict(hyper=np.array([False, True]))
     assert warned(update, *data, loss_fn=lambda w, x, h: h * 1.0, **sweep) == 0
 
 
@@ -2663,45 +2673,50 @@ MOVES = {
 def test_arrays_that_move_their_rows_are_right_in_every_program(move):
     b, move = np.arange(128, dtype=np.float32).reshape(8, 16), MOVES[move]
 
-    def expected(b):
-        return np.concatenate([b[:1], b[:-1]])
+    def moved(rows, times=1):
+        for _ in range(times):
+            rows = np.concatenate([rows[:1], rows[:-1]])
+        return rows
 
     def loss_fn(params, states, key, rows, h):
         aux = move(rows), move(h)
         return params[0].sum() ** 2, ([*map(move, states)], aux)
 
     def apply_fn(params, states, inputs, h):
-        found = jnp.stack([*map(move, (*params, *states, h))])
+        found = jnp.stack([*map(move, (h, *params, *states))])
         return jnp.broadcast_to(found, (len(inputs), *found.shape))
 
-    once, options = expected(b), dict(stateful=True, has_aux=True)
+    def optimizer(h):
+        return pe.Optimizer(lambda _: move(h), lambda g, s, _: (g, move(s)))
+
+    options = dict(stateful=True, has_aux=True)
     # Micro-batches, the last number, take no model state.
     for members, devices, size in (1, 1, None), (3, 2, None), (1, 2, 2):
-        states = [] if size else [b]
-        own = dict(init_fn=lambda key, h, x=states: ([jnp.asarray(b)], x), output=None)
-        own |= dict(hyper=np.stack([b] * members), optimizer=SGD)
+        count = 0 if size else 1  # of model states
+        own = dict(init_fn=lambda key, h, n=count: ([move(h)], [move(h)] * n))
+        own |= dict(hyper=np.stack([b] * members), optimizer=optimizer, output=None)
         own |= dict(apply_fn=apply_fn, microbatch=size, **options)
         trainer = net_trainer.__wrapped__(members, devices, loss_fn, **own)
-        state = trainer.init(KEY)
+        state, expected = trainer.init(KEY), [moved(b), *[moved(b, 2)] * (1 + count)]
         for found in trainer.predict_members(state, b):
-            assert_array_equal(found, [[once] * (2 + len(states))] * len(b))
-        parts = np.split(b, 8 // size if size else 1)
-        rows = np.mean([*map(expected, parts)], axis=0)
-        state, (_, (found, of_h)) = trainer.update(state, b)
-        assert_array_equal(found, [rows] * members)
-        assert_array_equal(of_h, [once] * members)
-        state, (_, (found, of_h)) = trainer.epoch(state, (b,), np.arange(8)[None])
-        assert_array_equal(found, [[rows]] * members)
-        assert_array_equal(of_h, [[once]] * members)
-        for found in trainer.gather(state).model_state:
-            assert_array_equal(found, [expected(once)] * members)
+            assert_array_equal(found, [expected] * len(b))
+        rows = np.mean([*map(moved, np.split(b, 8 // size if size else 1))], axis=0)
+        state, (_, aux) = trainer.update(state, b)
+        for found, one in zip(aux, (rows, moved(b))):
+            assert_array_equal(found, [one] * members)
+        state, (_, aux) = trainer.epoch(state, (b,), np.arange(8)[None])
+        for found, one in zip(aux, (rows, moved(b))):
+            assert_array_equal(found, [[one]] * members)
+        ended = trainer.gather(state)
+        for found in (*ended.model_state, ended.opt_state):
+            assert_array_equal(found, [moved(b, 3)] * members)
     for make in sync, ensemble:
         update = make(lambda *args: loss_fn(*args, b), SGD, **options)
         state = pe.replicate(pe.train_state([b], SGD, model_state=[b], key=KEY), 2)
         if make is ensemble:
             state = state._replace(key=keys_of(0, 2))
         state, (_, aux) = update(state, pe.replicate(b, 2))
-        assert_array_equal([aux[0], *state.model_state], [[once] * 2] * 2)
+        assert_array_equal([aux[0], *state.model_state], [[moved(b)] * 2] * 2)
 
 
 def test_the_optimizer_of_the_docstring_runs():
@@ -2845,11 +2860,7 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         ("loss_fn: .*'labels'; it is given 1 argu", trainer.update, data[0]),
         ("data: found 1099511627776, beyo", trainer.epoch, (data[0], large), rows),
         (r"loss of shapes \[\(4,\)\]; exp", lambda _: bent.update(bents, *data)),
-        (
-            "'images' and 'labels'; it .* stateful=True, also model_state",
-            keyed.update,
-            *data,
-        ),
+        ("'labels'; it .* stateful=True, also model_state", keyed.update, *data),
         (".*'value_fn'; .*=loss; docs.*#l-bfgs", lambda _: odd.update(odds, *data)),
         ("update: .* no attribute .*; it is given gradients", bad.update, *data),
         (r"data .*\[\(10,\), \(240,\)\]", trainer.epoch, (data[0], ten[1]), rows),
@@ -3152,14 +3163,8 @@ def test_a_tree_comes_back_bit_by_bit_and_gives_the_same_file(tmp_path, tree):
     assert again.read_bytes() == path.read_bytes()
 
 
-class Tensor(Labelled):
-    """An array of another library that has its own types, like PyTorch."""
-
-    dtype = "torch.float32"
-
-
 def test_tensors_of_other_libraries_are_taken_and_saved_as_arrays(tmp_path):
-    tensor = Tensor(A)
+    tensor = Labelled(A)
     assert pe.split(tensor, 2).shape == (2, 1, 3) and pe.merge(tensor).shape == (6,)
     pe.save(tmp_path / "x", [tensor])
     assert_same_leaves(pe.load(tmp_path / "x", [tensor]), [A])
@@ -3185,11 +3190,8 @@ def test_a_state_saved_without_gather_can_still_be_loaded(tmp_path):
     trainer, state = begin(net_trainer(2, 4, **NOISY))
     path = tmp_path / "x"
     pe.save(path, state)
-    message = r"key<threefry2x32>\[4\]; .*\[2\]; gather a state before you save it"
-    like = trainer.like()._replace(params=(), opt_state=(), model_state=())
-    pe.save(tmp_path / "key", state._replace(params=(), opt_state=(), model_state=()))
-    assert re.search(message, said_by(ValueError, pe.load, tmp_path / "key", like))
-    assert "gather a state" in said_by(ValueError, pe.load, path, trainer.like())
+    said = said_by(ValueError, pe.load, path, trainer.like())
+    assert "2>[4]; expected key<threefry2x32>[2]; gather a state before you" in said
     found = trainer.gather(pe.load(path, state))
     assert leaves_equal(found, trainer.gather(state))
     pe.save(path, found)
