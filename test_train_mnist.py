@@ -396,7 +396,8 @@ def test_resumed_run_ends_in_the_bits_of_one_that_was_never_stopped(
         status, out, err = script(flags, "--workdir", tmp_path)
         monkeypatch.undo()
         assert status == 128 + how and err.count("\n") == 1
-        assert f"{how.name}: the run is saved in {tmp_path}; --resume" in err
+        said = f"train_mnist.py: {how.name}: the run is saved in {tmp_path}; --resume"
+        assert err.startswith(said)
         assert checkpoints(tmp_path)[-1] == names_of(step)[0]
         assert ("epoch:" in out) == (step > 8)
         flags = "--resume --devices 2 --keep 9"  # the others are the run's
