@@ -2484,12 +2484,12 @@ class Trainer:
             each = f"an entry for each of the {self.members} members"
             expected = f"arrays [K, ...], {each}"
             _check_axes("hyper", hyper, self.members, expected=expected)
-        rows = jax.tree.map(functools.partial(_on_data, np.asarray), hyper)
+        by_slot = places.to_slots("hyper", hyper)
+        hyper = jax.tree.map(functools.partial(_on_data, np.asarray), hyper)
         for i in range(self.members if hyper else 1):  # raises if one cannot be
-            member.optimizer_of(*jax.tree.map(operator.itemgetter(i), rows))
-        hyper = places.to_slots("hyper", hyper)
+            member.optimizer_of(*jax.tree.map(operator.itemgetter(i), hyper))
         frozen = places.put(_private("frozen", frozen), places.everywhere, divide=True)
-        programs = _Programs(member, places, hyper, frozen, self.at_once)
+        programs = _Programs(member, places, by_slot, frozen, self.at_once)
         predictions = _Predictions(programs, self.chunk)
         made = dict(_places=places, _programs=programs, _predictions=predictions)
         vars(self).update(made)  # the trainer is frozen
