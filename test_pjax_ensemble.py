@@ -2130,6 +2130,16 @@ def test_predictions_are_any_tree_of_any_type_and_have_float32_means(members, de
         assert {x.dtype.name for x in jax.tree.leaves(means)} == {"float32"}
 
 
+def test_predicting_may_move_rows_of_the_parameters():
+    def apply_fn(rows, x):
+        moved = rows.at[1:].set(rows[:-1]).at[0].set(9)
+        return x[:, None] * moved.reshape(1, -1)
+
+    options = dict(init_fn=lambda key: jnp.arange(4.0)[:, None], output=None)
+    trainer, state = begin(net_trainer(3, 2, apply_fn=apply_fn, **options))
+    assert trainer.predict(state, np.ones(1)).tolist() == [[9, 0, 1, 2]]
+
+
 def predicting(apply_fn, output=jax.nn.softmax, rows=128):
     trainer = net_trainer.__wrapped__(2, apply_fn=apply_fn, output=output)
     inputs = np.ones((rows, 4), np.float32)
