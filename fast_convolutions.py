@@ -118,9 +118,10 @@ def _by_phase(x, strides):
 
 
 def _at_once(count: int, num_bytes: int, least: int = 1) -> int:
-    """Return how many of `count`, of so many bytes each, fit a chunk and divide it.
+    """Return how many of `count`, of so many bytes each, to take at a time.
 
-    They are `least` or more, if these take no more than 16 chunks.
+    As many as fit a chunk, or `least`, if these take no more than 16 chunks; and fewer
+    where that does not divide `count`.
     """
     fit = _CHUNK_BYTES // num_bytes
     fit = min(max(fit, min(least, 16 * fit), 1), count)
@@ -337,10 +338,8 @@ def _kernel_gradient(x, g, size, axes, how):
     if (narrow or spread) and all(axis[3:] == (1, 1) for axis in axes):
         # x and g change places, in the gradient of another convolution, with more
         # outputs, or with strides in place of zeros between the images' entries.
-        turned = [
-            _Axis(k - 1 - axis.low, stride=axis.between + 1)
-            for k, axis in zip(size, axes)
-        ]
+        pairs = zip(size, axes)
+        turned = [_Axis(k - 1 - axis.low, stride=axis.between + 1) for k, axis in pairs]
         y = _kernel_gradient(g, x, size, turned, how)
         return lax.rev(y, range(len(size))).swapaxes(-1, -2)
     (*_, strides, dilation), unit = zip(*axes), [1] * len(size)
@@ -409,7 +408,7 @@ def _sum_of_planes(x, g, size, axes, how):
 
 
 # ---------------------------------------------------------------------------------
-# Functions: each of their convolutions is replaced
+# Functions: their convolutions, products and sums are replaced
 # ---------------------------------------------------------------------------------
 
 
@@ -482,9 +481,7 @@ def _convolve(lhs, rhs, *, onednn, dimension_numbers, **how):
 
     # Under `vmap` over kernels, JAX makes one convolution of groups, for which cuDNN is
     # slow: each member's is a call of its own.
-    @jax.custom_batching.custom_vmap
-    def on_gpu(lhs, rhs):
-        return as_it_is(lhs, rhs)
+    on_gpu = jax.custom_batching.custom_vmap(as_it_is)
 
     @on_gpu.def_vmap
     def apart(count, batched, lhs, rhs):
@@ -659,8 +656,8 @@ def rewrite(jaxpr: Any, options: dict | None = None) -> Any:
     """Return a program with fast convolutions, at any depth; for libraries that trace.
 
     `jaxpr` is what `jax.make_jaxpr` returns, or a part of that: a jaxpr, an equation, a
-    parameter of one.  A part without such a convolution is returned unchanged.  Whoever
-    differentiates the result gets a ValueError.  `options` are as in `fast`.
+    parameter of one.  A part in which nothing is replaced is returned unchanged.
+    `options` are as in `fast`, and differentiating the result raises the same error.
     """
     return _rewrite(jaxpr, bool((options or {}).get(_ONEDNN)), {})
 
@@ -728,9 +725,8 @@ def fast(f: Callable, options: dict | None = None) -> Callable:
     def traced(args, kwargs):
         args, kwargs = _release((args, kwargs))
         plain = dict, list, tuple  # of these, f has copies under any `jit`
-        objects = jax.tree.leaves(
-            (args, kwargs), is_leaf=lambda x: type(x) not in plain
-        )
+        is_object = lambda x: type(x) not in plain  # noqa: E731
+        objects = jax.tree.leaves((args, kwargs), is_leaf=is_object)
         before = jax.tree.leaves(objects)
         result = f(*args, **kwargs)
         known = [*map(id, before), *map(id, jax.tree.leaves(result))]

@@ -953,9 +953,10 @@ def _on_data(function: Callable, leaf: Array) -> Array:
 def _check_leaves(what: Any, found: dict, expected: dict, remedy: str = "") -> None:
     """Raise ValueError for the first leaf whose form is another, or that is absent."""
     for name in [*expected, *found]:
-        form, own = (x.get(name, "absent") for x in (found, expected))
-        if form != own:
-            raise ValueError(f"{what}: leaf '{name}' is {form}; expected {own}{remedy}")
+        form, like = (x.get(name, "absent") for x in (found, expected))
+        if form != like:
+            text = f"leaf '{name}' is {form}; expected {like}{remedy}"
+            raise ValueError(f"{what}: {text}")
 
 
 def _check_form(what, tree, like, remedy="", first=0, typed=True) -> None:
@@ -965,10 +966,10 @@ def _check_form(what, tree, like, remedy="", first=0, typed=True) -> None:
         return np.shape(x)[first:], typed and getattr(x, "dtype", None)
 
     both: Any = map(jax.tree.flatten, (tree, like))
-    (leaves, found), (own, expected) = both
-    if found == expected and [*map(form, leaves)] == [*map(form, own)]:
+    (leaves, found), (others, expected) = both
+    if found == expected and [*map(form, leaves)] == [*map(form, others)]:
         return  # without names, which take longer
-    ours, theirs = (dict(_named(_described(x, first, typed))) for x in (like, tree))
+    theirs, ours = (dict(_named(_described(x, first, typed))) for x in (tree, like))
     _check_leaves(what, theirs, ours, remedy)
     if found != expected:  # without a leaf, as an empty part of an optimizer's state
         same = zip(str(found), str(expected))
@@ -1005,12 +1006,12 @@ def train_state(
 # ---------------------------------------------------------------------------------
 
 
-def _user_call(what: str, given: str, function: Callable, *args) -> Any:
+def _user_call(what: str, advice: str, function: Callable, *args) -> Any:
     """Call a user's function; name it in a ValueError if it refuses the arguments."""
     try:
         return function(*args)
     except (TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{what}: {error}; {given}") from error
+        raise ValueError(f"{what}: {error}; {advice}") from error
 
 
 _ANY = "arrays of one length, 1 or more; reshape longer ones to [N, m, ...]"
@@ -1063,13 +1064,13 @@ def _numbers(what: str, x: Any) -> Any:
     x = _array(what, x)
     if not isinstance(x, np.ndarray) or x.dtype in _COMMON:
         return x
-    given = x.astype(x.dtype.newbyteorder("="), copy=False)
-    remedy, kind = "convert it, as by x.astype(numpy.float32)", np.empty(0, given.dtype)
-    held = given.astype(_user_call(what, remedy, jnp.result_type, kind), copy=False)
-    if held is not given and held.dtype.kind in "iu" and (held != given).any():
-        found = f"found {given[held != given][0]}, beyond {held.dtype}, JAX's type for"
+    x = x.astype(x.dtype.newbyteorder("="), copy=False)
+    remedy, kind = "convert it, as by x.astype(numpy.float32)", np.empty(0, x.dtype)
+    held = x.astype(_user_call(what, remedy, jnp.result_type, kind), copy=False)
+    if held is not x and held.dtype.kind in "iu" and (held != x).any():
+        found = f"found {x[held != x][0]}, beyond {held.dtype}, JAX's type for"
         remedy = "use smaller numbers, or set jax_enable_x64"
-        raise ValueError(f"{what}: {found} {given.dtype}; {remedy}")
+        raise ValueError(f"{what}: {found} {x.dtype}; {remedy}")
     return held
 
 
@@ -1300,8 +1301,8 @@ class _Member:
             number = part * count + i
             rows_key = jax.random.fold_in(key, number) if self.stateful else None
             rows = _over_shards(rows, self.shards)
-            given = _hidden((params, model_state, rows_key, rows, extras))
-            result, grads = _hidden(loss_and_grads(*given))
+            args = _hidden((params, model_state, rows_key, rows, extras))
+            result, grads = _hidden(loss_and_grads(*args))
             total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
             return total, result
 
@@ -1333,11 +1334,8 @@ class _Member:
             args = update, grads, opt_state, params
             updates, new = _user_call("the optimizer's update", advice, *args)
             _check_form("the optimizer's new state", new, opt_state)
-            what, like = (
-                "the optimizer's updates",
-                "expected a tree like the parameters",
-            )
-            new_params = _user_call(what, like, apply_updates, params, updates)
+            added = "the optimizer's updates", "expected a tree like the parameters"
+            new_params = _user_call(*added, apply_updates, params, updates)
             _check_form("the updated parameters", new_params, params)
             return new_params, new, model_state
 
@@ -1357,9 +1355,7 @@ class _Member:
         grads, loss, aux, model_state = _average(found)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
         ok: Any = True
-        if (
-            self.skip_nonfinite
-        ):  # replicas have the same averages, so they skip together
+        if self.skip_nonfinite:  # replicas have equal averages, and skip together
             finite = [jnp.isfinite(x).all() for x in jax.tree.leaves((loss, grads))]
             ok = jnp.stack(finite).all()
             loss = jnp.where(ok, loss, jnp.nan)
@@ -1393,8 +1389,8 @@ class _Member:
         """Return what a member predicts for a chunk."""
         advice = f"for inputs {_described(inputs)}, filled up to a chunk"
         advice += "; one example x is given as x[None]"
-        given = _hidden((*model, inputs, *hyper, *frozen))
-        outputs = _user_call("apply_fn", advice, self.apply_fn, *given)
+        args = _hidden((*model, inputs, *hyper, *frozen))
+        outputs = _user_call("apply_fn", advice, self.apply_fn, *args)
         if self.output is jax.nn.softmax:
             logits = isinstance(outputs, Array) and outputs.ndim > 1
             if not (logits and outputs.shape[-1] > 1):
@@ -1416,13 +1412,12 @@ class _Member:
 # ---------------------------------------------------------------------------------
 
 
-def _no_mesh() -> Any:
-    """Hide a mesh set by `jax.set_mesh`, since programs here have their own.
-
-    JAX before 0.7 cannot set one.
-    """
-    none = jax.sharding.Mesh(np.empty((), object), ())
-    return jax.set_mesh(none) if hasattr(jax, "set_mesh") else contextlib.nullcontext()
+def _apart(f: Callable, *args) -> Any:
+    """Return f(*args), apart from a mesh of `jax.set_mesh`: programs have their own."""
+    if not hasattr(jax, "set_mesh"):  # JAX before 0.7
+        return f(*args)
+    with jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):
+        return f(*args)
 
 
 def _run(program: Callable, alone: bool, *args) -> Any:
@@ -1434,8 +1429,8 @@ def _run(program: Callable, alone: bool, *args) -> Any:
     """
     wait = jax.block_until_ready if alone else lambda x: x
     # Arguments are on the devices already, or on the host on purpose.
-    with _no_mesh(), jax.transfer_guard_host_to_device("allow"):
-        return wait(program(*wait(args)))
+    with jax.transfer_guard_host_to_device("allow"):
+        return wait(_apart(program, *wait(args)))
 
 
 def _gather_devices(x: Array | np.ndarray) -> np.ndarray:
@@ -1869,17 +1864,17 @@ class _Places:
 
         return jax.tree.map(lay, tree)
 
-    def deal(self, name: str, batch: PyTree, axis: int, own: bool = False) -> tuple:
+    def deal(self, name: str, batch: PyTree, axis: int, each: bool = False) -> tuple:
         """Give each slot its part of a batch, and the part's number: of_slot, of_all.
 
         They are dicts, as `_over_members` takes them; where all slots have the whole
         batch, it is in of_all.  The B examples of each leaf are on the given axis; with
-        `own`, members are on the first.  There are P = gcd(B, R) parts.  If P < R,
-        R / P replicas have the same part, and the mean over replicas is still the mean
-        over the batch; this warns of it.
+        `each`, each member has its batch, on the first axis.  There are P = gcd(B, R)
+        parts.  If P < R, R / P replicas have the same part, and the mean over replicas
+        is still the mean over the batch; this warns of it.
         """
         (member, replica), replicas = self.slots, self.layout.replicas
-        if replicas == 1 and not own:
+        if replicas == 1 and not each:
             return {}, {name: batch}
         size = jax.tree.leaves(batch)[0].shape[axis]
         if (parts := math.gcd(size, replicas)) < replicas:
@@ -1891,12 +1886,12 @@ class _Places:
                 stacklevel=4,
             )
         part = np.int32(replica % parts)
-        at = (member, part) if own else part
+        at = (member, part) if each else part
 
         def cut(x):  # to [P, ..., B / P, ...], or [K, P, ..., B / P, ...]
             if parts == 1 and len(x) == len(member) == self.layout.members:
                 return x  # each member's own
-            return np.moveaxis(_split_axis(x, axis, parts), axis, int(own))[at]
+            return np.moveaxis(_split_axis(x, axis, parts), axis, int(each))[at]
 
         return {name: jax.tree.map(cut, batch), "part": part}, {}
 
@@ -1923,8 +1918,7 @@ class _Places:
                 parts = np.concatenate([*map(_gather_devices, copies)])
                 return jax.device_put(parts[cut], *copies[0].devices())
             copies = jax.device_put(copies, *copies[0].devices())
-            with _no_mesh():
-                return self.joined(copies, lengths)
+            return _apart(self.joined, copies, lengths)
 
         return jax.tree.map(take, tree)
 
@@ -1936,11 +1930,11 @@ class _Places:
         x = jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
         devices = self.devices[:: self.shards]
         copies = _gather_devices(x)  # [D * M, ...]
-        for i, own in enumerate(copies):
+        for i, copy in enumerate(copies):
             first = i - i % self.layout.replicas
-            if i > first and own.tobytes() != copies[first].tobytes():
+            if i > first and copy.tobytes() != copies[first].tobytes():
                 remedy = "go on from a checkpoint"
-                if name.startswith(".model_state") and own.dtype.kind in "biu":
+                if name.startswith(".model_state") and copy.dtype.kind in "biu":
                     remedy += ", or, if it depends on the batch, make it a float"
                 found = f"{name} on device {devices[i]} differs from its copy on"
                 found = f"replicas differ: {found} {devices[first]}"
@@ -1950,27 +1944,27 @@ class _Places:
 
 def _lay_out(members: int, devices: int | Sequence | None, shards: int) -> _Places:
     """Lay members over devices: at most so many, or these, or all."""
-    given: Any = devices
+    chosen: Any = devices
     processes, local = jax.process_count(), jax.local_device_count()
-    if np.ndim(given) == 0:
-        if lack := given and _lack(_count("devices", given) // processes):
+    if np.ndim(chosen) == 0:
+        if lack := chosen and _lack(_count("devices", chosen) // processes):
             raise ValueError(lack)
-        given = jax.devices()[:given]
-    elif len({x.platform for x in given}) != 1 or len({*given}) < len(given):
+        chosen = jax.devices()[:chosen]
+    elif len({x.platform for x in chosen}) != 1 or len({*chosen}) < len(chosen):
         expected = "one or more, each once, of one platform"
-        raise ValueError(f"devices are {[*given]}; expected {expected}")
-    alike = jax.device_count() == processes * local and [*given] == jax.devices()
+        raise ValueError(f"devices are {[*chosen]}; expected {expected}")
+    alike = jax.device_count() == processes * local and [*chosen] == jax.devices()
     if processes > 1 and not alike:
-        found = f"devices is {len(given)}; {processes} processes use all of their"
+        found = f"devices is {len(chosen)}; {processes} processes use all of their"
         raise ValueError(f"{found} {jax.device_count()}, and each has as many")
-    if len(given) % _count("shards", shards):
-        found = f"{shards=} does not divide {len(given)} devices"
-        divisor = math.gcd(shards, len(given))
+    if len(chosen) % _count("shards", shards):
+        found = f"{shards=} does not divide {len(chosen)} devices"
+        divisor = math.gcd(shards, len(chosen))
         raise ValueError(f"{found}; use a divisor, such as {divisor}")
     if shards > 1 and (version := jax.__version_info__) < (0, 8):
         raise ValueError(f"{shards=} takes JAX 0.8 or newer; this is {version}")
-    used = layout(members, len(given) // shards, processes)
-    return _Places(used, given[: used.devices * shards], shards)
+    used = layout(members, len(chosen) // shards, processes)
+    return _Places(used, chosen[: used.devices * shards], shards)
 
 
 # ---------------------------------------------------------------------------------
@@ -2007,8 +2001,7 @@ def _fits(program: Any, args: tuple, by_slot: Any) -> bool:
     Convolutions take some beside it, of which it does not tell.  The call that follows
     does not compile it again.  `by_slot` is the sharding of states.
     """
-    with _no_mesh():
-        found = program.lower(*args).compile().memory_analysis()
+    found = _apart(program.lower, *args).compile().memory_analysis()
     if found is None:  # the backend does not tell
         return True
     made = found.output_size_in_bytes - found.alias_size_in_bytes
@@ -2030,27 +2023,27 @@ def _in_turn(f, states, of_slot, places, train, at_once) -> tuple:
     flat = places.platform in _GPU and together < slots and places.shards == 1
 
     def advance(kept, start, count=together):
-        axes = () if together == 1 else (count,)
+        # A vmap of one member has other bits than the member, wrong ones at times.
+        alone = count == 1
 
         def cut(x, like):  # x may be flat
             x = lax.dynamic_slice_in_dim(x, start, count)
-            return x.reshape(*axes, *like.shape[1:])
+            return x.reshape(like.shape[1:] if alone else (count, *like.shape[1:]))
 
         def put(x, new):
             new = new.reshape(count, *x.shape[1:])
             return lax.dynamic_update_slice_in_dim(x, new, start, 0)
 
-        # One member runs without vmap, since a vmap of one has other bits.
-        work = f if together == 1 else jax.vmap(f)
-        made = work(*jax.tree.map(cut, (kept, of_slot), (states, of_slot)))
+        cuts = jax.tree.map(cut, (kept, of_slot), (states, of_slot))
+        made = f(*cuts) if alone else jax.vmap(f)(*cuts)
         new, results = made if train else ((), made)
+        if alone:
+            results = jax.tree.map(lambda x: jnp.asarray(x)[None], results)
         return jax.tree.map(put, kept, new) if train else kept, results
 
     kept = jax.tree.map(lambda x: x.reshape(slots, -1) if flat else x, states)
-    starts = jnp.arange(0, whole, together)
-    kept, results = _scan(advance, kept, starts)
-    if together > 1:
-        results = jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), results)
+    kept, results = _scan(advance, kept, jnp.arange(0, whole, together))
+    results = jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), results)
     if whole < slots:
         kept, last = advance(kept, whole, slots - whole)
         results = jax.tree.map(lambda *x: jnp.concatenate(x), results, last)
@@ -2069,8 +2062,8 @@ def _over_members(f: Callable, places: _Places, at_once: int, train: bool) -> Ca
     while JAX (0.10, 0.12) keeps a program of `pmap` for good, with all that f holds.
     """
     by_slot, everywhere = places.shardings(train)
-    given = by_slot, by_slot, everywhere
-    how: dict = dict(in_shardings=given, out_shardings=by_slot)
+    inputs = by_slot, by_slot, everywhere
+    how: dict = dict(in_shardings=inputs, out_shardings=by_slot)
     options = _fast_convolutions.compiler_options(places.platform)
     fast = _fast_convolutions.fast(f, options)  # on CPUs, whatever f takes gradients of
 
@@ -2081,7 +2074,7 @@ def _over_members(f: Callable, places: _Places, at_once: int, train: bool) -> Ca
         both = _in_turn(in_slot, state, of_slot, places, train, at_once)
         return both if train else both[1]
 
-    specs = dict(in_specs=tuple(x.spec for x in given), out_specs=by_slot.spec)
+    specs = dict(in_specs=tuple(x.spec for x in inputs), out_specs=by_slot.spec)
     if places.shards > 1:  # XLA divides the work of a slot as its arrays are divided
         specs, how = specs | {"axis_names": {*by_slot.mesh.axis_names} - {"shards"}}, {}
     mapped = _shard_map(on_device, mesh=by_slot.mesh, **specs)
@@ -2205,24 +2198,22 @@ class _Programs:
         params, _, *model = jax.tree.map(_like, state)  # of a member
         batch = jax.tree.map(lambda x: _like(_numbers("data", x), size), data)
         extras = *jax.tree.map(_like, self.hyper), *self.frozen
-        with _no_mesh():
-            _, (_, aux) = self._loss.eval_shape(params, *model, batch, extras)
+        args = params, *model, batch, extras
+        _, (_, aux) = _apart(self._loss.eval_shape, *args)
         num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(aux))
         return max(1, min(_STEPS, _AUX_BYTES // max(1, num_bytes)))
 
     def lower(self, work: _Work) -> jax.stages.Lowered:
         """Lower the program of some work, whose arguments may be forms."""
-        forms = jax.eval_shape(lambda *given: given, work.of_slot, work.of_all)
+        forms = jax.eval_shape(lambda *args: args, work.of_slot, work.of_all)
         of_slot, of_all = forms  # forms also of keys
         program, args = self._program(work._replace(of_slot=of_slot, of_all=of_all))
-        with _no_mesh():
-            return program.lower(*args)
+        return _apart(program.lower, *args)
 
     def form(self, work: _Work) -> PyTree:
         """Return the form of the result; nothing is computed."""
         program, args = self._program(work)
-        with _no_mesh():
-            return jax.eval_shape(program, *args)
+        return _apart(program.eval_shape, *args)
 
 
 # ---------------------------------------------------------------------------------
@@ -2304,9 +2295,8 @@ class _Predictions:
         least, most = (self.chunk,) * 2 if self.chunk else _CHUNK
         rows = jax.tree.map(lambda x: _like(_numbers("inputs", x[:1]), least), inputs)
         one = jax.tree.map(_like, (model, programs.hyper))  # of a member
-        with _no_mesh():
-            outputs = programs.member.outputs
-            made = jax.eval_shape(outputs, *one, programs.frozen, rows)
+        outputs = functools.partial(jax.eval_shape, programs.member.outputs)
+        made = _apart(outputs, *one, programs.frozen, rows)
         arrays = jax.tree.leaves((rows, [made] * places.layout.members_per_device))
         chunk, size = least, sum(x.size * x.dtype.itemsize for x in arrays) or 1
         while 2 * chunk <= most and 2 * size <= _BLOCK_BYTES and not places.on_cpu:
@@ -2315,25 +2305,29 @@ class _Predictions:
         self.sizes[key] = chunk, max(1, min(_BLOCK_CHUNKS, chunks))
         return self.sizes[key]
 
-    def blocks(self, model: tuple, inputs: PyTree, tried: bool = False) -> Iterator:
+    def blocks(self, model: tuple, inputs: PyTree) -> Iterator:
         """Yield the members' outputs for the inputs, a block at a time, [K, n, ...]."""
         computing: collections.deque = collections.deque()
         for work in self.works(model, inputs):
-            made = self.programs.run(None, work)
-            computing.append((functools.partial(self._members, work.num_rows), made))
+            computing.append((work.num_rows, self.programs.run(None, work)))
             if len(computing) > 1:  # the devices are a block ahead
-                yield jax.tree.map(*computing.popleft())
-            elif work.num_rows > 1 and not tried:
-                self._check_independence(model, inputs, work.num_rows, made)
-        yield jax.tree.map(*computing.pop())
+                yield self._members(*computing.popleft())
+            elif work.num_rows > 1:
+                self._check_independence(model, inputs, *computing[0])
+        yield self._members(*computing.pop())
 
-    def _members(self, n, x):
-        """Bring [D * M, chunks, chunk, ...] to the host: [K, n, ...]."""
-        layout, x = self.programs.places.layout, _gather_devices(x)
-        shape = len(x) // layout.replicas, layout.replicas, *x.shape[1:]
-        x = x.reshape(shape).swapaxes(1, 2)
-        x = x.reshape(len(x), math.prod(x.shape[1:4]), *x.shape[4:])
-        return x[: layout.members, :n]
+    def _members(self, n, made):
+        """Bring leaves [D * M, chunks, chunk, ...] to the host: [K, n, ...]."""
+        layout = self.programs.places.layout
+
+        def bring(x):
+            x = _gather_devices(x)
+            shape = len(x) // layout.replicas, layout.replicas, *x.shape[1:]
+            x = x.reshape(shape).swapaxes(1, 2)
+            x = x.reshape(len(x), math.prod(x.shape[1:4]), *x.shape[4:])
+            return x[: layout.members, :n]
+
+        return jax.tree.map(bring, made)
 
     def _check_independence(self, model, inputs, n, made):
         """Raise ValueError if the outputs of an example depend on other examples.
@@ -2345,15 +2339,15 @@ class _Predictions:
         if (key := str(_described(inputs, first=1))) in self.independent:
             return
         most = self.programs.places.layout.replicas * jax.tree.leaves(made)[0].shape[2]
-        count = min(most, n)
-        made = jax.tree.map(functools.partial(self._members, n), made)
+        count, made = min(most, n), self._members(n, made)
         for i, name in (0, "first"), (count - 1, "last"):
 
             def repeat(x, i=i):
                 return np.repeat(np.asarray(x[i : i + 1]), count, axis=0)
 
             copies = jax.tree.map(functools.partial(_on_data, repeat), inputs)
-            (again,) = self.blocks(model, copies, tried=True)
+            (work,) = self.works(model, copies)
+            again = self._members(count, self.programs.run(None, work))
             for x, y in zip(*map(jax.tree.leaves, (made, again))):
                 if not _near(x[:, i], y[:, i], like=x):
                     raise ValueError(
@@ -2470,6 +2464,9 @@ class Trainer:
     frozen: PyTree = None  # arrays that members share and none trains
     shards: int = 1  # devices that hold one member together
     latest: TrainState | None = dataclasses.field(init=False, default=None)
+    _places: _Places = dataclasses.field(init=False)
+    _programs: _Programs = dataclasses.field(init=False)
+    _predictions: _Predictions = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         _count("chunk", 1 if self.chunk is None else self.chunk)
@@ -2477,11 +2474,25 @@ class Trainer:
         if not callable(self.init_fn):
             found = f"init_fn is {type(self.init_fn).__name__}; expected a function"
             raise ValueError(f"{found}; each architecture takes a trainer of its own")
-        on_host = functools.partial(_on_data, np.asarray)
-        hyper = (self.hyper,) if self._programs.hyper else ()
-        hyper = jax.tree.map(on_host, hyper)
+        places = _lay_out(self.members, self.devices, self.shards)
+        options = self.has_aux, self.stateful, self.microbatch, self.skip_nonfinite
+        functions = self.init_fn, self.apply_fn, self.output
+        where = self.shards, places.platform
+        member = _Member(self.loss_fn, self.optimizer, *options, *functions, *where)
+        hyper, frozen = (() if x is None else (x,) for x in (self.hyper, self.frozen))
+        if hyper:
+            each = f"an entry for each of the {self.members} members"
+            expected = f"arrays [K, ...], {each}"
+            _check_axes("hyper", hyper, self.members, expected=expected)
+        rows = jax.tree.map(functools.partial(_on_data, np.asarray), hyper)
         for i in range(self.members if hyper else 1):  # raises if one cannot be
-            self._member.optimizer_of(*jax.tree.map(operator.itemgetter(i), hyper))
+            member.optimizer_of(*jax.tree.map(operator.itemgetter(i), rows))
+        hyper = places.to_slots("hyper", hyper)
+        frozen = places.put(_private("frozen", frozen), places.everywhere, divide=True)
+        programs = _Programs(member, places, hyper, frozen, self.at_once)
+        predictions = _Predictions(programs, self.chunk)
+        made = dict(_places=places, _programs=programs, _predictions=predictions)
+        vars(self).update(made)  # the trainer is frozen
 
     def __repr__(self) -> str:  # on one line, without arrays and addresses
         made_of = self.init_fn, self.loss_fn
@@ -2489,51 +2500,15 @@ class Trainer:
         options = f"shards={self.shards}, at_once={self._programs.together}"
         return f"Trainer({', '.join(names)}, {self.layout}, {options})"
 
-    def __getstate__(self) -> dict:  # a copy finds out the rest, where it is
-        fields = dataclasses.fields(self)
-        return {x.name: getattr(self, x.name) for x in fields if x.init}
-
-    @functools.cached_property
-    def _places(self) -> _Places:
-        return _lay_out(self.members, self.devices, self.shards)
+    def __reduce__(self) -> tuple:  # a copy is made anew, where it is
+        fields = (x.name for x in dataclasses.fields(self) if x.init)
+        options = {name: getattr(self, name) for name in fields}
+        return functools.partial(type(self), **options), ()
 
     @property
     def layout(self) -> Layout:
         """K, D, M and R in force, for the devices that JAX has: see `layout`."""
         return self._places.layout
-
-    @functools.cached_property
-    def _member(self) -> _Member:
-        options = self.has_aux, self.stateful, self.microbatch, self.skip_nonfinite
-        functions = self.init_fn, self.apply_fn, self.output
-        where = self.shards, self._places.platform
-        return _Member(self.loss_fn, self.optimizer, *options, *functions, *where)
-
-    @functools.cached_property
-    def _hyper(self) -> tuple:
-        """The members' hyper in their slots, or an empty tuple."""
-        if self.hyper is None:
-            return ()
-        expected = f"arrays [K, ...], an entry for each of the {self.members} members"
-        _check_axes("hyper", self.hyper, self.members, expected=expected)
-        return (self._places.to_slots("hyper", self.hyper),)
-
-    @functools.cached_property
-    def _frozen(self) -> tuple:
-        """The frozen tree on every device, or an empty tuple."""
-        if self.frozen is None:
-            return ()
-        frozen, places = _private("frozen", self.frozen), self._places
-        return (places.put(frozen, places.everywhere, divide=True),)
-
-    @functools.cached_property
-    def _programs(self) -> _Programs:
-        arrays = self._hyper, self._frozen
-        return _Programs(self._member, self._places, *arrays, self.at_once)
-
-    @functools.cached_property
-    def _predictions(self) -> _Predictions:
-        return _Predictions(self._programs, self.chunk)
 
     @functools.cached_property
     def _made(self) -> TrainState:
@@ -2607,7 +2582,7 @@ class Trainer:
         _user_call("key", expected, jax.random.split, key)
         _check_draws(key, self.at_once)
         number = {"number": self._places.slots[0]}
-        return _Work(self._member.init, None, number, {"key": key})
+        return _Work(self._programs.member.init, None, number, {"key": key})
 
     def gather(self, state: TrainState) -> TrainState:
         """Bring each member to the host, leaves [K, ...]; compare its replicas.
@@ -2616,12 +2591,11 @@ class Trainer:
         are not bit-identical.
         """
 
-        state = self._admit(state)
-        parts = [
-            functools.partial(self._places.gather, name) for name, _ in _named(state)
-        ]
-        leaves, structure = jax.tree.flatten(state)
-        return jax.tree.unflatten(structure, map(_on_data, parts, leaves))
+        def bring(path, leaf):
+            name = jax.tree_util.keystr(path)
+            return _on_data(functools.partial(self._places.gather, name), leaf)
+
+        return jax.tree.map_with_path(bring, self._admit(state))
 
     def like(self, key: Array | None = None) -> TrainState:
         """Return the form of a gathered state, leaves [K, ...], for `load`.
@@ -2697,7 +2671,7 @@ class Trainer:
         """
         state = self._admit(state, trains=True)
         work = self._update(state, *batch, per_member=per_member)
-        self._warn_if_equal(state, own=per_member)
+        self._warn_if_equal(state, differ=per_member)
         state, metrics = self._programs.run(self, work)
         return state, self._places.from_slots(metrics)
 
@@ -2709,7 +2683,7 @@ class Trainer:
             _check_axes("batch", batch)
         batch = _private("batch", batch)
         parts = self._places.deal("batch", batch, int(per_member), per_member)
-        return _Work(self._member.update, state, *parts, trains=True)
+        return _Work(self._programs.member.update, state, *parts, trains=True)
 
     def epoch(
         self, state: TrainState, data: tuple | list, order: ArrayLike
@@ -2733,8 +2707,8 @@ class Trainer:
         state = self._admit(state, trains=True)
         work = self._epoch(state, data, order, self.place)
         order = np.asarray(order)
-        own = order.ndim == 3 and (order != order[:1]).any()
-        self._warn_if_equal(state, own)
+        differ = order.ndim == 3 and (order != order[:1]).any()
+        self._warn_if_equal(state, differ)
         state, metrics = self._programs.run(self, work)
         return state, self._places.from_slots(metrics, order.shape[-2])
 
@@ -2752,7 +2726,7 @@ class Trainer:
         order = np.pad(order, axes)
         parts = self._places.deal("order", order, order.ndim - 1, order.ndim == 3)
         parts[1].update(data=data, num_steps=np.int32(num_steps))
-        return _Work(self._member.epoch, state, *parts, trains=True)
+        return _Work(self._programs.member.epoch, state, *parts, trains=True)
 
     def place(self, data: PyTree) -> PyTree:
         """Copy all of data, a tree of arrays [N, ...], to every device in use.
@@ -2763,8 +2737,8 @@ class Trainer:
         """
         return self._places.put(_private("data", data), self._places.everywhere)
 
-    def _warn_if_equal(self, state, own):
-        differ = own or self.members == 1 or self.hyper is not None or self.stateful
+    def _warn_if_equal(self, state, differ):
+        differ = differ or self.members == 1 or self.hyper is not None or self.stateful
         if differ or self.latest is not None:  # warn at the first step alone
             return
 
@@ -2896,8 +2870,8 @@ def epoch_order(
     for member in range(1 if members is None else _count("members", members)):
         rows = np.random.default_rng([seed, epoch, member]).permutation(num_examples)
         if bootstrap:
-            own = np.random.default_rng([seed, 0, member, 1])
-            rows = own.integers(num_examples, size=num_examples)[rows]
+            drawn = np.random.default_rng([seed, 0, member, 1])
+            rows = drawn.integers(num_examples, size=num_examples)[rows]
         orders.append(rows[: steps * batch_size].astype(np.int32))
     order = np.reshape(orders, (-1, steps, batch_size))
     return order[0] if members is None else order

@@ -1814,7 +1814,7 @@ def test_shards_divide_the_large_leaves_of_a_state_and_of_frozen(which, shards):
     trainer, whole = make(devices=8, shards=shards), make(devices=8 // shards)
     (trainer, state), (_, start) = map(begin, (trainer, whole))
     assert trainer.layout == whole.layout
-    (frozen,), weights = trainer._frozen, state.params.heads.weight
+    (frozen,), weights = trainer._programs.frozen, state.params.heads.weight
     assert [*weights.sharding.spec[1:]] == [None, "shards"]  # the longest axis
     assert frozen.addressable_data(0).size == frozen.size // shards
     assert trainer.place(image_data())[0].is_fully_replicated
@@ -2768,7 +2768,7 @@ def test_microbatches_are_chosen_by_platform_and_batch(monkeypatch):
         assert sizes(128, **auto) == [128]
     monkeypatch.undo()
     other = making(devices=[mock.Mock(platform="tpu")], **auto)()
-    assert other._places.absent and other._member.platform == "tpu"
+    assert other._places.absent and other._programs.member.platform == "tpu"
 
 
 @mock.patch.object(jax, "process_count", lambda: 2)

@@ -337,9 +337,8 @@ class Run:
         if args.resume:
             self.restore()
         if folder:
-            where = str(args.data_dir or default_folder())
             kept = {"data": args.data, "save_every": args.save_every}
-            kept |= {"dataset": data.name, "data_dir": where}
+            kept |= {"dataset": data.name, "data_dir": str(args.data_dir)}
             write_json(folder / "config.json", settings._asdict() | kept, indent=2)
             write_json(folder / "metrics.jsonl", *self.metrics)
 
@@ -556,6 +555,17 @@ class Failure(Exception):
         self.status = status
 
 
+@contextlib.contextmanager
+def named(cause: Any, *errors: type, status: int = 2) -> Iterator[None]:
+    """Turn these errors of a block into a Failure that names their cause."""
+    try:
+        yield
+    except errors as error:
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        reason += " is missing" * isinstance(error, KeyError)
+        raise Failure(f"{cause}: {reason}", status) from error
+
+
 # ---------------------------------------------------------------------------------
 # Report
 # ---------------------------------------------------------------------------------
@@ -710,12 +720,9 @@ class Dataset(NamedTuple):
 
     def form(self) -> dict:
         """Return the settings that the data determine, as JSON holds them."""
-        content = hashlib.sha256()
-        for array in self[1:5]:
-            content.update(np.ascontiguousarray(array))
-        shape = [*self.train_images.shape[1:]]
-        form = {"image_shape": shape, "classes": self.classes.tolist()}
-        return {"dataset_sha256": content.hexdigest(), **form}
+        digest = hashlib.sha256(b"".join(self[1:5])).hexdigest()
+        shape, classes = [*self.train_images.shape[1:]], self.classes.tolist()
+        return {"dataset_sha256": digest, "image_shape": shape, "classes": classes}
 
 
 # SHA-256 of MNIST's files, uncompressed, since mirrors compress them differently.
@@ -741,24 +748,22 @@ def read_idx(path: Path) -> tuple[np.ndarray, str]:
     dimensions, and each dimension as a big-endian 32-bit number.  Raises Failure.
     """
     num_dims = 3 if "images" in path.name else 1
-    magic, length = bytes((0, 0, 8, num_dims)), 4 + 4 * num_dims
-    try:
+    magic = bytes((0, 0, 8, num_dims))
+    # gzip raises them for a file cut short, a wrong checksum, and another format;
+    # NumPy raises ValueError for fewer or more bytes than the header declares.
+    with named(path, OSError, EOFError, ValueError, zlib.error):
         with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
             content = file.read()
-        if not content.startswith(magic) or len(content) < length:
-            form = f"0x{magic.hex()}: unsigned bytes in {num_dims} dimensions"
-            found = f"header 0x{content[:length].hex()}"
-            raise ValueError(f"{found}; expected {length} bytes that begin {form}")
-        shape = np.frombuffer(content, ">u4", num_dims, offset=4).tolist()
-        values, size = np.frombuffer(content[length:], np.uint8), math.prod(shape)
-        if not 0 < len(values) == size:
-            declared = f"declares {shape}, {size} bytes, and holds {len(values)}"
-            raise ValueError(f"{declared}; expected as many, at least 1")
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        # gzip raises them for a file cut short, a wrong checksum, and another format.
-        reason = getattr(error, "strerror", None) or error
-        raise Failure(f"{path}: {reason}") from error
-    return values.reshape(shape), hashlib.sha256(content).hexdigest()
+        if content[:4] != magic:
+            form = f"0x{magic.hex()}, unsigned bytes in {num_dims} dimensions"
+            raise ValueError(f"the file begins 0x{content[:4].hex()}; expected {form}")
+        shape = np.frombuffer(content, ">u4", num_dims, offset=4)
+        if not shape.all():
+            raise ValueError(
+                f"the file holds {shape.tolist()}; expected at least 1 each"
+            )
+        values = np.frombuffer(content, np.uint8, offset=4 + shape.nbytes)
+        return values.reshape(shape), hashlib.sha256(content).hexdigest()
 
 
 def download(folder: Path, name: str) -> Path:
@@ -815,15 +820,14 @@ def load_mnist(folder: str | os.PathLike) -> Dataset:
         raise Failure(f"--data-dir {folder}: not a folder")
     places = [folder / f"{name}{end}" for end in (".gz", "") for name in MNIST_FILES]
     paths = {path.name.removesuffix(".gz"): path for path in places if path.exists()}
-    found, foreign = {}, []
-    for name in sorted(MNIST_FILES, key=lambda name: name not in paths):  # missing last
-        if foreign and name not in paths:
-            other = f"{name} is missing, and {foreign[0]} is not MNIST's"
-            raise Failure(f"{folder}: {other}; add the file of the same data set")
-        found[name], digest = read_idx(paths.get(name) or download(folder, name))
-        if digest != MNIST_FILES[name]:
-            foreign.append(name)
-    arrays = [found[name] for name in MNIST_FILES]
+    read = {name: read_idx(paths[name]) for name in MNIST_FILES if name in paths}
+    foreign = [name for name, (_, sha) in read.items() if sha != MNIST_FILES[name]]
+    missing = [name for name in MNIST_FILES if name not in read]
+    if missing and foreign:
+        other = f"{missing[0]} is missing, and {foreign[0]} is not MNIST's"
+        raise Failure(f"{folder}: {other}; add the file of the same data set")
+    read |= {name: read_idx(download(folder, name)) for name in missing}
+    arrays = [read[name][0] for name in MNIST_FILES]
     check_fit(folder, arrays)
     name, classes, parts = "MNIST", np.unique(arrays[1]), []
     for images, labels in (arrays[:2], arrays[2:]):
@@ -972,16 +976,12 @@ def write_json(path: Path, *values: dict, indent: int | None = None) -> None:
 @contextlib.contextmanager
 def read_json(path: Path) -> Iterator[dict]:
     """Yield a JSON file's object; errors in the block become a Failure naming it."""
-    try:
+    errors = OSError, ValueError, TypeError, KeyError, RecursionError, Failure
+    with named(path, *errors):
         found = json.loads(path.read_text())
         if not isinstance(found, dict):
             raise ValueError("the file does not hold a JSON object, {...}")
         yield found
-    except KeyError as error:
-        raise Failure(f"{path}: {error} is missing") from error
-    except (OSError, ValueError, TypeError, RecursionError, Failure) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise Failure(f"{path}: {reason}") from error
 
 
 def read_config(folder: Path) -> tuple[Settings, dict]:
@@ -1134,7 +1134,7 @@ class Signals:
     """
 
     def __init__(self):
-        self.received = 0  # the number of the first signal
+        self.received = 0  # the number of the last signal
         self.handlers = {}  # the handlers that ours replaced
 
     def listen(self) -> None:
@@ -1143,7 +1143,7 @@ class Signals:
             self.handlers = {n: signal.signal(n, self.note) for n in numbers}
 
     def note(self, number: int, frame: Any) -> None:
-        self.received = self.received or number
+        self.received = number
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def close(self) -> None:
@@ -1174,17 +1174,15 @@ def connect(args: argparse.Namespace) -> None:
     if "heartbeat_timeout_seconds" in known:  # JAX 0.5 lacks it
         options["heartbeat_timeout_seconds"] = 30
     timer = threading.Timer(args.connect_timeout, give_up)
-    timer.start()
-    try:
-        if args.process_id == 0:  # at a busy port JAX would end without a message
-            port = int(args.coordinator.rpartition(":")[2])
-            socket.create_server(("", port)).close()
-        jax.distributed.initialize(*processes, **options)
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise Failure(f"{where}: {reason}", status=1) from error
-    finally:
-        timer.cancel()
+    with named(where, OSError, ValueError, RuntimeError, status=1):
+        timer.start()
+        try:
+            if args.process_id == 0:  # at a busy port JAX would end without a message
+                port = int(args.coordinator.rpartition(":")[2])
+                socket.create_server(("", port)).close()
+            jax.distributed.initialize(*processes, **options)
+        finally:
+            timer.cancel()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX has set its own handler
     count, there = jax.process_count(), f"the process at {args.coordinator}"
     if args.num_processes not in (None, count):
@@ -1271,7 +1269,7 @@ TYPES: dict = {
     "bootstrap skip_nonfinite plot resume distributed": bool,
 }
 FLAGS = {name: kind for names, kind in TYPES.items() for name in names.split()}
-# The other defaults are in `Settings` and `prepare`, or None.
+# The other defaults are in `Settings`, `parse_arguments` and `prepare`, or None.
 DEFAULTS = {"data": "auto", "save_every": 1.0, "keep": 3, "connect_timeout": 60}
 
 
@@ -1322,7 +1320,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             changes = {n: x for n, x in given.items() if n in Settings._fields}
             ours = settings._replace(**changes)
             check_same(f"--resume from {folder}", ours, settings)
-    args = argparse.Namespace(**(dict.fromkeys(FLAGS) | DEFAULTS | kept | given))
+    defaults = dict.fromkeys(FLAGS) | DEFAULTS | {"data_dir": default_folder()}
+    args = argparse.Namespace(**(defaults | kept | given))
     if args.mode == "sync" and args.members not in (None, 1):
         raise Failure(f"--members {args.members}: --mode sync trains one model")
     optimizer = args.optimizer or RECIPES[args.network or "cnn"].optimizer
@@ -1339,43 +1338,38 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def check(values: Any, name: str, ok: bool, message: str) -> None:
-    """Raise Failure for a flag whose value does not fit."""
-    if not ok:
-        raise Failure(f"{flag(name)} {getattr(values, name)}: {message}")
-
-
 def prepare(args: argparse.Namespace) -> tuple[Settings, Dataset, pe.Trainer]:
     """Load the data, settle what the flags leave open, and make the trainer.
 
     Raises Failure for flags that do not fit the data or the devices.
     """
-    data = load_data(args.data, args.data_dir or default_folder())
-    flags = {name: value for name, value in vars(args).items() if value is not None}
-    given = {name: flags[name] for name in Settings._fields if name in flags}
+    data = load_data(args.data, args.data_dir)
+    flags = {name: getattr(args, name, None) for name in Settings._fields}
+    given = {name: value for name, value in flags.items() if value is not None}
     recipe = RECIPES[given.get("network", "cnn")]
     has, side = len(data.train_images), min(data.train_images.shape[1:3])
     rate = LEARNING_RATES[given.get("optimizer", recipe.optimizer)]
     shift = round(recipe.max_shift * side / SIDE)
     derived = {"learning_rate": rate, "max_shift": shift, "train_size": has}
     settings = recipe._replace(**(derived | given))
-    size, batch = settings.train_size, settings.batch_size
-    check(settings, "train_size", size <= has, f"{data.name} has {has} training images")
-    check(settings, "batch_size", batch <= size, f"there are {size} training images")
-    most, fits = MOST // settings.epoch_steps, settings.max_shift <= side
-    count = f"JAX can count {most} such epochs"
-    check(settings, "epochs", settings.epochs <= most, count)
-    check(settings, "max_shift", fits, f"an image side has {side} pixels")
+    size, epochs = settings.train_size, MOST // (settings.epoch_steps or 1)
+    limits = {
+        "train_size": (has, f"{data.name} has {has} training images"),
+        "batch_size": (size, f"there are {size} training images"),
+        "epochs": (epochs, f"JAX can count {epochs} such epochs"),
+        "max_shift": (side, f"an image side has {side} pixels"),
+    }
+    for name, (most, why) in limits.items():
+        if (value := getattr(settings, name)) > most:
+            raise Failure(f"{flag(name)} {value}: {why}")
     images, labels = data.train_images[:size], data.train_labels[:size]
     data = data._replace(train_images=images, train_labels=labels)
     layout = lay_out(settings, args.devices)
     settings = settings._replace(members=layout.members, **data.form())
     trainer = make_trainer(settings, layout.devices)
-    try:  # images may be too small for the network
+    with named(f"--network {settings.network}", ValueError):  # too small images
         model = jax.eval_shape(trainer.init_fn, jax.random.key(0))
         jax.eval_shape(trainer.apply_fn, *model, images[:1])
-    except ValueError as error:
-        raise Failure(f"--network {settings.network}: {error}") from error
     return settings, data, trainer
 
 
@@ -1387,9 +1381,9 @@ def lay_out(settings: Settings, asked: int | None) -> pe.Layout:
     processes, here = jax.process_count(), jax.local_device_count()
     devices, kind = asked or here, jax.default_backend().upper()
     if devices > here or (processes > 1 and devices < here):
-        uses = "each of several processes uses all its"
-        uses = uses if processes > 1 else "there are"
-        raise Failure(f"--devices {asked}: {uses} {here} {kind} devices")
+        there = f"there are {here} {kind} devices"
+        there += ", and each of several processes uses all of its own" * (processes > 1)
+        raise Failure(f"--devices {asked}: {there}")
     devices = devices if processes == 1 else jax.device_count()
     few = 2 if kind == "CPU" else 5  # the fewest members of an ensemble by default
     members = 1 if settings.mode == "sync" else settings.members or max(devices, few)
@@ -1397,10 +1391,11 @@ def lay_out(settings: Settings, asked: int | None) -> pe.Layout:
     if processes == 1 and not asked:  # the most replicas that divide the batch
         n = max(r for r in range(1, n + 1) if batch % r == 0)
         devices = min(devices, members * n)
-    other = f"use a multiple of {n}, for example {batch // n * n or n}"
-    other += ", or leave out --devices" * (processes == 1)
-    split = f"a batch of this size does not split over a model's {n} devices; {other}"
-    check(settings, "batch_size", batch % n == 0, split)
+    if batch % n:
+        split = f"a batch of this size does not split over a model's {n} devices; "
+        split += f"use a multiple of {n}, for example {batch // n * n or n}"
+        split += ", or leave out --devices" * (processes == 1)
+        raise Failure(f"--batch-size {batch}: {split}")
     return pe.layout(members, devices, processes)
 
 
@@ -1411,11 +1406,8 @@ def announce(settings: Settings, data: Dataset, layout, asked: int | None) -> No
     """
     members, devices, shared, replicas = layout
     there, processes = jax.device_count(), jax.process_count()
-    wanted = asked or there
-    full, (height, width, _) = (
-        pe.layout(members, wanted, processes),
-        settings.image_shape,
-    )
+    wanted, (height, width, _) = asked or there, settings.image_shape
+    full = pe.layout(members, wanted, processes)
     said = f"{data.name}, {settings.train_size} training and {len(data.test_images)} "
     said += f"test images of {height} x {width}, {len(data.classes)} classes: "
     said += "one model" if settings.mode == "sync" else f"an ensemble of {members}"

@@ -161,15 +161,9 @@ def make_trainer(net, periods):
     def apply_fn(params, stats, images, period):
         return apply(params, stats, pixels(images), False)[0]
 
-    return pe.make_trainer(
-        lambda key, period: init(key),
-        loss_fn,
-        optimizer,
-        members=len(periods),
-        apply_fn=apply_fn,
-        stateful=True,
-        hyper=np.array(periods),
-    )
+    functions = (lambda key, period: init(key)), loss_fn, optimizer
+    how = dict(members=len(periods), stateful=True, hyper=np.array(periods))
+    return pe.make_trainer(*functions, apply_fn=apply_fn, **how)
 
 
 def fit(trainer, state, data, epochs, seed):

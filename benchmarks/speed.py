@@ -255,18 +255,13 @@ def check_data(commands: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7, help="whole jobs: 2 at most")
-    last = len(GROUPS)
-    parser.add_argument(
-        "--group",
-        type=int,
-        nargs="+",
-        default=range(1, last + 1),
-        help=f"some of the groups 1 to {last}; group {last} has whole jobs",
-    )
+    every, last = range(1, len(GROUPS) + 1), len(GROUPS)
+    text = f"some of the groups 1 to {last}; group {last} has whole jobs"
+    parser.add_argument("--group", type=int, nargs="+", default=every, help=text)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     for number in args.group:
-        if not 1 <= number <= last:
+        if number not in every:
             raise SystemExit(f"--group is {number}; expected groups from 1 to {last}")
     groups = [list(GROUPS.items())[number - 1] for number in sorted(set(args.group))]
     check_data([each for _, systems in groups for each in systems.values()])

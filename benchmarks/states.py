@@ -154,6 +154,19 @@ def shown(tree):
     return jax.tree.map(show, tree)
 
 
+def stack(trees):
+    return jax.tree.map(lambda *x: jnp.stack(x), *trees)
+
+
+def take(update, state, batches, axis=0):
+    """Update a state by each batch; stack the metrics along an axis."""
+    found = []
+    for batch in batches:
+        state, metrics = update(state, *batch)
+        found.append(jax.device_get(metrics))
+    return state, jax.tree.map(lambda *x: np.stack(x, axis), *found)
+
+
 def read(tree):
     """Return a number that depends on every float of a tree."""
     total = 0.0
@@ -183,6 +196,8 @@ class Case:
             self.optimizer = pe.Optimizer(lambda params: self.tree, self.optimize)
         if self.place == "hyper":
             self.optimizer = lambda h: pe.sgd(0.1 + 0.05 * read(self.move(h, 1.0)))
+        self.options = dict(has_aux=True, stateful=self.stateful)
+        self.options["skip_nonfinite"] = self.skip
 
     def more(self, i):
         """Return member i's hyper, or the frozen tree, as the last arguments."""
@@ -198,17 +213,17 @@ class Case:
             params["moved"] = read(self.move(more[0], 2.0))
         return (params, self.tree) if self.stateful else params
 
-    def moved(self, params, more):
-        tree = more[0] if more else params["tree"]
-        return self.move(tree, params["w"].sum()) if tree else tree
+    def divide(self, params, args, count):
+        """Return the `count` arguments that are data, and the tree, moved."""
+        if self.stateful:
+            tree, data = args[0], args[-count:]
+        else:
+            data, more = args[:count], args[count:]  # of the batch, hyper or frozen
+            tree = more[0] if more else params["tree"]
+        return data, self.move(tree, params["w"].sum()) if tree else tree
 
     def loss(self, params, *args):
-        if self.stateful:
-            model_state, _, x, y = args
-            new = self.move(model_state, params["w"].sum())
-        else:
-            x, y, *more = args  # more is of the batch, hyper or frozen
-            new = self.moved(params, more)
+        (x, y), new = self.divide(params, args, 2)
         errors = jnp.square(x @ params["w"] - y).mean()
         loss = errors + (0.1 + params["w"].mean()) * read(new)
         aux = shown(new) if self.aux else {}
@@ -219,12 +234,7 @@ class Case:
         return jax.tree.map(lambda g: -0.1 * g - 0.01 * read(new), grads), new
 
     def apply(self, params, *args):
-        if self.stateful:
-            model_state, inputs = args
-            new = self.move(model_state, params["w"].sum())
-        else:
-            inputs, *more = args
-            new = self.moved(params, more)
+        (inputs,), new = self.divide(params, args, 1)
         n = len(inputs)
         each = jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *x.shape)), shown(new))
         return inputs @ params["w"] + read(new), each
@@ -267,75 +277,45 @@ class Case:
         if way == "predict":
             model = (state.params, state.model_state)[: 1 + self.stateful]
             return jit(self.apply)(*model, self.batches[0][0], *self.more(i))
-        step, metrics = jit(self.step), []
-        for batch in self.batches:
-            state, found = step(state, batch, self.more(i))
-            metrics.append(found)
-        return state, jax.tree.map(lambda *x: jnp.stack(x), *metrics)
+        step = jit(self.step)
+        update = lambda state, *batch: step(state, batch, self.more(i))  # noqa: E731
+        return take(update, state, self.batches)
 
     # All members
 
-    def by_trainer(self, way, members, devices, at_once, microbatch):
-        stack = lambda *x: jnp.stack(x)  # noqa: E731
-        given = {}
-        if self.given:
-            each = [self.more(i)[0] for i in range(members)]
-            hyper = self.place == "hyper"
-            given[self.place] = jax.tree.map(stack, *each) if hyper else self.tree
-        trainer = pe.make_trainer(
-            self.init,
-            self.loss,
-            self.optimizer,
-            members=members,
-            devices=devices,
-            apply_fn=self.apply,
-            output=None,
-            at_once=at_once,
-            microbatch=microbatch,
-            stateful=self.stateful,
-            has_aux=True,
-            skip_nonfinite=self.skip,
-            **given,
-        )
+    def first(self, members):
+        with jax.disable_jit():
+            return stack([self.start(i) for i in range(members)])
+
+    def by_trainer(self, way, members, **how):
+        if self.place == "hyper":
+            how["hyper"] = stack([self.more(i)[0] for i in range(members)])
+        if self.place == "frozen":
+            how["frozen"] = self.tree
+        how |= self.options | dict(apply_fn=self.apply, output=None)
+        functions = self.init, self.loss, self.optimizer
+        trainer = pe.make_trainer(*functions, members=members, **how)
         if way == "init":
             return trainer.gather(trainer.init(jax.random.key(7)))
-        with jax.disable_jit():
-            states = [self.start(i) for i in range(members)]
-            state = jax.tree.map(stack, *states)
-        state = trainer.scatter(state)
+        state = trainer.scatter(self.first(members))
         if way == "predict":
             return trainer.predict_members(state, self.batches[0][0])
         if way == "epoch":
             data = jax.tree.map(lambda *x: jnp.concatenate(x), *self.batches)
             state, metrics = trainer.epoch(state, data, np.arange(16).reshape(2, 8))
         else:
-            found = []
-            for batch in self.batches:
-                state, metrics = trainer.update(state, *batch)
-                found.append(jax.device_get(metrics))
-            metrics = jax.tree.map(lambda *x: np.stack(x, axis=1), *found)
+            state, metrics = take(trainer.update, state, self.batches, axis=1)
         return trainer.gather(state), metrics
 
     def by_update(self, way, members, devices, at_once, microbatch):
-        make = pe.make_sync_update if way == "sync" else pe.make_ensemble_update
-        update = make(
-            self.loss,
-            self.optimizer,
-            has_aux=True,
-            stateful=self.stateful,
-            microbatch=microbatch,
-            skip_nonfinite=self.skip,
-        )
-        with jax.disable_jit():
-            states = [self.start(i) for i in range(members)]
-            stacked = jax.tree.map(lambda *x: jnp.stack(x), *states)
-            state = pe.replicate(states[0], devices) if way == "sync" else stacked
-        found = []
-        for batch in self.batches:
-            divide = pe.split if way == "sync" else pe.replicate
-            state, metrics = update(state, *divide(batch, devices))
-            found.append(metrics)
-        return state, jax.tree.map(lambda *x: jnp.stack(x, axis=1), *found)
+        sync, state = way == "sync", self.first(members)
+        make = pe.make_sync_update if sync else pe.make_ensemble_update
+        update = make(self.loss, self.optimizer, microbatch=microbatch, **self.options)
+        if sync:
+            state = pe.replicate(jax.tree.map(lambda x: x[0], state), devices)
+        divide = pe.split if sync else pe.replicate
+        batches = (divide(batch, devices) for batch in self.batches)
+        return take(update, state, batches, axis=1)
 
 
 def differs(found, expected):
@@ -373,7 +353,8 @@ def compare(seed, places=PLACES, count=2):
         if case.place == "batch":  # a part of it has other rows
             micro, devices = 0, 1 if way == "sync" else min(devices, members)
         micro = None if case.stateful or micro == 0 else int(micro)
-        found = run(way, members, devices, at_once, micro)
+        how = dict(members=members, devices=devices, at_once=at_once, microbatch=micro)
+        found = run(way, **how)
         kind, verdict = way if way in ("predict", "init") else "step", "right"
         for i in range(members):
             if (kind, i) not in hand:
@@ -383,7 +364,6 @@ def compare(seed, places=PLACES, count=2):
                 own = differs(case.by_hand(kind, i, jax.jit), hand[kind, i])
                 verdict = "XLA's own" if own else "wrong"
                 break
-        how = f"{members=}, {devices=}, {at_once=}, microbatch={micro}"
         yield (case.place, way, how), verdict, case.steps
 
 

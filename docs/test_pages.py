@@ -29,8 +29,8 @@ import train_mnist as tm
 from conftest import ENVIRONMENT, HERE, D, posix, run_python, said_by, start_python
 
 pytestmark = pytest.mark.once  # no version of JAX changes these, or they take long
-LIBRARIES = {"tables": "sklearn.datasets", "tokens": "flax.linen"}  # asked for
-LIBRARIES["volumes"] = LIBRARIES["tokens"]
+LIBRARIES = {"tables": "sklearn.datasets"}  # asked for
+LIBRARIES |= dict.fromkeys(("tokens", "volumes"), "flax.linen")
 
 
 @pytest.fixture
@@ -260,8 +260,7 @@ def test_examples_take_modules_beside_or_above_them(tmp_path):
     for library in LIBRARIES.values():
         pytest.importorskip(library)
     shutil.copytree(HERE / "examples", tmp_path / "examples")
-    paths = HERE.glob("examples/*.py")
-    scripts = [path.stem for path in paths if path.stem != "test_tabular"]
+    scripts = {path.stem for path in HERE.glob("examples/*.py")} - {"test_tabular"}
     for name in "pjax_ensemble.py", "ensemble_metrics.py":
         shutil.copy(HERE / name, tmp_path)
     for folder in tmp_path, tmp_path / "examples":
@@ -385,8 +384,8 @@ def test_readme_runs_in_a_notebook_that_is_interrupted(tmp_path, monkeypatch):
 def test_readme_is_read_to_the_end_and_trains_in_fifteen_lines():
     assert README.count("\n") <= 150
     assert max(map(len, README.splitlines())) <= 100
-    _, block = README.split("```python\nrate = ", 1)
-    assert sum(map(bool, block.partition("\n```")[0].splitlines())) == 15
+    code = README.partition("```python\nrate = ")[2].partition("\n```")[0]
+    assert sum(map(bool, code.splitlines())) == 15
 
 
 def test_promises_name_tests_that_are_there():

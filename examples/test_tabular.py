@@ -277,17 +277,22 @@ def test_classifier_finds_the_temperature_and_the_recipe_of_labels():
     draw, model = np.random.default_rng(0), tabular.EnsembleClassifier(**SHORT)
     logits = draw.normal(size=(3, 1, 4000, 3))
     labels = (logits[1, 0] / 2 + draw.gumbel(size=(4000, 3))).argmax(axis=1)
-    probs = scipy.special.softmax(logits, axis=3)
-    probs[2, 0] = np.nan  # networks that diverge
+    probs = np.repeat(scipy.special.softmax(logits, axis=3), 2, axis=1)
+    probs[2] = np.nan  # networks that diverge
     with mock.patch.object(model, "_fit", return_value=[probs]):
         model.fit(np.zeros((4000, 1)), labels)
     assert_allclose(model.temperatures_[1], 2, atol=0.2)
     assert model.weights_[1] > 0.8 and model.weights_.sum() == pytest.approx(1)
+    few, ours = np.arange(30), np.linspace(0, 1, 999)[1:-1, None]
+    p, q = probs[:2, 0, few, labels[:30]]  # one row more for each of the recipes
+    nll = -np.log(ours * p + (1 - ours) * q).sum(axis=1, keepdims=True)
+    best = ours[(nll - np.log(ours * (1 - ours))).argmin()]
+    assert_allclose(tabular.weigh(probs[:2, 0, :30], labels[:30])[:1], best, atol=0.002)
     pooled = em.temper(probs[1, 0], model.temperatures_[1])
     pooled = (0.8 * pooled + 0.2 / 3) * model.weights_[1]
     assert abs(model.temperature_ - 1) < 0.1  # recipes have theirs already
     model.temperature_, model.noises_ = 0.4, (0, 0.2, 0)
-    with mock.patch.object(model, "_outputs", return_value=[probs[:, 0]]):
+    with mock.patch.object(model, "_outputs", return_value=[probs.reshape(6, 4000, 3)]):
         found = model.predict_proba(None)
     pooled += 1 / 3 * (1 - model.weights_[1])
     assert_allclose(found, em.temper(pooled, model.temperature_), atol=0.05)
@@ -367,14 +372,19 @@ def test_loss_weighs_rows_by_deviation_and_has_a_decay_for_each_output():
     h = tabular.member_hyper(x, y, np.arange(20), 3.0, 7.0, 1)
     params = tabular.init(key, 3, 2)
     params = jax.tree.map(lambda p: p + randn(9, *p.shape), params)
-    mean, variance = map(np.float64, tabular.gaussian_apply(params, x, h))
-    weights = np.sqrt(variance) * (np.arange(20) < 17)  # the rest is padding
-    nll = (np.log(2 * np.pi * variance) + (y - mean) ** 2 / variance) / 2
-    expected = (weights * nll).sum() / weights.sum() - np.log(y.std())
-    (first, _), (second, _), (last, _) = params
-    squares = sum(np.square(w).sum() for w in (first, second, last[:, 0]))
-    expected += (3 * squares + 7 * np.square(last[:, 1]).sum()) / 20
-    assert_close(tabular.gaussian_loss(params, x, y, np.arange(20) < 17, h), expected)
+    seen = np.arange(20) < 17  # the rest is padding
+    weights = seen * np.sqrt(tabular.gaussian_apply(params, x, h)[1])  # constants
+
+    def loss(params):
+        mean, variance = tabular.gaussian_apply(params, x, h)
+        nll = (jnp.log(2 * np.pi * variance) + (y - mean) ** 2 / variance) / 2
+        (first, _), (second, _), (last, _) = params
+        squares = sum(jnp.square(w).sum() for w in (first, second, last[:, 0]))
+        decay = (3 * squares + 7 * jnp.square(last[:, 1]).sum()) / 20
+        return (weights * nll).sum() / weights.sum() - np.log(y.std()) + decay
+
+    found = jax.value_and_grad(tabular.gaussian_loss)(params, x, y, seen, h)
+    assert_close(found, jax.value_and_grad(loss)(params))
     low = pe.Dense(jnp.zeros((32, 2)), jnp.full(2, -1e3))
     _, variance = tabular.gaussian_apply((*params[:-1], low), x, h)
     assert_close(variance, np.full(20, 1e-4 * y.var()))
@@ -403,14 +413,12 @@ def test_score_of_numbers_is_the_interval_score():
     y, noise = randn(0, 50), randn(1, 2, 3, 50)
     means, variances = y + 0.3 * noise[0], np.exp(noise[1])
     mean, deviation = tabular.mixture(means, variances)
-    totals = []
-    for rank, weight in (26, 4), (46, 20):  # of 51 for 50% and for 90%
-        q, total = sorted(abs(y - mean) / deviation)[rank - 1], 0
-        for i in range(50):
-            low, high = mean[i] - q * deviation[i], mean[i] + q * deviation[i]
-            total += high - low + weight * max(low - y[i], 0, y[i] - high)
-        totals.append(total / 50)
-    expected = np.log(totals).mean()
+    totals = np.zeros(2)
+    for i, (rank, weight) in enumerate([(26, 4), (46, 20)]):  # of 51 for 50% and 90%
+        q = sorted(abs(y - mean) / deviation)[rank - 1]
+        for low, high, target in zip(mean - q * deviation, mean + q * deviation, y):
+            totals[i] += high - low + weight * max(low - target, 0, target - high)
+    expected = np.log(totals / 50).mean()
     assert_close(tabular.interval_score(means, variances, y), expected)
     still = np.zeros((1, 50)), np.ones((1, 50)), np.zeros(50)
     assert np.isfinite(tabular.interval_score(*still))
@@ -442,7 +450,7 @@ def test_calibration_finds_the_density_that_errors_are_from():
     for dof, factor in (3, 2), (100, 0.5):
         unit = scipy.stats.t.ppf((np.arange(5000) + 0.5) / 5000, dof)
         unit = np.random.default_rng(0).permutation(unit) / scipy.stats.t.std(dof)
-        nll, found, by = tabular.calibrate(factor * deviation * unit, deviation)
-        assert found == dof and by == pytest.approx(factor, rel=0.08)
         errors = factor * deviation * unit
+        nll, found, by = tabular.calibrate(errors, deviation)
+        assert found == dof and by == pytest.approx(factor, rel=0.08)
         assert nll == tabular.student_nll(errors, by * deviation, found).mean()
