@@ -1798,15 +1798,13 @@ def test_states_are_on_the_devices_that_are_given():
 needs_shards = pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="old JAX")
 
 
-def test_a_scan_of_one_turn_is_no_loop_and_gives_the_same():
-    def add(total, x):
-        return total + x, 2.0
-
-    for length in 1, 3:
-        scan = jax.jit(lambda xs: pe._scan(add, jnp.zeros(2), xs))
-        lowered, xs = scan.lower(jnp.ones((length, 2))), jnp.ones((length, 2))
-        assert ("stablehlo.while" in lowered.as_text()) == (length > 1)
-        assert_close(lowered.compile()(xs), jax.lax.scan(add, jnp.zeros(2), xs))
+def test_a_loop_of_one_turn_is_none_in_a_program():
+    counts, (batch,) = [], net_batches(1)
+    for members, microbatch in (1, None), (1, 8), (3, None), (3, 8):
+        trainer = net_trainer(members, 1, microbatch=microbatch)
+        text = trainer.lower("update", *batch).as_text()
+        counts.append(text.count("stablehlo.while"))
+    assert counts == [0, 1, 1, 2]
 
 
 @needs_shards
@@ -2130,6 +2128,16 @@ def test_predictions_are_any_tree_of_any_type_and_have_float32_means(members, de
         means = trainer.predict(state, inputs)
         assert_close(finite(means), finite(mean))
         assert {x.dtype.name for x in jax.tree.leaves(means)} == {"float32"}
+
+
+def test_predicting_may_move_rows_of_the_parameters():
+    def apply_fn(rows, x):
+        moved = rows.at[1:].set(rows[:-1]).at[0].set(9)
+        return x[:, None] * moved.reshape(1, -1)
+
+    options = dict(init_fn=lambda key: jnp.arange(4.0)[:, None], output=None)
+    trainer, state = begin(net_trainer(3, 2, apply_fn=apply_fn, **options))
+    assert trainer.predict(state, np.ones(1)).tolist() == [[9, 0, 1, 2]]
 
 
 def predicting(apply_fn, output=jax.nn.softmax, rows=128):
