@@ -1906,6 +1906,17 @@ def test_a_program_is_traced_once_whatever_it_is_given_and_anew(members, devices
         assert len(traces) == known and {dtype for dtype, *_ in traces} == {"uint8"}
 
 
+def test_an_epoch_takes_the_steps_of_updates_in_order():
+    (trainer, state), data, order = begin(net_trainer(3, 2)), image_data(), orders(3)
+    order, first = order[:, :3], trainer.gather(state)
+    state, losses = trainer.epoch(state, data, order)
+    ended, state = trainer.gather(state), trainer.scatter(first)
+    for rows, expected in zip(order.swapaxes(0, 1), losses.T):
+        state, found = trainer.update(state, *(x[rows] for x in data), per_member=True)
+        assert_close(found, expected)
+    assert_close(trainer.gather(state)[:2], ended[:2])
+
+
 def test_an_epoch_holds_no_more_large_aux_than_it_has_to(monkeypatch):
     def loss_fn(params, images, labels):
         return net_loss(params, images, labels), params.dense.bias  # 16 bytes
