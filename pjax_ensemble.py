@@ -1011,7 +1011,8 @@ def _user_call(what: str, advice: str, function: Callable, *args) -> Any:
     try:
         return function(*args)
     except (TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{what}: {error}; {advice}") from error
+        found = " ".join(str(error).split())  # JAX's may have several lines
+        raise ValueError(f"{what}: {found}; {advice}") from error
 
 
 _ANY = "arrays of one length, 1 or more; reshape longer ones to [N, m, ...]"
@@ -1124,7 +1125,7 @@ def _scan(f: Callable, carry: PyTree, xs: PyTree) -> tuple:
     if len(jax.tree.leaves(xs)[0]) > 1:
         return lax.scan(f, carry, xs)
     carry, y = f(carry, jax.tree.map(lambda x: x[0], xs))
-    return carry, jax.tree.map(lambda y: jnp.asarray(y)[None], y)
+    return carry, jax.tree.map(lambda y: jnp.expand_dims(y, 0), y)
 
 
 def _over_shards(rows: PyTree, shards: int) -> PyTree:
@@ -2038,7 +2039,7 @@ def _in_turn(f, states, of_slot, places, train, at_once) -> tuple:
         made = f(*cuts) if alone else jax.vmap(f)(*cuts)
         new, results = made if train else ((), made)
         if alone:
-            results = jax.tree.map(lambda x: jnp.asarray(x)[None], results)
+            results = jax.tree.map(lambda x: jnp.expand_dims(x, 0), results)
         return jax.tree.map(put, kept, new) if train else kept, results
 
     kept = jax.tree.map(lambda x: x.reshape(slots, -1) if flat else x, states)
@@ -2488,7 +2489,9 @@ class Trainer:
         hyper = jax.tree.map(functools.partial(_on_data, np.asarray), hyper)
         for i in range(self.members if hyper else 1):  # raises if one cannot be
             member.optimizer_of(*jax.tree.map(operator.itemgetter(i), hyper))
-        frozen = places.put(_private("frozen", frozen), places.everywhere, divide=True)
+        if frozen:
+            frozen = _private("frozen", frozen)
+            frozen = places.put(frozen, places.everywhere, divide=True)
         programs = _Programs(member, places, by_slot, frozen, self.at_once)
         predictions = _Predictions(programs, self.chunk)
         made = dict(_places=places, _programs=programs, _predictions=predictions)
@@ -2638,8 +2641,10 @@ class Trainer:
             raise ValueError(f"method is {method!r}; expected {expected}")
 
         def zeros(x):  # in the memory of one number, whatever the shape
-            if isinstance(x, bool) or _is_key(x := _numbers(method, x)):
-                return x  # per_member, or a key
+            if isinstance(x, bool):  # per_member
+                return x
+            if _is_key(x := _numbers(method, x)):
+                return jnp.empty(x.shape, x.dtype)
             return np.broadcast_to(np.zeros((), jnp.result_type(x)), np.shape(x))
 
         if method != "init":

@@ -1514,7 +1514,7 @@ def test_a_step_that_is_skipped_takes_a_branch_on_cpus_and_selects_elsewhere():
     assert not re.search(r"64,6\].* select\(", cpu)
 
 
-@cases("devices, make", (4, jax.random.PRNGKey), (2, jax.random.key))
+@cases("devices, make", (2, jax.random.PRNGKey), (4, jax.random.key))
 def test_a_lowered_program_is_the_one_that_runs(devices, make):
     def loss_fn(params, images, keys):
         return net(params, images).mean() * jax.vmap(jax.random.uniform)(keys).mean()
