@@ -2025,20 +2025,20 @@ def _in_turn(f, states, of_slot, places, train, at_once) -> tuple:
 
     def advance(kept, start, count=together):
         # A vmap of one member has other bits than the member, wrong ones at times.
-        alone = count == 1
+        single = count == 1
 
         def cut(x, like):  # x may be flat
             x = lax.dynamic_slice_in_dim(x, start, count)
-            return x.reshape(like.shape[1:] if alone else (count, *like.shape[1:]))
+            return x.reshape(like.shape[1:] if single else (count, *like.shape[1:]))
 
         def put(x, new):
             new = new.reshape(count, *x.shape[1:])
             return lax.dynamic_update_slice_in_dim(x, new, start, 0)
 
         cuts = jax.tree.map(cut, (kept, of_slot), (states, of_slot))
-        made = f(*cuts) if alone else jax.vmap(f)(*cuts)
+        made = f(*cuts) if single else jax.vmap(f)(*cuts)
         new, results = made if train else ((), made)
-        if alone:
+        if single:
             results = jax.tree.map(lambda x: jnp.expand_dims(x, 0), results)
         return jax.tree.map(put, kept, new) if train else kept, results
 

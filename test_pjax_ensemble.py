@@ -1005,7 +1005,7 @@ def program_of(call, *args, **options):
 
 @every_way
 def test_programs_are_given_no_memory_of_the_users(way):
-    """A call may return before its program has read what it was given."""
+    """A call may return before its program has read its arguments."""
     state, update = start(way, net_loss, members_state(keys_of(0, way.members)))
     users = on_arrays(aligned)((on_host(state), *image_data()))
     _, given = program_of(update, *users)

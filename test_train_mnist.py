@@ -713,7 +713,7 @@ def test_damaged_run_is_not_loaded(tmp_path, whole_run, name, content, message):
 
 
 @cases(
-    "content, epochs, damaged",  # of metrics.jsonl; what is read; lines that are not
+    "content, epochs, damaged",  # of metrics.jsonl; epochs read; lines that are not
     ('{"epoch": 1}\n{"epo\n5\n{}\n{"epoch": 4}\n{"epoch": 5}', [1, 4], 3),
     (f'{"[" * 10**5}\n{{"epoch": "2"}}\n\xff{{"epoch": 3}}\n{{"epoch": 4}}', [4], 3),
     (None, [], 0),
