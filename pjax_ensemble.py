@@ -2482,8 +2482,7 @@ class Trainer:
         member = _Member(self.loss_fn, self.optimizer, *options, *functions, *where)
         hyper, frozen = (() if x is None else (x,) for x in (self.hyper, self.frozen))
         if hyper:
-            each = f"an entry for each of the {self.members} members"
-            expected = f"arrays [K, ...], {each}"
+            expected = f"arrays [K, ...], an entry for each of {self.members} members"
             _check_axes("hyper", hyper, self.members, expected=expected)
         by_slot = places.to_slots("hyper", hyper)
         hyper = jax.tree.map(functools.partial(_on_data, np.asarray), hyper)
@@ -2494,8 +2493,8 @@ class Trainer:
             frozen = places.put(frozen, places.everywhere, divide=True)
         programs = _Programs(member, places, by_slot, frozen, self.at_once)
         predictions = _Predictions(programs, self.chunk)
-        made = dict(_places=places, _programs=programs, _predictions=predictions)
-        vars(self).update(made)  # the trainer is frozen
+        # The trainer is frozen, so its parts are set in its dict.
+        vars(self).update(_places=places, _programs=programs, _predictions=predictions)
 
     def __repr__(self) -> str:  # on one line, without arrays and addresses
         made_of = self.init_fn, self.loss_fn
