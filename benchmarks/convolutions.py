@@ -324,7 +324,9 @@ def difference(seed):
 def is_wrong(name, found, plain):
     """Whether a program's error is not explained by rounding, as `jit` alone rounds.
 
-    A value next to the edge of a relu adds up to a thousandth, now and then.
+    A value next to the edge of a relu adds up to a thousandth, now and then.  Seed 2058
+    is called wrong with JAX 0.12, by a hundredth in one row: there the gradient in
+    float64 jumps as far if the inputs move by 0.02%.
     """
     return not found <= 4 * plain + max(1e-3, 2 * float(jnp.finfo(name).eps))
 
