@@ -25,7 +25,7 @@ replicas are copies of one model, which share its batch and average their gradie
 `make_sync_update` and `make_ensemble_update` take the same step, in one call per batch,
 which you split or replicate by hand.  Another file, `ensemble_metrics.py`, tells how
 far to trust the probabilities.  This file needs no other to train.  With a third,
-`fast_convolutions.py`, beside it, convolutions are several times as fast on CPUs.
+`fast_cpu.py`, beside it, convolutions are several times as fast on CPUs.
 
 These letters are used everywhere:
 
@@ -78,18 +78,18 @@ def _by_xla(f: Callable, options: dict | None = None) -> Callable:
     def call(*args, **kwargs):
         program = str(traced.trace(*args, **kwargs).jaxpr)
         if "conv_general_dilated" in program and jax.default_backend() == "cpu":
-            remedy = "put fast_convolutions.py beside pjax_ensemble.py"
+            remedy = "put fast_cpu.py beside pjax_ensemble.py"
             warnings.warn(f"convolutions are slow on CPUs: {remedy}", stacklevel=2)
         return traced(*args, **kwargs)
 
     return call
 
 
-_beside = ".fast_convolutions" if __package__ else "fast_convolutions"
+_beside = ".fast_cpu" if __package__ else "fast_cpu"
 try:
-    _fast_convolutions: Any = importlib.import_module(_beside, __package__)
+    _fast_cpu: Any = importlib.import_module(_beside, __package__)
 except ModuleNotFoundError:  # this file alone works too
-    _fast_convolutions = types.SimpleNamespace(
+    _fast_cpu = types.SimpleNamespace(
         fast=_by_xla, compiler_options=lambda backend: None
     )
 
@@ -241,7 +241,7 @@ def conv(
     Kernels may have any size, odd or even.  H' and W' are as in
     `jax.lax.conv_general_dilated`, and like it, this function does not flip the kernel.
     On a CPU, its gradient is slow in a loop of your own, as any convolution's; updates
-    and trainers compute it by `fast_convolutions.py`.
+    and trainers compute it by `fast_cpu.py`.
 
     Args:
       params: the kernel [kh, kw, I, O], and a bias [O] or None.
@@ -1576,7 +1576,7 @@ def _make_update(axis: str, member: _Member) -> Callable:
     def on_device(state, *batch):
         return member.update(state, (), (), batch, lax.axis_index(axis) if meet else 0)
 
-    fast = _fast_convolutions.fast(on_device)
+    fast = _fast_cpu.fast(on_device)
     pmapped = jax.pmap(fast, axis_name=axis, donate_argnums=0)
 
     def fit(state):
@@ -2065,8 +2065,8 @@ def _over_members(f: Callable, places: _Places, at_once: int, train: bool) -> Ca
     by_slot, everywhere = places.shardings(train)
     inputs = by_slot, by_slot, everywhere
     how: dict = dict(in_shardings=inputs, out_shardings=by_slot)
-    options = _fast_convolutions.compiler_options(places.platform)
-    fast = _fast_convolutions.fast(f, options)  # on CPUs, whatever f takes gradients of
+    options = _fast_cpu.compiler_options(places.platform)
+    fast = _fast_cpu.fast(f, options)  # on CPUs, whatever f takes gradients of
 
     def on_device(state, of_slot, of_all):
         def in_slot(state, of_slot):

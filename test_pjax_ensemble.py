@@ -43,7 +43,7 @@ from jax import export
 from numpy.testing import assert_allclose, assert_array_equal
 
 import ensemble_metrics as em
-import fast_convolutions as fc
+import fast_cpu as fc
 import pjax_ensemble as pe
 import train_mnist as tm
 from conftest import HERE, SGD, D, as_bytes, assert_close, cases, dilated
@@ -78,7 +78,7 @@ before = dict(jax.config.values)
 sys.modules |= {"fcntl": None, "resource": None}  # as on Windows
 vars(os).pop("sched_getaffinity", None)
 os.cpu_count = lambda: 3
-import pjax_ensemble, fast_convolutions, ensemble_metrics, train_mnist
+import pjax_ensemble, fast_cpu, ensemble_metrics, train_mnist
 assert dict(jax.config.values) == before
 pjax_ensemble.use_cpu_devices()  # warns, without effect, once a device is in use
 assert jax.device_count() == 3, jax.device_count()
@@ -94,7 +94,7 @@ def test_usage_in_the_docstring_runs_with_the_module_alone(tmp_path):
     shutil.copy(HERE / "pjax_ensemble.py", tmp_path)
     code = r"""
 import sys
-sys.modules |= {"fast_convolutions": None, "ensemble_metrics": None}
+sys.modules |= {"fast_cpu": None, "ensemble_metrics": None}
 import pjax_ensemble as pe
 print(pe.__file__)
 usage = pe.__doc__.partition("    import")[2].partition("`make_sync")[0]
@@ -110,26 +110,26 @@ print(np.array_equal(trainer.predict_members(again, images), probs))
 
 
 @pytest.mark.once
-def test_the_module_takes_fast_convolutions_from_beside_it(tmp_path):
+def test_the_module_takes_fast_cpu_from_beside_it(tmp_path):
     package = tmp_path / "package"
     package.mkdir()
     code = """
 import sys
-sys.modules["fast_convolutions"] = None
+sys.modules["fast_cpu"] = None
 from package import pjax_ensemble
-print(pjax_ensemble._fast_convolutions.fast.__name__)
+print(pjax_ensemble._fast_cpu.fast.__name__)
 """
     found = []
-    for name in "pjax_ensemble.py", "fast_convolutions.py":
+    for name in "pjax_ensemble.py", "fast_cpu.py":
         shutil.copy(HERE / name, package)
         found.append(run_python(code, PYTHONPATH=str(tmp_path)))
     assert found == ["_by_xla\n", "fast\n"]
-    assert pe._fast_convolutions is fc
+    assert pe._fast_cpu is fc
 
 
 def test_alone_the_module_warns_where_it_convolves_on_a_cpu():
     x, conv, dense = jnp.ones((2, 4, 4, 3)), pe.conv_init(KEY, 3, 1), pe.dense_init
-    with pytest.warns(UserWarning, match="slow on CPUs: put fast_convolutions.py"):
+    with pytest.warns(UserWarning, match="slow on CPUs: put fast_cpu.py"):
         pe._by_xla(jax.grad(lambda layer: pe.conv(layer, x).mean()))(conv)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-import fast_convolutions as fc
+import fast_cpu as fc
 
 # The largest `error` allowed: float32 rounds every addition, here and in plain JAX.
 LIMITS = {"float32": 32, "float16": 1, "bfloat16": 1}

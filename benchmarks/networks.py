@@ -5,7 +5,7 @@
                                   [--torch PYTHON]
 
 Two members train on two cores: ours on two virtual devices, by hand in a `jit` of a
-step, member after member, as it is and through `fast_convolutions.fast`, and in PyTorch
+step, member after member, as it is and through `fast_cpu.fast`, and in PyTorch
 in one process of two threads or in two processes of one thread each, in PyTorch's
 default layout and in channels_last.  The column `sync` has the rates of one model on
 both devices; its peer is PyTorch's process of two threads.  Images and labels are

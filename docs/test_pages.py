@@ -23,7 +23,7 @@ from numpy.testing import assert_allclose
 from trials import devices as machines
 
 import ensemble_metrics as em
-import fast_convolutions as fc
+import fast_cpu as fc
 import pjax_ensemble as pe
 import train_mnist as tm
 from conftest import ENVIRONMENT, HERE, D, posix, run_python, said_by, start_python
@@ -492,7 +492,7 @@ def write_functions():
 
     page, *_ = FUNCTIONS.read_text("utf-8").partition("\n## ")
     starts = r"^# -+\n# ([A-Z][\w ]+)|^(?:class |def )?(\w+)(?:\(|:| = )"
-    others = (fc, " (`fast_convolutions`)"), (em, " (`ensemble_metrics`)")
+    others = (fc, " (`fast_cpu`)"), (em, " (`ensemble_metrics`)")
     for module, where in (pe, ""), *others:
         source = inspect.getsource(module)
         for section, name in re.findall(starts, source, re.MULTILINE):

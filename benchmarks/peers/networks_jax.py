@@ -19,7 +19,7 @@ import numpy as np
 import optax
 import resnet
 
-import fast_convolutions as fc
+import fast_cpu as fc
 import pjax_ensemble as pe
 import train_mnist
 

@@ -1,4 +1,4 @@
-"""Tests of fast_convolutions.py."""
+"""Tests of fast_cpu.py."""
 
 import functools
 import platform
@@ -14,7 +14,7 @@ import pytest
 from jax import export
 from numpy.testing import assert_array_equal
 
-import fast_convolutions as fc
+import fast_cpu as fc
 import pjax_ensemble as pe
 from conftest import SGD, assert_close, cases, dilated, randn, said_by
 
@@ -352,7 +352,7 @@ def test_a_fast_step_works_in_other_transformations(name):
     lambda f: lambda k: jax.jvp(lambda k: f(X, k), (k,), (k,)),
     lambda f: jax.grad(lambda k: jax.checkpoint(f)(X, k).sum()),
 )
-def test_whoever_differentiates_fast_convolutions_is_told_to_wrap_more(differentiate):
+def test_whoever_differentiates_fast_cpu_is_told_to_wrap_more(differentiate):
     said = said_by(ValueError, differentiate(fc.fast(dilated)), KERNEL)
     assert "wrap the outermost function: fast(jax.grad(f))" in said
 

@@ -8,7 +8,7 @@ right.  `fast` does so between `jax.jit` and a step.  On GPUs, each convolution 
 `vmap` over kernels becomes a call of its own; nothing else changes on other platforms.
 
     import jax, jax.numpy as jnp
-    import fast_convolutions as fc
+    import fast_cpu as fc
 
     def loss_fn(kernel, images):
         names = "NHWC", "HWIO", "NHWC"
@@ -719,7 +719,7 @@ def fast(f: Callable, options: dict | None = None) -> Callable:
     The result equals f's to rounding.  It works in `scan`, `vmap`, `shard_map` and
     `jax.export`, and with donated arguments.  It raises ValueError if it is
     differentiated where a convolution was replaced, and if f changes an argument in
-    place and does not return the change: see docs/convolutions.md for Flax NNX.
+    place and does not return the change: see docs/fast.md for Flax NNX.
     """
 
     def traced(args, kwargs):
@@ -755,7 +755,7 @@ def fast(f: Callable, options: dict | None = None) -> Callable:
 def jit(f: Callable, **how: Any) -> Callable:
     """Compile f with fast convolutions on CPUs, by oneDNN where that was tried.
 
-        step = fast_convolutions.jit(step, donate_argnums=0)
+        step = fast_cpu.jit(step, donate_argnums=0)
 
     It is `jax.jit(fast(f, options), compiler_options=options, **how)`, with options for
     JAX's default backend, which is asked for in the first call.  f is as in `fast`.
