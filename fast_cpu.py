@@ -38,6 +38,7 @@ only the sections above it.  An import touches no device.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -54,8 +55,9 @@ import jaxlib
 import numpy as np
 from jax import lax
 from jax.extend import core
+from jax.extend.core import primitives
 
-__all__ = ["compiler_options", "rewrite", "fast", "jit"]
+__all__ = ["compiler_options", "Program", "rewrite", "fast", "jit"]
 
 
 def __dir__() -> list[str]:  # for completion: without the imported modules' names
@@ -117,6 +119,18 @@ def _by_phase(x, strides):
     return x.reshape(-1, *x.shape[n + 1 :])
 
 
+def _moved(x, move):
+    """Return move(x), which puts entries elsewhere: those of bfloat16 as integers.
+
+    For many loops that store bfloat16 in another order, LLVM ends the process (JAX
+    0.12).  A barrier keeps XLA from making one loop of the move and the conversion.
+    """
+    if x.dtype != jnp.bfloat16:
+        return move(x)
+    moved = move(lax.bitcast_convert_type(x, np.uint16))
+    return lax.bitcast_convert_type(lax.optimization_barrier(moved), x.dtype)
+
+
 def _at_once(count: int, num_bytes: int, least: int = 1) -> int:
     """Return how many of `count`, of so many bytes each, to take at a time.
 
@@ -160,7 +174,8 @@ def _library(x, kernel, axes, how):
     routine is up to three times as fast with more than 16 channels on one side and an
     even number of inputs, so channels of zeros are added (JAX 0.10, 0.12).  oneDNN (JAX
     0.12) reads uninitialized memory where the stride of one window over one channel is
-    above 1: there the stride becomes 1.
+    above 1: there the stride becomes 1.  It takes no kernels that XLA reverses, and XLA
+    (JAX 0.12) fails for half types that it left: a barrier hides how a kernel is made.
     """
     *window, ins, outs = kernel.shape
     how, axes = {**how}, [*axes]
@@ -171,7 +186,8 @@ def _library(x, kernel, axes, how):
             axes[i] = axis._replace(high=axis.high - spare, stride=1)
     if any(min(axis.low, axis.high) < 0 for axis in axes):
         x = _pad(x, axes)
-        axes = [axis._replace(low=0, high=0, between=0) for axis in axes]
+        axes = [axis._replace(low=0, high=0) for axis in axes]
+    kernel = kernel if by_xla else lax.optimization_barrier(kernel)
     if by_xla and math.prod(window) > 1 and how["feature_group_count"] == 1:
         more = [-ins % 4 if ins % 2 and ins > 1 else 0, 0]
         if max(ins, outs) <= 16:
@@ -179,13 +195,13 @@ def _library(x, kernel, axes, how):
         (more_ins, more_outs), no = (((0, n) for n in more), [(0, 0)] * len(window))
         x = jnp.pad(x, [(0, 0), *no, more_ins])
         kernel = jnp.pad(kernel, [*no, more_ins, more_outs])
-    low, high, between, strides, dilation = zip(*axes) if axes else ((),) * 5
+    low, high, _, strides, dilation = zip(*axes) if axes else ((),) * 5
     space = "".join(map(str, range(len(axes))))
     names = f"N{space}C", f"{space}IO", f"N{space}C"
     how = how | dict(
         window_strides=strides,
         padding=(*zip(low, high),),
-        lhs_dilation=tuple(n + 1 for n in between),
+        lhs_dilation=(1,) * len(axes),
         rhs_dilation=dilation,
         dimension_numbers=lax.conv_dimension_numbers(x.shape, kernel.shape, names),
     )
@@ -224,36 +240,49 @@ def _depthwise_gradient(x, g, size, axes):
 
 
 def _phases(x, kernel, axes, how):
-    """Convolve images with zeros between their entries, with strides and dilation 1.
+    """Convolve images with zeros between their entries.
 
     Transposed convolutions are of this kind, and images' gradients of strided ones.
     Where entries are `step` apart, and the last zero before them is the first entry of
     a window, output q step + r is the sum of x[q + i] kernel[i step + step - 1 - r]
     over i.  So the phases r are features of one convolution of x without zeros
-    (sub-pixel convolution, Shi et al. 2016).
+    (sub-pixel convolution, Shi et al. 2016).  Along such axes, a dilated kernel gets
+    zeros between its entries, and strides leave out outputs.
     """
     (*window, ins, outs), n = kernel.shape, len(axes)
     groups = how["feature_group_count"]
+    spread = [axis.between > 0 for axis in axes]
+    wide = [_Axis(between=(axis.dilation - 1) * s) for axis, s in zip(axes, spread)]
+    window = [1 + (k - 1) * (axis.between + 1) for k, axis in zip(window, wide)]
+    kernel = _fit(kernel.reshape(1, *kernel.shape[:n], -1), wide, window)
     rows, steps, counts, pieces, new = [], [], [], [], []
     for axis, length, k in zip(axes, x.shape[1:], window):
-        step, size = axis.between + 1, axis.num_windows(length, k)
-        spare = -(axis.low + 1) % step  # outputs before the first, so that it is so
-        row, count = -(-k // step), -(-(size + spare) // step)
-        low = (axis.low + spare + 1) // step - 1
-        new.append(_Axis(low, count + row - 1 - low - length))
-        pieces.append(slice(spare, spare + size))
+        step, row, piece = axis.between + 1, k, slice(None)
+        count = axis.num_windows(length, k)
+        if step > 1:
+            size = axis._replace(stride=1, dilation=1).num_windows(length, k)
+            spare = -(axis.low + 1) % step  # outputs before the first, so that it is so
+            row, count = -(-k // step), -(-(size + spare) // step)
+            piece = slice(spare, spare + size, axis.stride)
+            low = (axis.low + spare + 1) // step - 1
+            axis = _Axis(low, count + row - 1 - low - length)
+        new, pieces = [*new, axis], [*pieces, piece]
         rows, steps, counts = [*rows, row], [*steps, step], [*counts, count]
-    kernel = kernel.reshape(1, *window, -1)
-    kernel = _fit(kernel, [_Axis()] * n, map(operator.mul, rows, steps))
-    kernel = lax.rev(_by_phase(kernel, steps), [0])
-    kernel = kernel.reshape(-1, *rows, ins, groups, outs // groups)
-    kernel = jnp.moveaxis(kernel, 0, -2).reshape(*rows, ins, -1)
-    y = _forward(x, kernel, new, how)
-    y = y.reshape(len(x), *counts, groups, *steps, outs // groups)
-    pairs = [(1 + i, 2 + n + i) for i in range(n)]
-    y = y.transpose(0, *itertools.chain(*pairs), 1 + n, -1)
-    y = y.reshape(len(x), *map(operator.mul, counts, steps), outs)
-    return y[(slice(None), *pieces)]
+
+    def by_phase(kernel):
+        kernel = _fit(kernel, [_Axis()] * n, map(operator.mul, rows, steps))
+        kernel = lax.rev(_by_phase(kernel, steps), [0])
+        kernel = kernel.reshape(-1, *rows, ins, groups, outs // groups)
+        return jnp.moveaxis(kernel, 0, -2).reshape(*rows, ins, -1)
+
+    def in_order(y):
+        y = y.reshape(len(x), *counts, groups, *steps, outs // groups)
+        pairs = [(1 + i, 2 + n + i) for i in range(n)]
+        y = y.transpose(0, *itertools.chain(*pairs), 1 + n, -1)
+        y = y.reshape(len(x), *map(operator.mul, counts, steps), outs)
+        return y[(slice(None), *pieces)]
+
+    return _moved(_forward(x, _moved(kernel, by_phase), new, how), in_order)
 
 
 def _windows_of_planes(x, axis, depth, num_windows, groups=1) -> Callable:
@@ -306,18 +335,17 @@ def _forward(x, kernel, axes, how):
     """Convolve images in the fastest way for their form.
 
     - Depthwise, with windows of up to 64 entries: a sum of products.
-    - With zeros between the images' entries, and strides and dilation 1: by phases.
-    - Without such zeros, along three axes or more (four with oneDNN): by planes.
+    - With zeros between the images' entries: by phases.
+    - Along three axes or more (four with oneDNN): by planes.
     - All others: by XLA's routine, or oneDNN's.
     """
     *window, ins, outs = kernel.shape
-    spread = any(axis.between for axis in axes)
     if ins == 1 < outs == how["feature_group_count"] and math.prod(window) <= 64:
         return _depthwise(x, kernel[..., 0, :], axes)
-    if spread and all(axis[3:] == (1, 1) for axis in axes):
+    if any(axis.between for axis in axes):
         return _phases(x, kernel, axes, how)
     direct = 3 if how["onednn"] else 2
-    way = _planes if len(axes) > direct and not spread else _library
+    way = _planes if len(axes) > direct else _library
     return way(x, kernel, axes, how)
 
 
@@ -408,7 +436,7 @@ def _sum_of_planes(x, g, size, axes, how):
 
 
 # ---------------------------------------------------------------------------------
-# Functions: their convolutions, products and sums are replaced
+# Any convolution: in one of these ways on CPUs
 # ---------------------------------------------------------------------------------
 
 
@@ -462,7 +490,8 @@ def _convolve(lhs, rhs, *, onednn, dimension_numbers, **how):
             x, kernel = (y.astype(_wide(y.dtype)) for y in (x, kernel))
         # JAX 0.5 and oneDNN would add up in float16, on processors that can.
         own = onednn and lhs.dtype == x.dtype != np.float16
-        sums = made.dtype if own else jnp.promote_types(made.dtype, _wide(lhs.dtype))
+        wide = max(made.dtype, _wide(lhs.dtype), key=lambda dtype: dtype.itemsize)
+        sums = made.dtype if own else wide
         more = how | dict(preferred_element_type=sums, onednn=onednn)
         if is_gradient:
             x, g = x.swapaxes(0, -1), jnp.moveaxis(kernel, -2, 0)
@@ -501,44 +530,14 @@ def _convolve(lhs, rhs, *, onednn, dimension_numbers, **how):
 
 def _refuse(primals, tangents):
     raise ValueError(
-        "fast(f) has no gradients, since its convolutions are replaced already; wrap "
+        "fast(f) has no gradients, since its operations are replaced already; wrap "
         "the outermost function: fast(jax.grad(f)) in place of jax.grad(fast(f))"
     )
 
 
-_PRODUCTS = "conv_general_dilated", "dot_general", "ragged_dot_general"
-_REDUCTIONS = "reduce_sum", "reduce_max"
-_ONEDNN = "xla_cpu_experimental_onednn_custom_call"
-_YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
-_SINGLE = "LIBRARY_FUSION_TYPE_INDIVIDUAL_"
-
-
-def compiler_options(backend: str | None = None) -> dict[str, bool | str]:
-    """Return the options with which XLA is right and fast in this version of jaxlib.
-
-        options = compiler_options()
-        step = jax.jit(fast(step, options), compiler_options=options)
-
-    `backend` is JAX's default one, or "cpu", "gpu", "tpu".  There are options on CPUs:
-
-    - jaxlib 0.10 and 0.11 leave no reductions to YNNPACK, whose sums are wrong there.
-    - jaxlib 0.11 and 0.12 on x86-64 convolve and multiply by oneDNN, unless programs
-      are kept in JAX's persistent cache, which cannot keep programs with oneDNN.
-
-    An option that XLA_FLAGS names is left to XLA_FLAGS.
-    """
-    kept, enabled = "jax_compilation_cache_dir", "jax_enable_compilation_cache"
-    cached = all(getattr(jax.config, name) for name in (kept, enabled))
-    here = platform.machine().lower() in ("x86_64", "amd64")
-    version = tuple(map(int, jaxlib.__version__.split(".")[:2]))  # it may not be JAX's
-    on_cpu = (backend or jax.default_backend()) == "cpu"
-    options: dict[str, bool | str] = {}
-    if on_cpu and version in ((0, 10), (0, 11)):
-        options = {_YNNPACK: f"{_SINGLE}DOT,{_SINGLE}CONVOLUTION"}
-    if on_cpu and version in ((0, 11), (0, 12)) and here and not cached:
-        options = {_ONEDNN: True, _YNNPACK: ""}
-    flags = os.environ.get("XLA_FLAGS", "")
-    return {name: value for name, value in options.items() if name not in flags}
+# ---------------------------------------------------------------------------------
+# Products and sums
+# ---------------------------------------------------------------------------------
 
 
 def _in_a_row(axes):
@@ -610,46 +609,222 @@ def _by_eighths(x, *, primitive, axes, **how):
         y = primitive.bind(jnp.concatenate([y, *rest], 1), axes=(1,), **how)
         return y.reshape(x.shape[:first] + x.shape[last:]).astype(x.dtype)
 
-    return lax.platform_dependent(x, cpu=on_cpu, default=as_it_is)
+    if primitive is lax.reduce_sum_p:
+        return lax.platform_dependent(x, cpu=on_cpu, default=as_it_is)
+
+    @jax.custom_jvp  # where numbers are equal, eighths would share a gradient unevenly
+    def maximum(x):
+        return lax.platform_dependent(x, cpu=on_cpu, default=as_it_is)
+
+    maximum.defjvp(_refuse)
+    return maximum(x)
+
+
+# ---------------------------------------------------------------------------------
+# Options of the compiler
+# ---------------------------------------------------------------------------------
+
+_ONEDNN = "xla_cpu_experimental_onednn_custom_call"
+_YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
+_LEFT_OUT = "xla_disable_hlo_passes"
+_SINGLE = "LIBRARY_FUSION_TYPE_INDIVIDUAL_"
+
+
+def compiler_options(backend: str | None = None) -> dict[str, bool | str]:
+    """Return the options with which XLA is right and fast in this version of jaxlib.
+
+        options = compiler_options()
+        step = jax.jit(fast(step, options), compiler_options=options)
+
+    `backend` is JAX's default one, or "cpu", "gpu", "tpu".  There are options on CPUs:
+
+    - jaxlib 0.10 and 0.11 leave no reductions to YNNPACK, whose sums are wrong there.
+    - jaxlib 0.11 and 0.12 on x86-64 convolve and multiply by oneDNN, unless programs
+      are kept in JAX's persistent cache, which cannot keep programs with oneDNN.  Two
+      passes that come with it are left out: oneDNN's softmax returns 0 for nan, and
+      conversions between types, which round, would be dropped.
+
+    An option that XLA_FLAGS names is left to XLA_FLAGS.
+    """
+    return _options(backend, onednn=True)
+
+
+def _options(backend: str | None, onednn: bool) -> dict[str, bool | str]:
+    kept, enabled = "jax_compilation_cache_dir", "jax_enable_compilation_cache"
+    cached = all(getattr(jax.config, name) for name in (kept, enabled))
+    here = platform.machine().lower() in ("x86_64", "amd64")
+    version = tuple(map(int, jaxlib.__version__.split(".")[:2]))  # it may not be JAX's
+    on_cpu = (backend or jax.default_backend()) == "cpu"
+    flags = os.environ.get("XLA_FLAGS", "")
+    onednn = onednn and here and not cached and _LEFT_OUT not in flags
+    options: dict[str, bool | str] = {}
+    if on_cpu and version in ((0, 10), (0, 11)):
+        options = {_YNNPACK: f"{_SINGLE}DOT,{_SINGLE}CONVOLUTION"}
+    if on_cpu and version in ((0, 11), (0, 12)) and onednn:
+        passes = "onednn-ops-rewriter,simplify-fp-conversions"
+        options = {_ONEDNN: True, _YNNPACK: "", _LEFT_OUT: passes}
+    return {name: value for name, value in options.items() if name not in flags}
+
+
+class Program:
+    """A program with options that fit: with oneDNN, if `fast` can enter all of it.
+
+    `make` is a function of options and returns what `jax.jit` returns for them.  It is
+    called when arguments come, and once more, without oneDNN, where that has to be.
+    """
+
+    def __init__(self, make: Callable[[dict], Any], backend: str | None = None):
+        self._make, self._backend, self._made = make, backend, None
+
+    def _do(self, name: str, args: tuple, kwargs: dict) -> Any:
+        if self._made is None:
+            self._made = self._make(_options(self._backend, onednn=True))
+        try:
+            return getattr(self._made, name)(*args, **kwargs)
+        except _CannotEnter:
+            self._made = self._make(_options(self._backend, onednn=False))
+            return getattr(self._made, name)(*args, **kwargs)
+
+    def __call__(self, *args, **kwargs):
+        return self._do("__call__", args, kwargs)
+
+    def lower(self, *args, **kwargs):
+        return self._do("lower", args, kwargs)
+
+    def eval_shape(self, *args, **kwargs):
+        return self._do("eval_shape", args, kwargs)
+
+
+# ---------------------------------------------------------------------------------
+# Programs: their parts are replaced, at any depth
+# ---------------------------------------------------------------------------------
+
+
+def _are_inexact(eqn: core.JaxprEqn) -> bool:
+    return all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars[:2])
+
+
+def _way_to_convolve(eqn, here, onednn, order):
+    if _are_inexact(eqn):
+        return functools.partial(_convolve, onednn=onednn)
+    return _way_to_multiply(eqn, False, onednn, order)
+
+
+def _way_to_multiply(eqn, here, onednn, order):
+    joined, several, left = False, False, range(0)
+    if here and eqn.primitive is lax.dot_general_p and _are_inexact(eqn):
+        x, made = eqn.invars[0].aval, eqn.outvars[0].aval
+        contracted, batch = eqn.params["dimension_numbers"]
+        # XLA lacks products of half types with wider results in some forms.
+        same = x.dtype == made.dtype != np.float16
+        joined = same and all(map(_in_a_row, contracted))
+        several = joined and len(contracted[0]) > 1
+        axes = range(len(batch[0]), x.ndim - len(contracted[0]))
+        left = axes if joined and order and order[-1] in axes else left
+    if not (onednn or several):
+        return None
+    how = dict(primitive=eqn.primitive, onednn=onednn, joined=joined, left=left)
+    return functools.partial(_multiply, **how)
+
+
+def _way_to_reduce(eqn, here, onednn, order):
+    x, axes = eqn.invars[0].aval, eqn.params["axes"]
+    known = here and _in_a_row(axes) and isinstance(x.size, int)  # no symbols
+    count = known and math.prod(x.shape[i] for i in axes)
+    if count < _FEW or x.size < _LARGE or not _are_inexact(eqn):
+        return None
+    return functools.partial(_by_eighths, primitive=eqn.primitive)
+
+
+# By the name of a primitive: the function that chooses a call in its place, or None.
+_WAYS = {
+    "conv_general_dilated": _way_to_convolve,
+    "dot_general": _way_to_multiply,
+    "ragged_dot_general": _way_to_multiply,
+    "reduce_sum": _way_to_reduce,
+    "reduce_max": _way_to_reduce,
+}
+
+
+class _CannotEnter(ValueError):
+    """Raised with oneDNN's options for an equation that may hold unhidden products."""
+
+    def __init__(self, part: str):
+        remedy = "compile by fast_cpu.jit, or without options for fast and for jax.jit"
+        super().__init__(f"fast(f, options) cannot hide {part} from oneDNN; {remedy}")
 
 
 def _replace(eqn, onednn, order=()):
     """Replace a convolution, product, sum or maximum by a call, where that is faster.
 
-    `order` is the permutation of a transposition that follows, if one does.
+    `order` is the permutation of a transposition that follows, if one does.  With
+    oneDNN every product is replaced, so that a barrier stands behind it.
     """
-    arrays, how = [v.aval for v in eqn.invars[:2]], eqn.params
-    if not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
+    shardings = (getattr(v.aval, "sharding", None) for v in (*eqn.invars, *eqn.outvars))
+    mesh = next((x.mesh for x in shardings if x is not None and not x.mesh.empty), None)
+    if mesh is not None and any(kind.name == "Explicit" for kind in mesh.axis_types):
+        if onednn and not eqn.primitive.name.startswith("reduce"):
+            raise _CannotEnter(f"{eqn.primitive} of arrays with explicit shardings")
         return eqn
-    here, x, made = how.get("out_sharding") is None, arrays[0], eqn.outvars[0].aval
-    if eqn.primitive is lax.conv_general_dilated_p:
-        function, more = _convolve, dict(onednn=onednn)
-    elif eqn.primitive.name in _REDUCTIONS:
-        axes = how["axes"]
-        known = here and _in_a_row(axes) and isinstance(x.size, int)  # no symbols
-        count = known and math.prod(x.shape[i] for i in axes)
-        if count < _FEW or x.size < _LARGE:
-            return eqn
-        function, more = _by_eighths, dict(primitive=eqn.primitive)
-    else:
-        joined, several, left = False, False, range(0)
-        if here and eqn.primitive is lax.dot_general_p:
-            contracted, batch = how["dimension_numbers"]
-            # XLA lacks products of half types with wider results in some forms.
-            same = x.dtype == made.dtype != np.float16
-            joined = same and all(map(_in_a_row, contracted))
-            several = joined and len(contracted[0]) > 1
-            axes = range(len(batch[0]), x.ndim - len(contracted[0]))
-            left = axes if joined and order and order[-1] in axes else left
-        if not (onednn or several):
-            return eqn
-        function = _multiply
-        more = dict(primitive=eqn.primitive, onednn=onednn, joined=joined, left=left)
-    call = functools.partial(function, **how, **more)
-    program = jax.jit(functools.update_wrapper(call, function))
-    with jax.disable_jit(False):  # so that the call is one equation
-        call = jax.make_jaxpr(program)(*(v.aval for v in eqn.invars)).eqns[0]
+    how, placed = {**eqn.params}, getattr(eqn.params.get("out_sharding"), "mesh", None)
+    # Inside of `shard_map`, gradients name a mesh that leaves nothing to place.
+    if here := placed is None or placed.are_all_axes_manual:
+        how |= dict.fromkeys({"out_sharding"} & how.keys())
+    way = _WAYS[eqn.primitive.name](eqn, here, onednn, order)
+    if way is None:
+        return eqn
+    call = functools.partial(way, **how)
+    vars(call)["__name__"] = _name(way.func, onednn)
+    in_mesh = functools.partial(getattr(jax.sharding, "use_abstract_mesh", None), mesh)
+    with jax.disable_jit(False), in_mesh() if mesh else contextlib.nullcontext():
+        program = jax.make_jaxpr(jax.jit(call))(*(v.aval for v in eqn.invars))
+    (call,) = program.eqns  # `jit` makes one of it
     return eqn.replace(primitive=call.primitive, params=call.params)
+
+
+def _name(function: Callable, onednn: bool) -> str:
+    """Return the name of a call that takes the place of an equation."""
+    return f"fast_cpu{function.__name__}" + "_hidden" * onednn
+
+
+# JAX's primitives that are in no public module.  They hold no products, or as programs.
+# fmt: off
+_INTERNAL = {
+    "accum_grad_in_ref", "addupdate", "all_gather_invariant", "all_gather_reduced",
+    "broadcast_to", "composite", "create_linear", "custom_jvp_call_jaxpr",
+    "custom_vmap_call", "dce_sink", "debug_callback", "debug_print", "dim_as_value",
+    "dimension_size", "empty", "empty_ref", "ffi_call", "free_ref", "freeze",
+    "from_edtype", "inspect_sharding", "io_callback", "iota_2x32_shape",
+    "layout_constraint", "new_ref", "pbroadcast", "philox2x32", "philox4x32",
+    "platform_index", "psum_invariant", "pure_callback", "pvary", "random_clone",
+    "random_unwrap", "random_wrap", "reciprocal", "reduce_scatter", "reshard",
+    "run_state", "shape_assertion", "shard_map", "threefry4x32", "tie", "to_edtype",
+    "with_memory_space_constraint", "xla_metadata_call", "xla_metadata_value",
+    "zeros_like",
+}
+# fmt: on
+
+
+@functools.cache
+def _public_primitives() -> tuple[set, set]:
+    """Return JAX's public primitives, and those of linear algebra."""
+    linear, *others = (
+        {x for x in vars(module).values() if isinstance(x, core.Primitive)}
+        for module in (lax.linalg, lax, primitives)
+    )
+    return linear.union(*others), linear
+
+
+def _is_known(eqn: core.JaxprEqn) -> bool:
+    """Return whether all products in an equation are in programs among its parameters.
+
+    XLA expands linear algebra of half types, and symmetric products, to products.
+    """
+    public, linear = _public_primitives()
+    if eqn.primitive in linear:
+        half = any(v.aval.dtype.itemsize < 4 for v in eqn.invars)
+        return not half and eqn.primitive.name != "symmetric_product"
+    return eqn.primitive in public or eqn.primitive.name in _INTERNAL
 
 
 def rewrite(jaxpr: Any, options: dict | None = None) -> Any:
@@ -658,6 +833,9 @@ def rewrite(jaxpr: Any, options: dict | None = None) -> Any:
     `jaxpr` is what `jax.make_jaxpr` returns, or a part of that: a jaxpr, an equation, a
     parameter of one.  A part in which nothing is replaced is returned unchanged.
     `options` are as in `fast`, and differentiating the result raises the same error.
+
+    Raises: ValueError with oneDNN's options, if an equation may hold products that
+    cannot be replaced: a function of `jax.export`, a primitive that is not JAX's.
     """
     return _rewrite(jaxpr, bool((options or {}).get(_ONEDNN)), {})
 
@@ -665,10 +843,14 @@ def rewrite(jaxpr: Any, options: dict | None = None) -> Any:
 def _rewrite(x: Any, onednn: bool, orders: dict[int, Any]) -> Any:
     """Rewrite a part of a program; `orders` are permutations, by a variable's id."""
     if isinstance(x, core.JaxprEqn):
-        if x.primitive.name in _PRODUCTS + _REDUCTIONS:
+        if x.primitive.name in _WAYS:
             return _replace(x, onednn, orders.get(id(x.outvars[0]), ()))
-        if x.params.get("name") in ("_convolve", "_multiply", "_by_eighths"):
-            return x  # it is done
+        done = _convolve, _multiply, _by_eighths
+        names = {_name(f, hides) for f in done for hides in {True, onednn}}
+        if x.params.get("name") in names:
+            return x
+        if onednn and not _is_known(x):
+            raise _CannotEnter(f"the primitive {x.primitive.name}")
     closed = getattr(core, "ClosedJaxpr", core.Jaxpr)  # from JAX 0.11 on, one class
     kinds = (core.Jaxpr, "eqns"), (closed, "jaxpr"), (core.JaxprEqn, "params")
     name = next((name for kind, name in kinds if isinstance(x, kind)), None)
@@ -686,19 +868,27 @@ def _rewrite(x: Any, onednn: bool, orders: dict[int, Any]) -> Any:
     return x if same else x.replace(**{name: jax.tree.unflatten(treedef, new)})
 
 
+# ---------------------------------------------------------------------------------
+# Functions
+# ---------------------------------------------------------------------------------
+
+
 @jax.tree_util.register_static
 class _Static(tuple):
     """A leaf, alone in a tuple, that `jit` does not trace: a flag or a function."""
 
 
+@functools.cache
+def _is_traced(kind: type) -> bool:
+    traced = jax.Array, jax.core.Tracer, np.ndarray, np.generic, int, float, complex
+    return issubclass(kind, traced) and kind is not bool
+
+
 def _hold(tree: Any) -> Any:
     """Wrap all leaves but arrays and numbers, so that `jit` takes and returns them."""
-    traced = jax.Array, np.ndarray, np.generic, int, float, complex
-
-    def hold(x):
-        return x if isinstance(x, traced) and type(x) is not bool else _Static([x])
-
-    return jax.tree.map(hold, tree)
+    if all(map(_is_traced, map(type, jax.tree.leaves(tree)))):
+        return tree
+    return jax.tree.map(lambda x: x if _is_traced(type(x)) else _Static([x]), tree)
 
 
 def _release(tree: Any) -> Any:
@@ -707,20 +897,8 @@ def _release(tree: Any) -> Any:
     return jax.tree.map(lambda x: x[0] if is_held(x) else x, tree, is_leaf=is_held)
 
 
-def fast(f: Callable, options: dict | None = None) -> Callable:
-    """Return f with fast convolutions on CPUs, to be compiled: `jax.jit(fast(f))`.
-
-    f is the outermost function that you compile, such as a training step that takes
-    gradients.  It takes and returns any trees, by position or by name.  Leaves that are
-    neither arrays nor numbers (flags, strings, functions) are static; a number that f
-    needs to know is fixed before: `fast(functools.partial(f, num_steps=2))`.  `options`
-    are those with which the result is compiled, by `compiler_options`: ways differ.
-
-    The result equals f's to rounding.  It works in `scan`, `vmap`, `shard_map` and
-    `jax.export`, and with donated arguments.  It raises ValueError if it is
-    differentiated where a convolution was replaced, and if f changes an argument in
-    place and does not return the change: see docs/fast.md for Flax NNX.
-    """
+def _rewritten(f: Callable, options: dict | None) -> Callable:
+    """Return f rewritten, of arguments that are held, and with a result that is."""
 
     def traced(args, kwargs):
         args, kwargs = _release((args, kwargs))
@@ -747,7 +925,30 @@ def fast(f: Callable, options: dict | None = None) -> Callable:
 
     @functools.wraps(f)
     def call(*args, **kwargs):
-        return _release(run(*_hold((args, kwargs))))
+        return run(*_hold((args, kwargs)))
+
+    return call
+
+
+def fast(f: Callable, options: dict | None = None) -> Callable:
+    """Return f with fast convolutions on CPUs, to be compiled: `jax.jit(fast(f))`.
+
+    f is the outermost function that you compile, such as a training step that takes
+    gradients.  It takes and returns any trees, by position or by name.  Leaves that are
+    neither arrays nor numbers (flags, strings, functions) are static; a number that f
+    needs to know is fixed before: `fast(functools.partial(f, num_steps=2))`.  `options`
+    are those with which the result is compiled, by `compiler_options`: ways differ.
+
+    The result equals f's to rounding.  It works in `scan`, `vmap`, `shard_map` and
+    `jax.export`, and with donated arguments.  It raises ValueError if it is
+    differentiated where a convolution was replaced, and if f changes an argument in
+    place and does not return the change: see docs/fast.md for Flax NNX.
+    """
+    held = _rewritten(f, options)
+
+    @functools.wraps(f)
+    def call(*args, **kwargs):
+        return _release(held(*args, **kwargs))
 
     return call
 
@@ -758,18 +959,31 @@ def jit(f: Callable, **how: Any) -> Callable:
         step = fast_cpu.jit(step, donate_argnums=0)
 
     It is `jax.jit(fast(f, options), compiler_options=options, **how)`, with options for
-    JAX's default backend, which is asked for in the first call.  f is as in `fast`.
-    The result has the method `lower` of `jax.jit`.
+    JAX's default backend, which is asked for in the first call, and without oneDNN if f
+    holds parts that `fast` cannot enter.  f is as in `fast`.  The result has the method
+    `lower` of `jax.jit`.  Inside of another `jit` or a `scan`, it is `fast(f)`, as
+    options are for whole programs: compile the outermost function by `fast_cpu.jit`.
     """
 
-    @functools.cache
-    def compiled():
-        options = compiler_options()
-        return jax.jit(fast(f, options), compiler_options=options, **how)
+    def make(options):
+        return jax.jit(_rewritten(f, options), compiler_options=options, **how)
+
+    program, inside = Program(make), jax.jit(_rewritten(f, None), **how)
 
     @functools.wraps(f)
     def call(*args, **kwargs):
-        return compiled()(*args, **kwargs)
+        args, kwargs = _hold((args, kwargs))
+        try:
+            result = program(*args, **kwargs)
+        except ValueError as error:  # JAX's, of a call inside of a trace
+            if "can only be passed to top-level" not in str(error):
+                raise
+            result = inside(*args, **kwargs)
+        return _release(result)
 
-    vars(call)["lower"] = lambda *args, **kwargs: compiled().lower(*args, **kwargs)
+    def lower(*args, **kwargs):
+        args, kwargs = _hold((args, kwargs))
+        return program.lower(*args, **kwargs)
+
+    vars(call)["lower"] = lower
     return call

@@ -90,7 +90,7 @@ try:
     _fast_cpu: Any = importlib.import_module(_beside, __package__)
 except ModuleNotFoundError:  # this file alone works too
     _fast_cpu = types.SimpleNamespace(
-        fast=_by_xla, compiler_options=lambda backend: None
+        fast=_by_xla, Program=lambda make, backend: make(None)
     )
 
 __version__ = "0.1.0"
@@ -2065,10 +2065,8 @@ def _over_members(f: Callable, places: _Places, at_once: int, train: bool) -> Ca
     by_slot, everywhere = places.shardings(train)
     inputs = by_slot, by_slot, everywhere
     how: dict = dict(in_shardings=inputs, out_shardings=by_slot)
-    options = _fast_cpu.compiler_options(places.platform)
-    fast = _fast_cpu.fast(f, options)  # on CPUs, whatever f takes gradients of
 
-    def on_device(state, of_slot, of_all):
+    def on_device(fast, state, of_slot, of_all):
         def in_slot(state, of_slot):
             return fast(state, **of_slot, **of_all)
 
@@ -2078,17 +2076,24 @@ def _over_members(f: Callable, places: _Places, at_once: int, train: bool) -> Ca
     specs = dict(in_specs=tuple(x.spec for x in inputs), out_specs=by_slot.spec)
     if places.shards > 1:  # XLA divides the work of a slot as its arrays are divided
         specs, how = specs | {"axis_names": {*by_slot.mesh.axis_names} - {"shards"}}, {}
-    mapped = _shard_map(on_device, mesh=by_slot.mesh, **specs)
 
-    def divided(*args):
+    def divided(mapped, *args):
         states, metrics = mapped(*args) if train else (mapped(*args), ())
         where = jax.tree.map(lambda x: places.divide(x, by_slot), states)
         states = lax.with_sharding_constraint(states, where)
         metrics = lax.with_sharding_constraint(metrics, by_slot)
         return (states, metrics) if train else states
 
-    how |= {"donate_argnums": (0,) if train else (), "compiler_options": options}
-    return jax.jit(mapped if places.shards == 1 else divided, **how)
+    how |= {"donate_argnums": (0,) if train else ()}
+
+    def make(options):
+        fast = _fast_cpu.fast(f, options)  # on CPUs, whatever f takes gradients of
+        each = functools.partial(on_device, fast)
+        mapped = _shard_map(each, mesh=by_slot.mesh, **specs)
+        whole = functools.partial(divided, mapped) if places.shards > 1 else mapped
+        return jax.jit(whole, compiler_options=options, **how)
+
+    return _fast_cpu.Program(make, places.platform)
 
 
 class _Work(NamedTuple):
