@@ -552,7 +552,24 @@ def _join(x, axes, batch):
     return x, (first,), tuple(i - more * (i > first) for i in batch)
 
 
-def _multiply(*arrays, primitive, onednn, joined, left, **how):
+def _term_by_term(x, y, dimension_numbers, made):
+    """Multiply many small matrices by adding their columns times rows, in one loop.
+
+    For each, oneDNN takes as long as a call of it, and XLA has slow forms too.
+    """
+    ((i,), (j,)), batch = dimension_numbers
+    rest = [k for k in range(x.ndim) if k != i and k not in batch[0]]
+    x = lax.transpose(x, (i, *batch[0], *rest))
+    more = [k for k in range(y.ndim) if k != j and k not in batch[1]]
+    y = lax.transpose(y, (j, *batch[1], *more))
+    y = lax.expand_dims(y, [1 + len(batch[0]) + k for k in range(len(rest))])
+    x = lax.expand_dims(x, [x.ndim + k for k in range(len(more))])
+    dtype = max(made.dtype, _wide(x.dtype), key=lambda dtype: dtype.itemsize)
+    x, y = x.astype(dtype), y.astype(dtype)
+    return sum(map(operator.mul, x[1:], y[1:]), x[0] * y[0]).astype(made.dtype)
+
+
+def _multiply(*arrays, primitive, onednn, joined, left, small, **how):
     """Multiply arrays, on a CPU so that XLA moves none of them in memory.
 
     XLA copies factors to sum over several axes, so these are `joined` to one.  Where a
@@ -563,12 +580,15 @@ def _multiply(*arrays, primitive, onednn, joined, left, **how):
     GELU of a product in the product's place, also for other users, such as the
     gradient, and rounds sums of half types too early.  A barrier hides the operations.
     For float16, oneDNN has only a reference implementation, several hundred times as
-    slow, unless the sums are float32.
+    slow, unless the sums are float32.  Many `small` matrices are multiplied in a loop.
     """
     as_it_is = functools.partial(primitive.bind, **how)
     made = jax.eval_shape(as_it_is, *arrays)
 
     def on_cpu(*arrays):
+        if small:
+            product = _term_by_term(*arrays, how["dimension_numbers"], made)
+            return lax.optimization_barrier(product)
         more = {**how}
         if joined:
             forms = [*map(_join, arrays, *how["dimension_numbers"])]
@@ -584,6 +604,7 @@ def _multiply(*arrays, primitive, onednn, joined, left, **how):
 
 
 _LARGE, _FEW = 2**15, 64  # numbers in all, and of one sum
+_SMALL = 12  # rows and columns of matrices that are multiplied in a loop
 
 
 def _by_eighths(x, *, primitive, axes, **how):
@@ -591,8 +612,8 @@ def _by_eighths(x, *, primitive, axes, **how):
 
     XLA adds the numbers of a sum one after another, and YNNPACK, which adds several at
     a time, is wrong in JAX 0.10 and 0.11.  Sums of eighths, as long as these are large,
-    are fast in any version, and round less.  A barrier lets XLA compute all eighths and
-    their sum in one loop.
+    are fast too, and round less.  A barrier lets XLA compute all eighths and their sum
+    in one loop.
     """
     as_it_is = functools.partial(primitive.bind, axes=axes, **how)
 
@@ -630,6 +651,10 @@ _LEFT_OUT = "xla_disable_hlo_passes"
 _SINGLE = "LIBRARY_FUSION_TYPE_INDIVIDUAL_"
 
 
+def _version() -> tuple[int, ...]:
+    return tuple(map(int, jaxlib.__version__.split(".")[:2]))  # it may not be JAX's
+
+
 def compiler_options(backend: str | None = None) -> dict[str, bool | str]:
     """Return the options with which XLA is right and fast in this version of jaxlib.
 
@@ -653,7 +678,7 @@ def _options(backend: str | None, onednn: bool) -> dict[str, bool | str]:
     kept, enabled = "jax_compilation_cache_dir", "jax_enable_compilation_cache"
     cached = all(getattr(jax.config, name) for name in (kept, enabled))
     here = platform.machine().lower() in ("x86_64", "amd64")
-    version = tuple(map(int, jaxlib.__version__.split(".")[:2]))  # it may not be JAX's
+    version = _version()
     on_cpu = (backend or jax.default_backend()) == "cpu"
     flags = os.environ.get("XLA_FLAGS", "")
     onednn = onednn and here and not cached and _LEFT_OUT not in flags
@@ -662,7 +687,8 @@ def _options(backend: str | None, onednn: bool) -> dict[str, bool | str]:
         options = {_YNNPACK: f"{_SINGLE}DOT,{_SINGLE}CONVOLUTION"}
     if on_cpu and version in ((0, 11), (0, 12)) and onednn:
         passes = "onednn-ops-rewriter,simplify-fp-conversions"
-        options = {_ONEDNN: True, _YNNPACK: "", _LEFT_OUT: passes}
+        sums = "" if version == (0, 11) else "LIBRARY_FUSION_TYPE_REDUCE"
+        options = {_ONEDNN: True, _YNNPACK: sums, _LEFT_OUT: passes}
     return {name: value for name, value in options.items() if name not in flags}
 
 
@@ -711,7 +737,7 @@ def _way_to_convolve(eqn, here, onednn, order):
 
 
 def _way_to_multiply(eqn, here, onednn, order):
-    joined, several, left = False, False, range(0)
+    joined, several, small, left = False, False, False, range(0)
     if here and eqn.primitive is lax.dot_general_p and _are_inexact(eqn):
         x, made = eqn.invars[0].aval, eqn.outvars[0].aval
         contracted, batch = eqn.params["dimension_numbers"]
@@ -721,17 +747,21 @@ def _way_to_multiply(eqn, here, onednn, order):
         several = joined and len(contracted[0]) > 1
         axes = range(len(batch[0]), x.ndim - len(contracted[0]))
         left = axes if joined and order and order[-1] in axes else left
-    if not (onednn or several):
+        one = len(batch[0]) > 0 and len(contracted[0]) == 1
+        small = one and x.shape[contracted[0][0]] <= _SMALL
+        small = small and math.prod(made.shape[len(batch[0]) :]) <= _SMALL**2
+    if not (onednn or several or small):
         return None
-    how = dict(primitive=eqn.primitive, onednn=onednn, joined=joined, left=left)
-    return functools.partial(_multiply, **how)
+    how = dict(primitive=eqn.primitive, onednn=onednn)
+    return functools.partial(_multiply, joined=joined, left=left, small=small, **how)
 
 
 def _way_to_reduce(eqn, here, onednn, order):
     x, axes = eqn.invars[0].aval, eqn.params["axes"]
     known = here and _in_a_row(axes) and isinstance(x.size, int)  # no symbols
     count = known and math.prod(x.shape[i] for i in axes)
-    if count < _FEW or x.size < _LARGE or not _are_inexact(eqn):
+    slow = _version() < (0, 12) and _are_inexact(eqn)  # later, YNNPACK is right
+    if not slow or count < _FEW or x.size < _LARGE:
         return None
     return functools.partial(_by_eighths, primitive=eqn.primitive)
 
@@ -775,8 +805,9 @@ def _replace(eqn, onednn, order=()):
         return eqn
     call = functools.partial(way, **how)
     vars(call)["__name__"] = _name(way.func, onednn)
-    in_mesh = functools.partial(getattr(jax.sharding, "use_abstract_mesh", None), mesh)
-    with jax.disable_jit(False), in_mesh() if mesh else contextlib.nullcontext():
+    enter = getattr(jax.sharding, "use_abstract_mesh", None)  # JAX 0.5 has none
+    in_mesh = enter(mesh) if enter and mesh is not None else contextlib.nullcontext()
+    with jax.disable_jit(False), in_mesh:
         program = jax.make_jaxpr(jax.jit(call))(*(v.aval for v in eqn.invars))
     (call,) = program.eqns  # `jit` makes one of it
     return eqn.replace(primitive=call.primitive, params=call.params)
