@@ -1,6 +1,9 @@
 """Tests of fast_cpu.py."""
 
 import functools
+import gc
+import importlib
+import inspect
 import platform
 import re
 from unittest import mock
@@ -12,6 +15,9 @@ import jaxlib
 import numpy as np
 import pytest
 from jax import export
+from jax.experimental import sparse
+from jax.extend import core
+from jax.interpreters import mlir
 from numpy.testing import assert_array_equal
 
 import fast_cpu as fc
@@ -421,13 +427,15 @@ SINGLE = {
     fc._YNNPACK: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,"
     "LIBRARY_FUSION_TYPE_INDIVIDUAL_CONVOLUTION"
 }
-ONEDNN = {fc._ONEDNN: True, fc._YNNPACK: ""}
+PASSES = "onednn-ops-rewriter,simplify-fp-conversions"
+ONEDNN = {fc._ONEDNN: True, fc._YNNPACK: "", fc._LEFT_OUT: PASSES}
+REDUCE = ONEDNN | {fc._YNNPACK: "LIBRARY_FUSION_TYPE_REDUCE"}
 
 
 @cases(
     "version, by_onednn, without",
     *(("0.5.0", {}, {}), ("0.9.2", {}, {}), ("0.10.2", SINGLE, SINGLE)),
-    *(("0.11.2", ONEDNN, SINGLE), ("0.12.0.1", ONEDNN, {}), ("0.13.0", {}, {})),
+    *(("0.11.2", ONEDNN, SINGLE), ("0.12.0.1", REDUCE, {}), ("0.13.0", {}, {})),
 )
 def test_options_are_those_that_are_right_in_a_version(
     version, by_onednn, without, no_cache, monkeypatch
@@ -437,10 +445,12 @@ def test_options_are_those_that_are_right_in_a_version(
     monkeypatch.setattr(platform, "machine", lambda: "AMD64")
     assert fc.compiler_options("cpu") == fc.compiler_options() == by_onednn
     assert fc.compiler_options("gpu") == fc.compiler_options("tpu") == {}
-    for flag in ONEDNN:  # which then wins
+    for flag in fc._ONEDNN, fc._YNNPACK:  # which then wins
         monkeypatch.setenv("XLA_FLAGS", f"--{flag}=false")
         rest = {name: value for name, value in by_onednn.items() if name != flag}
         assert fc.compiler_options() == rest
+    monkeypatch.setenv("XLA_FLAGS", f"--{fc._LEFT_OUT}=cse")  # lacks what oneDNN needs
+    assert fc.compiler_options() == without
     monkeypatch.delenv("XLA_FLAGS")
     with mock.patch.object(platform, "machine", lambda: "arm64"):
         assert fc.compiler_options() == without
@@ -585,6 +595,162 @@ def test_activations_are_right_wherever_products_are(no_cache, optimized):
         assert_close(found, (y, y / (1 + np.exp(-y))))
 
 
+def rounding(p, u):  # of an addition, as compensated optimizers take it
+    new = p + u
+    return u - (new - p)
+
+
+def overflow(x):
+    return jax.nn.softmax(x.at[:, 1].set(jnp.inf))
+
+
+def quantized(x, w):
+    y = jax.lax.dot_general(x, w, (((1,), (0,)), ((), ())), **FLOAT) / 100
+    return y, jax.nn.gelu(y)
+
+
+def quantized_images(x, kernel):
+    names = ("NHWC", "HWIO", "NHWC")
+    how = dict(dimension_numbers=names, **FLOAT)
+    y = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", **how) / 1000
+    return y, jax.nn.silu(y)
+
+
+FLOAT, INTEGERS = dict(preferred_element_type=jnp.float32), np.arange(256**2) % 181 - 90
+WEIGHTS, PIXELS = INTEGERS.reshape(256, 256).astype(np.int8), INTEGERS.astype(np.int8)
+HALVES = jnp.ones(8, jnp.bfloat16), jnp.full(8, 2.0**-12, jnp.bfloat16)
+# oneDNN's option alone makes them wrong.
+CHANGED = {
+    "rounding": (rounding, *HALVES),
+    "softmax": (overflow, randn(0, 8, 3)),
+    "integers": (quantized, randn(0, 256, 256), WEIGHTS),
+    "images": (
+        quantized_images,
+        PIXELS[:4608].reshape(8, 12, 12, 4),
+        PIXELS[:288].reshape(3, 3, 4, 8),
+    ),
+}
+
+
+@by_onednn
+@pytest.mark.parametrize("name", CHANGED)
+def test_onednn_changes_nothing_but_products(name, no_cache, optimized):
+    f, *args = CHANGED[name]
+    right = jax.jit(f)(*args)
+    assert_close(fc.jit(f)(*args), right)
+    options = ONEDNN | {fc._LEFT_OUT: ""}
+    wrong = jax.jit(f, compiler_options=options)(*args)
+    with pytest.raises(AssertionError):
+        assert_close(wrong, right)
+
+    init, loss = lambda key, _: jax.random.normal(key), lambda p, _, args: (p, f(*args))
+    how = dict(members=1, devices=1, has_aux=True, frozen=args)
+    trainer = pe.make_trainer(init, loss, SGD, **how)
+    _, (_, aux) = trainer.update(trainer.init(jax.random.key(0)), np.ones(1))
+    assert_close(jax.tree.map(lambda x: x[0], aux), right)
+
+
+def remat3(x, w):
+    jax.config.update("jax_remat3", True)
+    try:
+        return jax.jit(jax.checkpoint(with_silu))(x, w)
+    finally:
+        jax.config.update("jax_remat3", False)
+
+
+def with_silu(x, w):
+    return (y := x @ w), jax.nn.silu(y)
+
+
+own = core.Primitive("own")
+own.multiple_results = True
+own.def_abstract_eval(lambda x, w: [x, x])
+mlir.register_lowering(own, mlir.lower_fun(with_silu, multiple_results=True))
+SQUARE = randn(0, 256, 256), randn(1, 256, 256) / 16
+# Functions whose products `fast` does not see.
+OPAQUE = {
+    "export": lambda x, w: export.export(jax.jit(with_silu))(*SQUARE).call(x, w),
+    "primitive": lambda x, w: own.bind(x, w),
+    "remat3": remat3,
+    "sparse": lambda x, w: [(y := sparse.BCOO.fromdense(x, nse=9) @ w), jax.nn.silu(y)],
+    "symmetric": lambda x, w: jax.lax.linalg.symmetric_product(x, w),
+    "solver": lambda x, w: jax.lax.linalg.triangular_solve(*BFLOAT16, left_side=True),
+}
+BFLOAT16 = [
+    jnp.asarray(np.tril(x[:64, :64]) + np.eye(64), jnp.bfloat16) for x in SQUARE
+]
+
+
+@by_onednn
+@pytest.mark.parametrize("name", OPAQUE)
+def test_where_a_part_cannot_be_entered_there_is_no_onednn(name, no_cache, optimized):
+    if name == "remat3" and not hasattr(jax.config, "jax_remat3"):
+        pytest.skip("this version has no such flag")
+    f = lambda x, w: (OPAQUE[name](x, w), x @ w)  # noqa: E731
+    fast, options = fc.jit(f), fc.compiler_options()
+    for _ in range(2):
+        assert_close(fast(*SQUARE), jax.jit(f)(*SQUARE), 1e-3)
+    assert "__onednn" not in fast.lower(*SQUARE).compile().as_text()
+    said = said_by(ValueError, fc.fast(f, options), *SQUARE)
+    assert re.match(r"fast\(f, options\) cannot hide .* compile by fast_cpu.jit", said)
+    loss = lambda params, x, w: (params, jax.tree.leaves(f(x, w))[1])  # noqa: E731
+    how = dict(members=1, devices=1, has_aux=True)
+    trainer = pe.make_trainer(jax.random.normal, loss, SGD, **how)
+    assert "__onednn" not in trainer.lower("update", *SQUARE).compile().as_text()
+
+
+# Primitives that hold programs: `rewrite` enters the first; others mean no oneDNN.
+# fmt: off
+ENTERED = {
+    "composite", "cond", "custom_jvp_call", "custom_linear_solve", "custom_vjp_call",
+    "custom_vmap_call", "eval_jaxpr", "jit", "reduce", "reduce_window", "remat2",
+    "run_state", "scan", "scatter", "shard_map", "while", "xla_metadata_call",
+}
+NOT_ENTERED = {
+    "cudnn_fusion", "custom_partitioning", "linear_call", "mpmd_map", "pallas_call",
+    "program_order", "remat_opt", "run_scoped",
+}
+# fmt: on
+
+
+@by_onednn
+def test_primitives_that_hold_programs_are_entered_or_mean_no_onednn():
+    modules = "experimental.pallas experimental.custom_partitioning scipy.linalg export"
+    for name in modules.split():
+        importlib.import_module(f"jax.{name}")
+    found = [x for x in gc.get_objects() if isinstance(x, core.Primitive)]
+    for primitive in (x for x in found if "[" not in x.name):  # of all, not of a trace
+        functions = [*vars(primitive).values(), *vars(type(primitive)).values()]
+        functions = filter(inspect.isfunction, map(inspect.unwrap, functions))
+        text = (
+            "".join(map(inspect.getsource, functions)) if primitive is not own else ""
+        )
+        if "jaxpr" in text or type(primitive) is not core.Primitive:
+            assert primitive.name in ENTERED | NOT_ENTERED, "enter it, or keep it apart"
+            eqn = mock.Mock(primitive=primitive, invars=[])
+            assert fc._is_known(eqn) == (primitive.name in ENTERED)
+
+
+@by_onednn
+def test_products_are_hidden_in_programs_of_all_kinds(no_cache, optimized):
+    solve = lambda f, b: jax.lax.custom_linear_solve(f, b, lambda f, b: f(f(b)))  # noqa: E731
+    kinds = {
+        "composite": jax.lax.composite(with_silu, "own.name"),
+        "solve": lambda x, w: with_silu(solve(lambda y: y @ w, x), w),
+        "while": lambda x, w: jax.lax.while_loop(
+            lambda y: y[0].sum() < -9, lambda y: with_silu(y[0], w), with_silu(x, w)
+        ),
+        "reused": lambda x, w: jax.jit(fc.fast(with_silu))(x, w),  # without options
+        "name": lambda x, w: jax.jit(_multiply)(x, w),
+    }
+    for f in kinds.values():
+        assert_close(fc.jit(f)(*SQUARE), jax.jit(f)(*SQUARE), 1e-5)
+
+
+def _multiply(x, w):  # a user's function, named as one of `fast_cpu`
+    return with_silu(x, w)
+
+
 # Products, and the factors' shapes.
 PRODUCTS = {
     "bti,io->bto": ((2, 3, 4), (4, 5)),
@@ -593,6 +759,9 @@ PRODUCTS = {
     "bthd,hdo->bto": ((2, 4, 2, 3), (2, 3, 5)),
     "bthd,bshd->bhts": ((2, 3, 2, 4), (2, 5, 2, 4)),
     "kbti,kio->kbto": ((2, 3, 2, 4), (2, 4, 5)),
+    "kbi,kio->kbo": ((2, 13, 4), (2, 4, 12)),  # not small
+    "nij,jkn->kni": ((5, 3, 4), (4, 2, 5)),
+    "ni,ni->n": ((5, 3), (5, 3)),
     "abc,cb->a": ((2, 3, 4), (4, 3)),  # not in a row
     "abcd,bce->aed": ((2, 3, 4, 5), (3, 4, 2)),
     "abk,abk->k": ((2, 3, 4), (2, 3, 4)),
@@ -605,7 +774,7 @@ UNDER = {
 }
 
 
-@cases("onednn", False, True)
+@cases("onednn", False, *[True] * (not OLD))
 @pytest.mark.parametrize("spec", PRODUCTS)
 def test_products_and_their_gradients_are_right(spec, onednn):
     args = [randn(i, *shape) for i, shape in enumerate(PRODUCTS[spec])]
@@ -652,7 +821,8 @@ def test_gradients_of_weights_sum_over_one_axis_and_are_not_transposed():
 
 @cases("axes", None, (0,), (1,), (2,), (0, 1), (1, 2), (0, 2))
 @cases("reduce", jnp.sum, jnp.max)
-def test_sums_of_eighths_are_the_sums(reduce, axes):
+def test_sums_of_eighths_are_the_sums(reduce, axes, monkeypatch):
+    monkeypatch.setattr(fc, "_version", lambda: (0, 11))  # from 0.12 on, none are made
     x = randn(0, 67, 129, 65)
     fast = jax.jit(fc.fast(functools.partial(reduce, axis=axes)))
     in_a_row = axes != (0, 2)
@@ -668,6 +838,9 @@ def test_sums_of_eighths_are_the_sums(reduce, axes):
     bad[3, 5, 7] = np.nan
     assert_array_equal(np.isnan(fast(bad)), np.isnan(reduce(bad, axis=axes)))
     assert OLD or "stablehlo.slice" not in text_for("cuda", fast, x)
+    if in_a_row and reduce is jnp.max:  # whose ties would share gradients otherwise
+        said = said_by(ValueError, jax.grad(lambda x: fast(x).sum()), x)
+        assert "fast(jax.grad(f)) in place of jax.grad(fast(f))" in said
 
 
 def test_jit_is_fast_and_takes_the_arguments_of_jit():
@@ -681,6 +854,79 @@ def test_jit_is_fast_and_takes_the_arguments_of_jit():
     gradient, power = fast(KERNEL, X, power=3)
     assert power == 3
     assert_close(gradient, jax.grad(loss_fn)(KERNEL, X, 3))
+
+
+def test_jit_takes_flags_names_and_functions():
+    def step(x, flag, name, f):
+        assert flag is True and name == "a"
+        return f(x) + 1, name
+
+    found, name = fc.jit(step)(X, True, "a", jnp.abs)
+    assert_close(found, np.abs(X) + 1)
+    assert name == "a"
+
+
+INSIDE = {
+    "scan": lambda f: lambda x: jax.lax.scan(lambda x, _: (f(x), ()), x, length=2)[0],
+    "jit": lambda f: jax.jit(lambda x: f(x)),
+    "a constant": lambda f: jax.jit(lambda x: x + f(SQUARE[0])),
+    "itself": lambda f: fc.jit(lambda x: f(x)),
+    "gradient": lambda f: jax.grad(lambda x: jnp.square(f(x)).sum()),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_jit_inside_of_a_trace_is_fast_without_options(name, no_cache):
+    step = lambda x: jnp.tanh(x @ SQUARE[1])  # noqa: E731
+    found, right = (INSIDE[name](jit(step))(SQUARE[0]) for jit in (fc.jit, jax.jit))
+    assert_close(found, right)
+
+
+@cases("dtype", jnp.bfloat16, jnp.float16)
+def test_strict_promotion_of_types_is_kept(dtype, no_cache):
+    args = [jnp.asarray(x, dtype) for x in (X, KERNEL)]
+    f = lambda x, kernel: dilated(x, kernel).sum((1, 2))  # noqa: E731
+    for has_amx in False, True:
+        strict = jax.numpy_dtype_promotion("strict")
+        with strict, mock.patch.object(fc, "_has_amx", lambda has=has_amx: has):
+            assert_close(fc.jit(f)(*args), jax.jit(f)(*args), 0.01)
+
+
+set_mesh = pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="JAX 0.7 and newer")
+
+
+@set_mesh
+@cases("kind", "Auto", "Explicit")
+def test_functions_under_a_mesh_are_those_without_fast(kind, no_cache):
+    kinds = (jax.sharding.AxisType[kind],)
+    mesh, P = jax.make_mesh((4,), ("s",), axis_types=kinds), jax.sharding.PartitionSpec
+    x, kernel, rows = randn(0, 16, 9, 9, 4), randn(1, 3, 3, 4, 8), randn(2, 256, 200)
+
+    def gradient(of, stride):
+        strides = (stride, stride)
+        loss = lambda *args: jnp.square(dilated(*args, strides=strides)).mean()  # noqa: E731
+        return jax.grad(loss, of)
+
+    def mapped(f, out):
+        how = dict(in_specs=(P("s"), P()), out_specs=out, check_vma=False)
+        return jax.shard_map(f, **how)
+
+    product = lambda x, w: jnp.einsum("bij,ijo->bo", x.reshape(-1, 8, 25), w)  # noqa: E731
+    total = lambda x, w: jax.lax.psum(x.sum(0), "s")  # noqa: E731
+    weights = randn(3, 8, 25, 4)
+    with jax.set_mesh(mesh):
+        by_rows, by_columns = (
+            jax.sharding.NamedSharding(mesh, spec) for spec in (P("s"), P(None, "s"))
+        )
+        x, kernel = jax.device_put(x, by_rows), jnp.asarray(kernel)
+        for f, *args in (
+            (gradient(1, 1), x, kernel),
+            (gradient(0, 2), x, kernel),
+            (mapped(total, P()), jax.device_put(rows, by_rows), weights),
+            (mapped(product, P("s")), jax.device_put(rows, by_rows), weights),
+            (lambda x: jax.nn.logsumexp(x, 1), jax.device_put(rows, by_columns)),
+        ):
+            assert_close(fc.jit(f)(*args), jax.jit(f)(*args))
 
 
 @new
