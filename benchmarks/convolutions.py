@@ -93,13 +93,14 @@ def draw(seed, dtype=None):
     def each(*options):
         return tuple(pick(*options) for _ in range(axes))
 
-    axes, any_type = pick(1, 2, 3), pick(*LIMITS)
+    axes, any_type = pick(1, 2, *[2] * larger, 3), pick(*LIMITS)
     images, features = pick((1, 1), (1, 1), (1, pick(2, 3, 8)), (pick(2, 3), 1))
     more = pick((1,), (1, 1, 2, 3))  # strides and dilations, in half of the cases
+    spread, gap = (pick((1,), more) if larger else more for _ in "ab")
     how = dict(
         window_strides=each(*more),
-        lhs_dilation=each(*more[:3]),
-        rhs_dilation=each(*more[:3]),
+        lhs_dilation=each(*spread[:3]),
+        rhs_dilation=each(*gap[:3]),
         batch_group_count=images,
         feature_group_count=features,
     )
@@ -294,6 +295,7 @@ def follow(seed, kind, form, wide, ragged, x, weights, vectors):
 
     def product(y):
         y, w = y.astype(dtype), next(weights)
+        parts = lambda y: y.reshape(4, 32, -1)  # noqa: E731
         heads = lambda y: y.reshape(len(y), 8, -1)  # noqa: E731
         split = lambda w: w.reshape(8, -1, len(w))  # noqa: E731
         if kind == "integers" and own.random() < 0.5:
@@ -301,22 +303,19 @@ def follow(seed, kind, form, wide, ragged, x, weights, vectors):
         if form == "rows":
             ways = [lambda y, w: y @ w, lambda y, w: jnp.einsum("nf,gf->ng", y, w)]
             ways += [lambda y, w: lax.dot(y, w, preferred_element_type=wide)]
-            by_two = lambda y, w: lax.ragged_dot(y, jnp.stack([w, w.T]), sizes)  # noqa: E731
-            ways += [by_two] * ragged
-            ways += [lambda y, w: jnp.einsum("abf,fg->abg", y.reshape(4, 32, -1), w)]
             ways += [
-                lambda y, w: jnp.einsum(
-                    "abf,ahgf->abhg", y.reshape(4, 32, -1), split(w)[None] * scales
-                )
-            ]
+                lambda y, w: lax.ragged_dot(y, jnp.stack([w, w.T]), sizes)
+            ] * ragged
+            ways += [lambda y, w: jnp.einsum("abf,fg->abg", parts(y), w)]
+            each = lambda w: split(w)[None] * scales  # noqa: E731
+            ways += [lambda y, w: jnp.einsum("abf,ahgf->abhg", parts(y), each(w))]
             ways += [lambda y, w: jnp.einsum("nhf,hfg->ng", heads(y), split(w))]
             ways += [lambda y, w: jnp.einsum("nf,hgf->nhg", y, split(w))]
             ways += [lambda y, w: (w.T @ y.T).T]
             return through(pick(*ways))(y, w).reshape(y.shape)
         if pick(False, False, True):
-            return through(lambda y, w: jnp.einsum("nhwi,io->nhwo", y, w))(
-                y, 3 * w[0, 0]
-            )
+            pointwise = functools.partial(jnp.einsum, "nhwi,io->nhwo")
+            return through(pointwise)(y, 3 * w[0, 0])
         axes, groups = pick("NHWC", "NCHW"), pick(1, 1, 16)
         y = y if axes == "NHWC" else jnp.moveaxis(y, -1, 1)
         w = w if groups == 1 else 3 * w[:, :, :1]
@@ -358,7 +357,7 @@ def follow(seed, kind, form, wide, ragged, x, weights, vectors):
         step = steps.get(names[-1]) or pick(*ACTIVATIONS)
         values.append(around(lambda y: step(y))(some()))  # noqa: B023
         if names[-1] == "product" and kind in ("integers", "exported"):
-            values.append(ACTIVATIONS[own.integers(len(ACTIVATIONS))](values[-1]))
+            values.append((jax.nn.silu, jax.nn.gelu)[own.integers(2)](values[-1]))
         if kind == "compensated" and i == 0:
             values[-1] = compensated(values[-1].astype(dtype))
         if kind == "spoiled" and own.random() < 0.5:
