@@ -96,7 +96,9 @@ def draw(seed, dtype=None):
     axes, any_type = pick(1, 2, *[2] * larger, 3), pick(*LIMITS)
     images, features = pick((1, 1), (1, 1), (1, pick(2, 3, 8)), (pick(2, 3), 1))
     more = pick((1,), (1, 1, 2, 3))  # strides and dilations, in half of the cases
-    spread, gap = (pick((1,), more) if larger else more for _ in "ab")
+    spread, gap = more, more
+    if larger:
+        more, spread, gap = (pick((1,), (1, 1, 2, 3)) for _ in "abc")
     how = dict(
         window_strides=each(*more),
         lhs_dilation=each(*spread[:3]),
@@ -104,7 +106,7 @@ def draw(seed, dtype=None):
         batch_group_count=images,
         feature_group_count=features,
     )
-    space = each(*range(4, 5 + (24 if larger else 12) // axes))
+    space = each(*range(4, 5 + 12 // axes), *(range(1, 56 // axes) if larger else ()))
     window, pads = each(1, 2, 2, 3, *(4, 5) * larger), []
     for size, width, spread, gap in zip(
         space, window, how["lhs_dilation"], how["rhs_dilation"]
@@ -119,7 +121,7 @@ def draw(seed, dtype=None):
     mixed = [tuple(rng.permutation(axes + 2).tolist()) for _ in range(3)]
     form = pick(last, last, *(lax.ConvDimensionNumbers(*x) for x in (first, mixed)))
     how |= dict(padding=tuple(pads), dimension_numbers=form)
-    more = (17, 32, 48) * larger
+    more = (3, 17, 32, 48) * larger
     ins, outs = pick(1, 3, 8, *more), pick(1, 4, 8, 16, *more)
     batch = pick(1, 2, 4, *(9, 33) * larger)
     if features > 1 and pick(False, True):
