@@ -1,28 +1,40 @@
 """Compare random convolutions of any form, and their gradients, with sums in float64.
 
-    python benchmarks/convolutions.py [300] [--first 0] [--programs]
+    python benchmarks/convolutions.py [300] [--first 0] [--programs] [--dtype TYPE]
+                                      [--isa AVX2] [--processes 1]
 
 With --programs, it compares random programs: products and convolutions followed by
 biases, residuals, activations, norms, casts, sums and attention, with several users of
 each value; and their gradients.  A compiler's options change all of these.
 
-A seed determines each case.  The script compares as many cases as it is told, from the
-first seed on, prints the seeds of wrong ones, and fails if there are any.
+A seed determines each case, and with --dtype, which also draws larger forms, the type
+does.  The script compares as many cases as it is told, from the first seed on, prints
+the seeds of wrong ones, of those that raise an error, and of those that end the process
+(as XLA may), and fails if there are any.  For that it runs the cases in other
+processes, `--processes` of them at once, with instructions up to those that --isa
+names.  There, new memory is filled with huge numbers, so that uninitialized memory
+shows.
 """
 
 import argparse
 import functools
+import itertools
+import json
+import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+import speed
+from jax import export, lax
 
 import fast_cpu as fc
 
-# The largest `error` allowed: float32 rounds every addition, here and in plain JAX.
-LIMITS = {"float32": 32, "float16": 1, "bfloat16": 1}
+# The largest `error` allowed.
+LIMITS = {"float32": 2, "float16": 1, "bfloat16": 1}
 
 
 def split(x, axes, whole, parts):
@@ -60,18 +72,20 @@ def sums(x, kernel, cotangent, how):
             ins.append(at[inside])
             outs.append(out[inside])
         ins, outs = ((*every, *np.ix_(*index)) for index in (ins, outs))
-        weight = kernel[(*every, *place)]
-        y[outs] += np.einsum("gbi...,goi->gbo...", x[ins], weight)
-        dx[ins] += np.einsum("gbo...,goi->gbi...", g[outs], weight)
-        space = list(range(4, x.ndim + 1))
-        terms = x[ins], [0, 1, 2, *space], g[outs], [0, 1, 3, *space]
-        dkernel[(*every, *place)] += np.einsum(*terms, [0, 3, 2])
+        weight = kernel[(*every, *place)][:, None]
+        a, b = (z.reshape(*z.shape[:3], -1) for z in (x[ins], g[outs]))
+        y[outs] += (weight @ a).reshape(g[outs].shape)
+        dx[ins] += (weight.mT @ b).reshape(x[ins].shape)
+        dkernel[(*every, *place)] += (b @ a.mT).sum(1)
     return [join(a, *w) for a, w in zip((y, dx, dkernel), (ways[2], *ways[:2]))]
 
 
-def draw(seed):
-    """Return images, kernel and cotangent of a random convolution, and its options."""
-    rng = np.random.default_rng(seed)
+def draw(seed, dtype=None):
+    """Return images, kernel and cotangent of a random convolution, and its options.
+
+    With a type, images, windows and channels may be larger.
+    """
+    rng, larger = np.random.default_rng([seed, 2] if dtype else seed), bool(dtype)
 
     def pick(*options):
         return options[rng.integers(len(options))]
@@ -79,17 +93,21 @@ def draw(seed):
     def each(*options):
         return tuple(pick(*options) for _ in range(axes))
 
-    axes, dtype = pick(1, 2, 3), pick(*map(jnp.dtype, LIMITS))
+    axes, any_type = pick(1, 2, *[2] * larger, 3), pick(*LIMITS)
     images, features = pick((1, 1), (1, 1), (1, pick(2, 3, 8)), (pick(2, 3), 1))
     more = pick((1,), (1, 1, 2, 3))  # strides and dilations, in half of the cases
+    spread, gap = more, more
+    if larger:
+        more, spread, gap = (pick((1,), (1, 1, 2, 3)) for _ in "abc")
     how = dict(
         window_strides=each(*more),
-        lhs_dilation=each(*more[:3]),
-        rhs_dilation=each(*more[:3]),
+        lhs_dilation=each(*spread[:3]),
+        rhs_dilation=each(*gap[:3]),
         batch_group_count=images,
         feature_group_count=features,
     )
-    space, window, pads = each(*range(4, 5 + 12 // axes)), each(1, 2, 2, 3), []
+    space = each(*range(4, 5 + 12 // axes), *(range(1, 56 // axes) if larger else ()))
+    window, pads = each(1, 2, 2, 3, *(4, 5) * larger), []
     for size, width, spread, gap in zip(
         space, window, how["lhs_dilation"], how["rhs_dilation"]
     ):
@@ -103,26 +121,31 @@ def draw(seed):
     mixed = [tuple(rng.permutation(axes + 2).tolist()) for _ in range(3)]
     form = pick(last, last, *(lax.ConvDimensionNumbers(*x) for x in (first, mixed)))
     how |= dict(padding=tuple(pads), dimension_numbers=form)
-    ins, outs, batch = pick(1, 3, 8), pick(1, 4, 8, 16), pick(1, 2, 4)
+    more = (3, 17, 32, 48) * larger
+    ins, outs = pick(1, 3, 8, *more), pick(1, 4, 8, 16, *more)
+    batch = pick(1, 2, 4, *(9, 33) * larger)
     if features > 1 and pick(False, True):
         ins = outs = 1  # depthwise
     x_shape = batch * images, ins * features, *space
     shapes = x_shape, (outs * images * features, ins, *window)
     shapes = [np.take(shape, np.argsort(axes)) for shape, axes in zip(shapes, form)]
+    dtype = jnp.dtype(dtype or any_type)
     args = [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
     y = jax.eval_shape(lambda *args: lax.conv_general_dilated(*args, **how), *args)
     return (*args, jnp.asarray(rng.normal(size=y.shape), dtype)), how
 
 
-def error(seed):
-    """Return the type, and the worst error in units of the type's epsilon.
+def error(seed, dtype=None):
+    """Return the type, and the worst error in units of what rounding explains.
 
     An entry's error is relative to the size that its sum would have if its terms had
-    random signs.  The convolution runs twice in a loop, as in a trainer, and the
-    program runs twice, since uninitialized memory then holds other numbers.  With every
-    other seed, gradients of kernels are computed in small chunks of the batch.
+    random signs.  The unit is an epsilon of the type, and one of float32, which rounds
+    every addition, times the root of the number of products.  The convolution runs
+    twice in a loop, as in a trainer, and the program runs twice, since uninitialized
+    memory then holds other numbers.  With every other seed, gradients of kernels are
+    computed in small chunks of the batch.
     """
-    args, how = draw(seed)
+    args, how = draw(seed, dtype)
 
     def convolve(x, kernel, cotangent):
         function = lambda *args: lax.conv_general_dilated(*args, **how)  # noqa: E731
@@ -131,19 +154,21 @@ def error(seed):
 
     loop = fc.jit(lambda *args: lax.map(lambda args: convolve(*args), args))
     exact = [np.asarray(x, np.float64) for x in args]
-    expected, squares = sums(*exact, how), sums(*map(np.square, exact), how)
-    worst = 0.0
+    expected, squares, counts = (
+        sums(*map(f, exact), how) for f in (np.copy, np.square, np.ones_like)
+    )
+    worst, (ours, single) = 0.0, (jnp.finfo(x).eps for x in (args[0].dtype, "float32"))
     args = [jnp.stack([x, x]) for x in args]
     with mock.patch.object(fc, "_CHUNK_BYTES", 2_000_000 if seed % 2 else 2_000):
         results = loop(*args), loop(*args)
     for found in results:
-        for twice, x, square in zip(found, expected, squares):
+        for twice, x, square, count in zip(found, expected, squares, counts):
             off = np.abs(np.asarray(twice, np.float64) - x)
             off = np.where(np.isfinite(off), off, np.inf)
             size = np.maximum(np.maximum(np.sqrt(square), np.abs(x)), 1e-3)
-            worst = max(worst, (off / size).max(initial=0))
-    dtype = args[0].dtype
-    return dtype.name, float(worst / jnp.finfo(dtype).eps)
+            unit = size * (ours + single * np.sqrt(count))
+            worst = max(worst, (off / unit).max(initial=0))
+    return args[0].dtype.name, float(worst)
 
 
 # ---------------------------------------------------------------------------------
@@ -169,6 +194,8 @@ ACTIVATIONS = [
     lambda y: jnp.maximum(y, 0),
     lambda y: jnp.where(y > 0, y, 0.01 * y),
 ]
+# Of what each kind of program has, besides the others' operations.
+KINDS = "plain", "integers", "exported", "compensated", "spoiled", "jit", "checkpoint"
 # Values, weights and heads: XLA gives products to oneDNN only if they are large.
 FORMS = {
     "rows": ((128, 256), (256, 256), (4, 32, 8, 32)),
@@ -205,37 +232,98 @@ def attend(pick, heads, dtype, *values):
     return jnp.einsum("bhqk,bkhd->bqhd", norm(logits), v)
 
 
-def follow(seed, form, wide, ragged, x, weights, vectors):
+def kind_of(seed) -> str:
+    return KINDS[seed % len(KINDS)]
+
+
+def exported(f):
+    def call(*args):
+        forms = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args)
+        return export.export(jax.jit(f))(*forms).call(*args)
+
+    return call
+
+
+def whole(x, scale):
+    """Return int8 numbers, the same ones for x of any type."""
+    return jnp.clip(x * scale, -127, 127).astype(jnp.int8)
+
+
+def compensated(y):
+    """Add parts to y that are too small for its type, by the sums of Kahan (1965)."""
+    part = y * 2**-12
+
+    def add(carry, _):
+        total, lost = carry
+        new = total + (part - lost)
+        return (new, (new - total) - (part - lost)), None
+
+    (total, _), _ = lax.scan(add, (y, jnp.zeros_like(y)), length=256)
+    return y + lax.stop_gradient(total - y)
+
+
+def by_integers(both, wide, x, y, w):
+    """Multiply x, or y, by w, with int8 numbers in place of x and w."""
+    if w.ndim == 4 and both:
+        how = dict(dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        how |= dict(window_strides=(1, 1), padding="SAME", preferred_element_type=wide)
+        return lax.conv_general_dilated(whole(x, 32), whole(w, 256), **how) / 2**13
+    w = whole(w if w.ndim == 2 else 3 * w[0, 0], 256)
+    numbers = ((y.ndim - 1,), (0,)), ((), ())
+    product = functools.partial(lax.dot_general, preferred_element_type=wide)
+    if both:
+        return product(whole(x, 32), w, numbers) / 2**13
+    return product(y, w, numbers) / 2**8
+
+
+def spoil(y):
+    """Put an inf and a nan into rows of y, and -inf into the whole of one."""
+    rows = lax.stop_gradient(y).reshape(-1, y.shape[-1])
+    rows = rows.at[1, 1].set(jnp.inf).at[2, 1].set(jnp.nan).at[3].set(-jnp.inf)
+    return rows.reshape(y.shape)
+
+
+def follow(seed, kind, form, wide, ragged, x, weights, vectors):
     """Apply random operations to x; return the last value, and some of the others."""
     rng, dtype = np.random.default_rng(seed), x.dtype
-    weights, vectors, values = iter(weights), iter(vectors), [x]
-    scales = jnp.arange(1, 5, dtype=dtype).reshape(4, 1, 1, 1) / 4
+    weights, vectors, values, spoiled = iter(weights), iter(vectors), [x], []
+    own, sizes = np.random.default_rng([seed, 3]), np.array([50, 78])
+    through = exported if kind == "exported" else lambda f: f
+    around = {"jit": jax.jit, "checkpoint": jax.checkpoint}.get(kind, lambda f: f)
+    scales = np.arange(1, 5, dtype=dtype).reshape(4, 1, 1, 1) / 4
 
     def pick(*options):
         return options[rng.integers(len(options))]
 
     def product(y):
         y, w = y.astype(dtype), next(weights)
+        parts = lambda y: y.reshape(4, 32, -1)  # noqa: E731
+        heads = lambda y: y.reshape(len(y), 8, -1)  # noqa: E731
+        split = lambda w: w.reshape(8, -1, len(w))  # noqa: E731
+        if kind == "integers" and own.random() < 0.5:
+            return by_integers(own.random() < 0.5, wide, values[0], y, w)
         if form == "rows":
-            ways = [lambda: y @ w, lambda: jnp.einsum("nf,gf->ng", y, w)]
-            ways += [lambda: lax.dot(y, w, preferred_element_type=wide)]
-            both = jnp.stack([w, w.T])
-            ways += [lambda: lax.ragged_dot(y, both, jnp.array([50, 78]))] * ragged
-            parts, heads = y.reshape(4, 32, -1), y.reshape(len(y), 8, -1)
-            split = w.reshape(8, -1, len(w))
-            ways += [lambda: jnp.einsum("abf,fg->abg", parts, w)]
-            ways += [lambda: jnp.einsum("abf,ahgf->abhg", parts, split[None] * scales)]
-            ways += [lambda: jnp.einsum("nhf,hfg->ng", heads, split)]
-            ways += [lambda: jnp.einsum("nf,hgf->nhg", y, split)]
-            ways += [lambda: (w.T @ y.T).T]
-            return pick(*ways)().reshape(y.shape)
+            ways = [lambda y, w: y @ w, lambda y, w: jnp.einsum("nf,gf->ng", y, w)]
+            ways += [lambda y, w: lax.dot(y, w, preferred_element_type=wide)]
+            ways += [
+                lambda y, w: lax.ragged_dot(y, jnp.stack([w, w.T]), sizes)
+            ] * ragged
+            ways += [lambda y, w: jnp.einsum("abf,fg->abg", parts(y), w)]
+            each = lambda w: split(w)[None] * scales  # noqa: E731
+            ways += [lambda y, w: jnp.einsum("abf,ahgf->abhg", parts(y), each(w))]
+            ways += [lambda y, w: jnp.einsum("nhf,hfg->ng", heads(y), split(w))]
+            ways += [lambda y, w: jnp.einsum("nf,hgf->nhg", y, split(w))]
+            ways += [lambda y, w: (w.T @ y.T).T]
+            return through(pick(*ways))(y, w).reshape(y.shape)
         if pick(False, False, True):
-            return jnp.einsum("nhwi,io->nhwo", y, 3 * w[0, 0])
+            pointwise = functools.partial(jnp.einsum, "nhwi,io->nhwo")
+            return through(pointwise)(y, 3 * w[0, 0])
         axes, groups = pick("NHWC", "NCHW"), pick(1, 1, 16)
         y = y if axes == "NHWC" else jnp.moveaxis(y, -1, 1)
         w = w if groups == 1 else 3 * w[:, :, :1]
         how = dict(feature_group_count=groups, dimension_numbers=(axes, "HWIO", axes))
-        y = lax.conv_general_dilated(y, w, (1, 1), "SAME", **how)
+        how |= dict(window_strides=(1, 1), padding="SAME")
+        y = through(functools.partial(lax.conv_general_dilated, **how))(y, w)
         return y if axes == "NHWC" else jnp.moveaxis(y, 1, -1)
 
     def some():  # the last value, or one that has another user too
@@ -269,11 +357,20 @@ def follow(seed, form, wide, ragged, x, weights, vectors):
         after = 3 * (len(steps) if names[-1] == "product" else 1) * ["activation"]
         names.append(pick(*steps, *after) if i % 4 else "product")
         step = steps.get(names[-1]) or pick(*ACTIVATIONS)
-        values.append(step(some()))
-    return [y for y in values[1:-1] if rng.random() < 0.3] + values[-1:]
+        values.append(around(lambda y: step(y))(some()))  # noqa: B023
+        if names[-1] == "product" and kind in ("integers", "exported"):
+            values.append((jax.nn.silu, jax.nn.gelu)[own.integers(2)](values[-1]))
+        if kind == "compensated" and i == 0:
+            values[-1] = compensated(values[-1].astype(dtype))
+        if kind == "spoiled" and own.random() < 0.5:
+            norms = jax.nn.softmax, softmax, jax.nn.log_softmax, jax.nn.standardize
+            norms += (lambda y: normalize(pick, y, vector(y), vector(y)),)
+            spoiled.append(norms[own.integers(5)](spoil(values[-1])))
+    share = 0.3 if kind == "plain" else 1
+    return [y for y in values[1:-1] if rng.random() < share] + values[-1:] + spoiled
 
 
-def difference(seed):
+def difference(seed, kind="plain"):
     """Return the type of a random program, and how far values and gradients are off.
 
     The first number is the largest relative error, in the Euclidean norm, of a value or
@@ -284,6 +381,10 @@ def difference(seed):
     rng = np.random.default_rng([seed, 1])
     form, dtype = rng.choice([*FORMS]), jnp.dtype(rng.choice([*LIMITS, "float32"]))
     around = rng.choice(["nothing", "nothing", "checkpoint", "scan", "vmap"])
+    if kind == "compensated":
+        dtype = jnp.dtype(rng.choice(["float16", "bfloat16"]))
+    if kind == "exported" and around == "vmap":  # which JAX does not map
+        around = "nothing"
     shape, weight, _ = FORMS[form]
     sizes = (2, *shape), (24, *weight), (24, shape[-1])
     scales = 1, np.prod(weight[:-1]) ** -0.5, 0.5
@@ -291,7 +392,7 @@ def difference(seed):
 
     def program(*arrays, wide=jnp.float32):
         def loss(x, *parameters):
-            f = functools.partial(follow, seed, form, wide, around != "vmap")
+            f = functools.partial(follow, seed, kind, form, wide, around != "vmap")
             f = jax.checkpoint(f) if around == "checkpoint" else f
             over = {"scan": lax.map, "vmap": lambda f, x: jax.vmap(f)(x)}
             over = over.get(around, lambda f, x: f(x[0]))
@@ -314,7 +415,8 @@ def difference(seed):
             finite = np.isfinite(y)
             size = np.linalg.norm(y[finite]) or max(1, y.size) ** 0.5
             error = np.linalg.norm(x[finite] - y[finite]) / size
-            worst = max(worst, np.inf if np.isnan(error) else error)
+            lost = np.isfinite(x[~finite]).any() or np.isnan(error)  # an inf or a nan
+            worst = max(worst, np.inf if lost else error)
         return float(worst)
 
     with mock.patch.object(fc, "_LARGE", 2**12):  # the programs are small
@@ -331,29 +433,99 @@ def is_wrong(name, found, plain):
     return not found <= 4 * plain + max(1e-3, 2 * float(jnp.finfo(name).eps))
 
 
+# ---------------------------------------------------------------------------------
+# Cases in other processes, which a case may end
+# ---------------------------------------------------------------------------------
+
+AT_ONCE = 40  # cases of a process
+
+
+def form_of(seed, args) -> str:
+    """Describe a case."""
+    if args.programs:
+        return f"a program with {kind_of(seed)}"
+    (x, kernel, _), how = draw(seed, args.dtype)
+    return f"{x.dtype} {x.shape} by {kernel.shape}, {how}"
+
+
+def compare(seed, args) -> dict:
+    """Return a case's type, its error and a verdict."""
+    try:
+        if args.programs:
+            name, off, plain = difference(seed, kind_of(seed))
+            wrong, words = (
+                is_wrong(name, off, plain),
+                f"{off:.2g}, and {plain:.2g} by jit",
+            )
+        else:
+            name, off = error(seed, args.dtype)
+            wrong, words = not off <= LIMITS[name], f"{off:.1f} times the unit"
+    except Exception as refusal:
+        words = f"{type(refusal).__name__}: {str(refusal).splitlines()[0]}"
+        return dict(seed=seed, verdict="refused", words=words)
+    return dict(seed=seed, verdict="wrong" if wrong else "right", words=words, off=off)
+
+
+def compare_apart(seeds: range, options: str, env: dict) -> list[dict]:
+    """Compare cases in another process, and in a new one after each that ends it."""
+    found, pipes = [], dict(env=env, stdout=subprocess.PIPE)
+    while seeds:
+        command = f"{len(seeds)} --first {seeds[0]} --here {options}"
+        process = speed.launch(f"../convolutions.py {command}", **pipes)
+        try:
+            for _ in seeds:
+                found.append(speed.answer(process, "the process"))
+            speed.finish(process)
+            break
+        except SystemExit as end:
+            seed = found[-1]["seed"] + 1 if found else seeds[0]
+            found.append(dict(seed=seed, verdict="ended", words=str(end)))
+            seeds = range(seed + 1, seeds.stop)
+    return found
+
+
+def environment(isa: str) -> dict[str, str]:
+    """Return variables for XLA and oneDNN, and one that fills new memory with 0x7f."""
+    names = {"AVX512": "AVX512_CORE", "SSE4_2": "SSE41"}
+    theirs = isa
+    for ours, other in names.items():
+        theirs = theirs.replace(ours, other)
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa={isa}"
+    limits = dict(XLA_FLAGS=flags, ONEDNN_MAX_CPU_ISA=theirs) if isa else {}
+    return dict(MALLOC_PERTURB_="128", **limits)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("count", type=int, nargs="?", default=300)
     parser.add_argument("--first", type=int, default=0, metavar="SEED")
     parser.add_argument("--programs", action="store_true")
+    parser.add_argument("--dtype", choices=LIMITS)
+    parser.add_argument("--isa", default="", help="SSE4_2, AVX2, AVX512 and others")
+    parser.add_argument("--processes", type=int, default=1, help="so many at once")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     seeds = range(args.first, args.first + args.count)
-    if args.programs:
-        found = {seed: difference(seed) for seed in seeds}
-        wrong = {seed: off for seed, off in found.items() if is_wrong(*off)}
-        print(*(f"seed {seed}: {off}" for seed, off in wrong.items()), sep="\n")
-        print(f"{args.count} programs, {len(wrong)} wrong")
-        raise SystemExit(bool(wrong))
-    worst, wrong = dict.fromkeys(LIMITS, 0.0), 0
-    for seed in seeds:
-        name, off = error(seed)
-        worst[name] = max(worst[name], off)
-        if not off <= LIMITS[name]:
-            wrong += 1
-            print(f"seed {seed}, {name}, is {off:.1f} epsilon off: {draw(seed)[1]}")
-    units = ", ".join(f"{name} {off:.2f}" for name, off in worst.items())
-    print(f"{args.count} convolutions, {wrong} wrong; worst, in epsilon: {units}")
-    raise SystemExit(wrong > 0)
+    if args.here:
+        for seed in seeds:
+            print(json.dumps(compare(seed, args)), flush=True)
+        return
+    options = "--programs" * args.programs + f" --dtype {args.dtype}" * bool(args.dtype)
+    size = min(AT_ONCE, -(-args.count // args.processes))
+    parts = [seeds[i : i + size] for i in range(0, args.count, size)]
+    run = functools.partial(compare_apart, options=options, env=environment(args.isa))
+    verdicts, worst = {"wrong": [], "ended": [], "refused": []}, 0.0
+    with ThreadPoolExecutor(args.processes) as pool:
+        for case in itertools.chain.from_iterable(pool.map(run, parts)):
+            seed, verdict = case["seed"], case["verdict"]
+            worst = max(worst, case.get("off", 0))
+            if verdict in verdicts:
+                verdicts[verdict].append(seed)
+                words = f"{verdict}: {case['words']}; {form_of(seed, args)}"
+                print(f"seed {seed} is {words}", flush=True)
+    found = "; ".join(f"{name} {seeds or 'none'}" for name, seeds in verdicts.items())
+    print(f"{args.count} cases; {found}; largest error {worst:.2g}")
+    raise SystemExit(any(verdicts.values()))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python -m pip install '.[bench]'
     python benchmarks/networks.py [--networks NAME ...] [--rounds 5] [--json FILE]
-                                  [--torch PYTHON]
+                                  [--torch PYTHON] [--one] [--dtype TYPE]
+                                  [--first-calls]
 
 Two members train on two cores: ours on two virtual devices, by hand in a `jit` of a
 step, member after member, as it is and through `fast_cpu.fast`, and in PyTorch
@@ -15,11 +16,17 @@ Each system is a process that waits (peers/networks_jax.py, peers/networks_torch
 The systems of a network take turns, in a new order each round, first at training, then
 at predicting; a figure is the median of rows per second of all members together.  With
 --torch, PyTorch runs in another Python, since the newest JAX may need a newer one.
+
+With --one, like is compared with like: one member on one device of two threads, by
+`epoch` and by `update`, by hand, and in PyTorch's process of two threads.  With --dtype
+bfloat16, weights and inputs become this type in the loss, and PyTorch has `autocast`;
+with --dtype on-request, float32 networks have `jax.default_matmul_precision`, and
+`torch.set_float32_matmul_precision`.  With --first-calls, the table has the seconds of
+the first calls of one member, which compile.
 """
 
 import argparse
 import functools
-import itertools
 import json
 import math
 import statistics
@@ -62,6 +69,7 @@ SHAPES = {
     "CNN, Flax": DIGITS,
     "batch-norm CNN, our layers": DIGITS,
     "batch-norm CNN, Flax": DIGITS,
+    "ResNet-20, our layers": IMAGES,
     "ResNet-20, Flax": IMAGES,
     "ResNet-20, Equinox": IMAGES,
     "WRN-16-2": IMAGES._replace(batch=64),
@@ -126,28 +134,32 @@ def serve(args, members: int, train, predict) -> None:
 # The comparison
 
 
-def systems(name: str) -> dict[str, list[str]]:
+def systems(name: str, one: bool = False) -> dict[str, list[str]]:
     """Return the commands of each system's processes."""
     jax, torch = f"networks_jax.py '{name}'", f"networks_torch.py '{name}'"
+    if one:
+        jax, torch = f"{jax} --one", f"{torch} --one"
     found = {
         "ours": [jax],
-        "ours, sync": [f"{jax} --sync"],
+        "other": [f"{jax} {'--update' if one else '--sync'}"],
         "by hand": [f"{jax} --by-hand"],
         "by hand, fast": [f"{jax} --by-hand --fast"],
-        "torch, 1 x 2": [torch],
-        "torch, 2 x 1": [f"{torch} --alone"] * 2,
     }
-    if SHAPES[name].spatial:
-        found["torch, last, 1 x 2"] = [f"{torch} --channels-last"]
-        found["torch, last, 2 x 1"] = [f"{torch} --channels-last --alone"] * 2
+    for layout in ["", ", last"] if SHAPES[name].spatial else [""]:
+        command = f"{torch} {'--channels-last' * bool(layout)}"
+        found[f"torch{layout}, 1 x 2"] = [command]
+        if not one:
+            found[f"torch{layout}, 2 x 1"] = [f"{command} --alone"] * 2
     return found
 
 
-def measure(name: str, rounds: int, options: str = "", torch=sys.executable) -> dict:
-    """Return the rates of each system at training and predicting, and its hello."""
+def measure(
+    name: str, rounds: int, options: str = "", torch=sys.executable, one: bool = False
+) -> dict:
+    """Return the rates of each system, its hello, and its peak memory in GB."""
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     peers, results = {}, {}
-    for system, commands in systems(name).items():
+    for system, commands in systems(name, one).items():
         python = torch if "torch" in system else sys.executable
         started = [speed.launch(f"{x} {options}", python, **pipes) for x in commands]
         hello = [speed.answer(peer, system) for peer in started]
@@ -163,16 +175,18 @@ def measure(name: str, rounds: int, options: str = "", torch=sys.executable) -> 
         turns = {system: functools.partial(rate, system, what) for system in peers}
         for system, rates in speed.take_turns(turns, rounds).items():
             results[system][what] = rates
-    for peer in itertools.chain(*peers.values()):
-        speed.finish(peer)
+    for system, started in peers.items():
+        results[system]["memory"] = sum(map(speed.finish, started))
     return results
 
 
 def print_network(name: str, results: dict, what: str) -> None:
-    """Print a row: ours, sync, by hand, PyTorch's two layouts, and ratios to them."""
+    """Print a row: ours, by hand, PyTorch's two layouts, ratios to them, and memory."""
     median = {x: statistics.median(found[what]) for x, found in results.items()}
-    names = "ours", "ours, sync", "by hand", "by hand, fast"
-    ours, sync, hand, fast = map(median.pop, names)
+    memory = {x: found["memory"] for x, found in results.items()}
+    names = "ours", "by hand", "by hand, fast", "other"
+    ours, hand, fast, other = map(median.pop, names)
+    peaks = *(memory.pop(x) for x in names[:3]), min(memory.values())
     layouts = {"default": {}, "last": {}}
     for system, value in median.items():
         layouts["last" if "last" in system else "default"][system[-5:]] = value
@@ -181,10 +195,30 @@ def print_network(name: str, results: dict, what: str) -> None:
         best = max(found, key=found.get, default=None)
         cells.append(f"{found[best]:,.0f} ({best})" if best else "")
     best, alone = max(median.values()), max(v for k, v in median.items() if "1 x" in k)
-    rates = [f"{x:,.0f}" for x in (ours, hand, fast, sync)]
-    ratios = fast / hand, ours / hand, ours / best, sync / alone
+    rates = [f"{x:,.0f}" for x in (ours, hand, fast, other)]
+    ratios = fast / hand, ours / hand, ours / fast, ours / best, other / alone
     more = [f"{x:.2f}" for x in ratios]
-    speed.print_row(name, *rates[:3], *cells, *more[:3], rates[3], more[3])
+    speed.print_row(
+        name,
+        *rates[:3],
+        *cells,
+        *more[:4],
+        rates[3],
+        more[4],
+        "; ".join(f"{x:.2f}" for x in peaks),
+    )
+
+
+def print_first_calls(name: str, options: str) -> None:
+    """Print the seconds of first calls, each system's in a process of its own."""
+    for system, (command,) in systems(name, one=True).items():
+        if "torch" in system or system == "other":
+            continue
+        command = f"{command} {options} --first-calls"
+        peer = speed.launch(command, stdout=subprocess.PIPE)
+        seconds = speed.answer(peer, system).values()
+        speed.finish(peer)
+        speed.print_row(name, system, *(f"{x:.2f}" for x in seconds))
 
 
 def main() -> None:
@@ -193,21 +227,32 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--torch", default=sys.executable, metavar="PYTHON")
+    parser.add_argument("--one", action="store_true")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "on-request"))
+    parser.add_argument("--first-calls", action="store_true")
     args = parser.parse_args()
     for beginning in args.networks:
         if not any(name.startswith(beginning) for name in SHAPES):
             raise SystemExit(f"no network is {beginning!r}; there are {[*SHAPES]}")
-    results = {}
-    for name in SHAPES:
-        if name.startswith(tuple(args.networks)):
-            print(f"measuring {name}", file=sys.stderr, flush=True)
-            results[name] = measure(name, args.rounds, torch=args.torch)
-            if args.json:
-                args.json.write_text(json.dumps(results, indent=2) + "\n")
+    results, chosen = {}, [x for x in SHAPES if x.startswith(tuple(args.networks))]
+    options = "" if args.dtype in (None, "float32") else f"--{args.dtype}"
+    if args.first_calls:
+        heads = "init", "update", "epoch", "predict"
+        speed.print_head("first calls, seconds", "", *heads)
+        for name in chosen:
+            print_first_calls(name, options)
+        return
+    for name in chosen:
+        print(f"measuring {name}", file=sys.stderr, flush=True)
+        results[name] = measure(name, args.rounds, options, args.torch, args.one)
+        if args.json:
+            args.json.write_text(json.dumps(results, indent=2) + "\n")
     for what in "train", "predict":
         head = "ours", "by hand", "by hand, fast", "PyTorch, default", "channels_last"
-        ratios = "fast / by hand", "ours / by hand", "ours / PyTorch"
-        speed.print_head(what, *head, *ratios, "sync", "sync / PyTorch")
+        ratios = "fast / by hand", "ours / by hand", "ours / fast", "ours / PyTorch"
+        other = "update" if args.one else "sync"
+        last = other, f"{other} / PyTorch", "peak GB: ours; by hand; fast; PyTorch"
+        speed.print_head(what, *head, *ratios, *last)
         for name, found in results.items():
             print_network(name, found, what)
         print()

@@ -4,13 +4,15 @@
     python benchmarks/parameters.py [--cases NAME ...] [--rounds 5]
 
 One member on one device takes steps by `epoch` and by `update`, beside a `lax.scan` and
-a `jit` by hand that give their buffers away; then four members on two devices by
-`epoch`, beside four scans.  Optimizers are Optax's.  All take turns, in a new order
-each round; a figure is the median of ms per step, of one member or of all four.
+a `jit` by hand that give their buffers away, and these by `fast_cpu.jit`; then four
+members on two devices by `epoch`, beside four scans.  Optimizers are Optax's.  All take
+turns, in a new order each round; a figure is the median of ms per step, of one member
+or of all four.
 """
 
 import argparse
 import functools
+import itertools
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +24,7 @@ import numpy as np
 import optax
 import speed
 
+import fast_cpu as fc
 import pjax_ensemble as pe
 
 STEPS = 10  # of a round
@@ -171,8 +174,8 @@ def runs(name: str) -> dict:
 
         return run
 
-    def hand(function, *args, calls=1, members=1):
-        program, params = jax.jit(function, donate_argnums=0), init(jax.random.key(0))
+    def hand(function, *args, calls=1, members=1, jit=jax.jit):
+        program, params = jit(function, donate_argnums=0), init(jax.random.key(0))
         start = params, optimizer.init(params)
         devices = jax.devices()[: -(-members // 2)]
         given = [jax.device_put((args, frozen), device) for device in devices]
@@ -199,8 +202,10 @@ def runs(name: str) -> dict:
     return {
         "epoch": ours("epoch"),
         "scan": hand(scan, order, *data),
+        "scan, fast": hand(scan, order, *data, jit=fc.jit),
         "update": ours("update"),
         "jit": hand(step, *batch, calls=STEPS),
+        "jit, fast": hand(step, *batch, calls=STEPS, jit=fc.jit),
         "four, epoch": ours("epoch", 4),
         "four scans": hand(scan, order, *data, members=4),
     }
@@ -220,16 +225,17 @@ def main() -> None:
     args = parser.parse_args()
     pe.use_cpu_devices(2)
     print(f"JAX {jax.__version__}, ms per step")
-    pairs = ("epoch", "scan"), ("update", "jit"), ("four, epoch", "four scans")
-    heads = [(ours, f"{hand} by hand", "ours / by hand") for ours, hand in pairs]
-    speed.print_head("case", *sum(heads, ()))
+    groups = ("epoch", "scan", "scan, fast"), ("update", "jit", "jit, fast")
+    groups += (("four, epoch", "four scans"),)
+    heads = ((*each, *(f"{each[0]} / {x}" for x in each[1:])) for each in groups)
+    speed.print_head("case", *itertools.chain(*heads))
     for name in CASES:
         if name.startswith(tuple(args.cases)):
             ms, cells = measure(name, args.rounds), []
-            for ours, hand in pairs:
-                ratio = f"{ms[ours] / ms[hand]:.2f}"
-                cells += [f"{ms[ours]:.2f}", f"{ms[hand]:.2f}", ratio]
-            speed.print_row(name, *cells)
+            for group in groups:
+                ours, *hand = (ms[x] for x in group)
+                cells += [ours, *hand, *(ours / x for x in hand)]
+            speed.print_row(name, *(f"{x:.2f}" for x in cells))
 
 
 if __name__ == "__main__":

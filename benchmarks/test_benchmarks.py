@@ -13,6 +13,7 @@ from unittest import mock
 import accelerators
 import cheaper
 import cifar10
+import convolutions
 import gpu
 import jax
 import memory
@@ -301,22 +302,28 @@ def test_networks_of_all_systems_have_the_same_parameters(name, monkeypatch):
 def test_networks_take_turns_and_rates_are_of_all_members(monkeypatch, capsys):
     for variable in ENVIRONMENT.items():  # programs compile as this process's
         monkeypatch.setenv(*variable)
-    every = networks.systems("LSTM")
-    chosen = {name: every[name] for name in ("ours", "by hand, fast")}
-    assert len(every) == 6 and len(networks.systems("U-Net")) == 8
-    monkeypatch.setattr(networks, "systems", lambda name: chosen)
-    found = networks.measure("LSTM", 1, "--seconds 0.01 --batch 8")
+    every = networks.systems("LSTM", one=True)
+    chosen = {name: every[name] for name in ("other", "by hand, fast")}
+    sizes = {len(networks.systems("U-Net", one)) for one in (False, True)}
+    assert len(every) == 5 and sizes == {8, 6}
+    monkeypatch.setattr(networks, "systems", lambda name, one: chosen)
+    options = "--seconds 0.01 --batch 8 --bfloat16"
+    found = networks.measure("LSTM", 1, options, one=True)
     for name, system in found.items():
         assert len(system["train"]) == len(system["predict"]) == 1, name
+        assert 0.1 < system["memory"] < 9
         for hello in system["hello"]:
             assert hello["train"] == pytest.approx(math.log(10), rel=0.1)
-    rates = dict(train=[4.0, 1, 2])
-    given = {"ours": rates, "ours, sync": dict(train=[3]), "by hand": dict(train=[5])}
-    given |= {"by hand, fast": dict(train=[10])}
-    given |= {"torch, 1 x 2": dict(train=[2]), "torch, 2 x 1": dict(train=[4])}
+    names = "ours", "other", "by hand", "by hand, fast", "torch, 1 x 2", "torch, 2 x 1"
+    rates = [4.0, 1, 2], [3], [5], [10], [2], [4]
+    given = {x: dict(train=y, memory=y[0]) for x, y in zip(names, rates)}
     networks.print_network("a", given, "train")
-    row = "| a | 2 | 5 | 10 | 4 (2 x 1) |  | 2.00 | 0.40 | 0.50 | 3 | 1.50 |"
+    row = "| a | 2 | 5 | 10 | 4 (2 x 1) |  | 2.00 | 0.40 | 0.20 | 0.50 | 3 | 1.50 "
+    row += "| 4.00; 5.00; 10.00; 2.00 |"
     assert capsys.readouterr().out.strip() == row
+    networks.print_first_calls("LSTM", "--batch 8")
+    row = r"\| LSTM \| by hand, fast( \| \d+\.\d\d){4} \|"
+    assert re.fullmatch(row, capsys.readouterr().out.strip())
     monkeypatch.setattr(sys, "argv", ["networks.py", "--networks", "WRN", "VGG"])
     assert said_by(SystemExit, networks.main).startswith("no network is 'VGG'; there")
 
@@ -400,6 +407,33 @@ def test_readme_starts_alike_on_any_number_of_cores(tmp_path, monkeypatch):
     assert devices.difference({"a": np.ones(2)}, {"a": np.array([3.0, 4])}) == 0.75
     for told, count in (said, 0), (said + 0.01, 9), (said[1:], 1):
         assert len(devices.complaints(told, said)) == count
+
+
+def test_cases_that_end_their_process_are_named_and_others_go_on(
+    tmp_path, monkeypatch, capsys
+):
+    script = """import os, sys
+for seed in range(int(sys.argv[3]), int(sys.argv[1]) + int(sys.argv[3])):
+    print('{"seed": %d, "verdict": "right"}' % seed if seed != 2 else os.abort())
+    sys.stdout.flush()
+"""
+    (tmp_path / "convolutions.py").write_text(script)
+    monkeypatch.setattr(speed, "PEERS", tmp_path / "peers")
+    monkeypatch.setattr(sys, "argv", ["convolutions.py", "7", "--processes", "2"])
+    with pytest.raises(SystemExit, match="True"):
+        convolutions.main()
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("seed 2 is ended: the process ended with status -6: ")
+    assert last == "7 cases; wrong none; ended [2]; refused none; largest error 0"
+    isa = convolutions.environment("AVX512_BF16")
+    assert "=AVX512_BF16" in isa["XLA_FLAGS"]
+    assert isa["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_BF16"
+    args = argparse.Namespace(programs=False, dtype="bfloat16")
+    assert convolutions.compare(3, args)["verdict"] == "right"
+    args = argparse.Namespace(programs=False, dtype="int8")  # which has no normal draws
+    assert convolutions.compare(3, args)["verdict"] == "refused"
+    monkeypatch.setattr(convolutions, "error", lambda *_: ("bfloat16", math.nan))
+    assert convolutions.compare(3, args)["verdict"] == "wrong"
 
 
 def test_parameters_take_steps_by_trainers_and_by_hand():

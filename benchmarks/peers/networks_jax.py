@@ -1,10 +1,16 @@
 """Peer: a network of `networks.py` in JAX, as one trainer or, with --by-hand, in `jit`.
 
-Two members are on two devices, or with --sync one model.  By hand, on one device, each
-member takes its step in turn, on batches from the host; with --fast, through `fast`.
+Two members are on two devices, or with --sync one model, and with --one one member is
+on one device.  A trainer takes steps by `epoch`, or with --update by `update`.  By
+hand, on one device, each member takes its step in turn, on batches from the host; with
+--fast, through `fast`.  With --bfloat16, weights and inputs become this type in the
+loss, and with --on-request products alone, by JAX's option.  With --first-calls, the
+peer prints how long the first calls take, and ends.
 """
 
+import contextlib
 import itertools
+import time
 from unittest import mock
 
 import common
@@ -211,6 +217,42 @@ def plan():
     return layers
 
 
+def residual(conv, x, shrink):
+    """Run ResNet-20; conv(x) is its next convolution and normalization."""
+    x = jax.nn.relu(conv(x))
+    for ins, outs, stride in plan()[1::2]:
+        y = conv(jax.nn.relu(conv(x)))
+        x = jax.nn.relu(y + shrink(x, stride, (0, outs - ins)))
+    return x
+
+
+def our_resnet(example):
+    def init(key):
+        *keys, last = jax.random.split(key, len(plan()) + 1)
+        sizes = [(key, ins, outs) for key, (ins, outs, _) in zip(keys, plan())]
+        convs = [pe.conv_init(*each, bias=False) for each in sizes]
+        norms, stats = zip(*(pe.batch_norm_init(outs) for _, _, outs in sizes))
+        return (convs, norms, pe.dense_init(last, 64, 10)), stats
+
+    def apply(params, stats, x, training):
+        *layers, last = params
+        layers, moved = zip(*layers, stats, plan()), []
+
+        def conv(x):
+            kernel, norm, seen, (_, _, stride) = next(layers)
+            x, how = pe.conv(kernel, x, stride=stride), dict(momentum=MOMENTUM)
+            x, seen = pe.batch_norm(norm, seen, x, training=training, **how)
+            moved.append(seen)
+            return x
+
+        def shrink(x, stride, more):
+            return jnp.pad(x[:, ::stride, ::stride], [*[(0, 0)] * 3, more])
+
+        return pe.dense(last, residual(conv, x, shrink).mean((1, 2))), tuple(moved)
+
+    return init, apply
+
+
 class EquinoxNet(eqx.Module):
     convs: list
     norms: list
@@ -235,11 +277,10 @@ class EquinoxNet(eqx.Module):
             x, state = norm(kernel(x), state)
             return x
 
-        x = jax.nn.relu(conv(x))
-        for ins, outs, stride in plan()[1::2]:
-            y = conv(jax.nn.relu(conv(x)))
-            x = x[:, ::stride, ::stride]
-            x = jax.nn.relu(y + jnp.pad(x, [(0, outs - ins), (0, 0), (0, 0)]))
+        def shrink(x, stride, more):
+            return jnp.pad(x[:, ::stride, ::stride], [more, (0, 0), (0, 0)])
+
+        x = residual(conv, x, shrink)
         return self.last(x.mean((1, 2))), state
 
 
@@ -285,6 +326,7 @@ NETWORKS = {
     "CNN, Flax": Plain(flax_guide.CNN()),
     "batch-norm CNN, our layers": our_batch_norm_cnn,
     "batch-norm CNN, Flax": FlaxBatchNormCNN(),
+    "ResNet-20, our layers": our_resnet,
     "ResNet-20, Flax": resnet.ResNet(),
     "ResNet-20, Equinox": equinox,
     "WRN-16-2": WideResNet(),
@@ -306,12 +348,19 @@ NETWORKS = {
 }
 
 
-def make(name):
+def make(name, dtype=jnp.float32):
     """Return init(key), loss_fn, apply_fn and arrays of a network of `networks.py`."""
     x, y = networks.draw(name)
     net, example = NETWORKS[name], jnp.asarray(x[:1])
     linen = isinstance(net, nn.Module)
-    init, apply = resnet.functions(net, example) if linen else net(example)
+    init, run = resnet.functions(net, example) if linen else net(example)
+
+    def cast(x):
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    def apply(params, state, x, training):
+        logits, state = run(jax.tree.map(cast, params), state, cast(x), training)
+        return logits.astype(jnp.float32), state
 
     def loss_fn(params, state, key, x, y):
         logits, state = apply(params, state, x, True)
@@ -320,56 +369,105 @@ def make(name):
     return init, loss_fn, lambda *args: apply(*args, False)[0], (x, y)
 
 
+def first_calls(**calls):
+    """Print the seconds that each call takes, which returns arrays."""
+    found = {}
+    for name, call in calls.items():
+        begin = time.perf_counter()
+        jax.block_until_ready(call())
+        found[name] = time.perf_counter() - begin
+    common.say(found)
+
+
+def type_of(args):
+    return jnp.bfloat16 if args.bfloat16 else jnp.float32
+
+
 def serve_trainer(args, members, devices):
-    init, loss_fn, apply_fn, data = make(args.case)
+    init, loss_fn, apply_fn, data = make(args.case, type_of(args))
     how = dict(members=members, apply_fn=apply_fn, stateful=True, devices=devices)
     how["chunk"] = min(32, args.batch)
     trainer = pe.make_trainer(init, loss_fn, pe.sgd(0.01), **how)
-    state, placed = trainer.init(jax.random.key(0)), trainer.place(data)
-    order = common.endless_order(len(data[0]), args.batch, 1)
+    placed, key = trainer.place(data), jax.random.key(0)
+    order, state = common.endless_order(len(data[0]), args.batch, 1), None
 
-    def train(steps):
+    def begin():
+        nonlocal state
+        state = trainer.init(key)
+        return state
+
+    def epoch(steps):
         nonlocal state
         state, losses = trainer.epoch(state, placed, common.next_steps(order, steps)[0])
-        jax.block_until_ready(state)
-        return float(losses.mean())
+        return state, losses
+
+    def update(steps):
+        nonlocal state
+        losses = []
+        for (rows,) in itertools.islice(order, steps):
+            state, loss = trainer.update(state, *(x[rows] for x in data))
+            losses.append(loss)
+        return state, losses
+
+    def train(steps):
+        _, losses = jax.block_until_ready((update if args.update else epoch)(steps))
+        return float(np.mean(jax.device_get(losses)))
 
     def predict(steps):
         rows = np.arange(steps * args.batch) % len(data[0])
-        return float(trainer.predict_members(state, data[0][rows]).mean())
+        return trainer.predict_members(state, data[0][rows]).mean()
 
-    networks.serve(args, members, train, predict)
+    if args.first_calls:
+        each = dict(update=lambda: update(1), epoch=lambda: epoch(2))
+        return first_calls(init=begin, **each, predict=lambda: predict(1))
+    begin()
+    return networks.serve(args, members, train, lambda steps: float(predict(steps)))
 
 
 def serve_by_hand(args, members):
-    init, loss_fn, apply_fn, (x, y) = make(args.case)
+    init, loss_fn, apply_fn, (x, y) = make(args.case, type_of(args))
     optimizer = optax.sgd(0.01, momentum=0.9)
 
     def compiled(f):
-        options = fc.compiler_options() if args.fast else None
-        f = fc.fast(f, options) if args.fast else f
-        return jax.jit(f, compiler_options=options)
+        return fc.jit(f) if args.fast else jax.jit(f)
 
     @compiled
-    def step(params, opt_state, state, x, y):
+    def begin(key):
+        params, state = init(key)
+        return params, optimizer.init(params), state
+
+    def one_step(model, batch):
+        params, opt_state, state = model
         gradient = jax.value_and_grad(loss_fn, has_aux=True)
-        (loss, state), grads = gradient(params, state, None, x, y)
+        (loss, state), grads = gradient(params, state, None, *batch)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state, state), loss
 
-    models = [init(key) for key in jax.random.split(jax.random.key(0), members)]
-    models = [(params, optimizer.init(params), state) for params, state in models]
-    order = common.endless_order(len(x), args.batch, 1)
+    step = compiled(one_step)
+
+    @compiled
+    def scan(model, rows, x, y):
+        def body(model, rows):
+            return one_step(model, (x[rows], y[rows]))
+
+        return jax.lax.scan(body, model, rows)
 
     @compiled
     def forward(params, state, x):
         return jax.nn.softmax(apply_fn(params, state, x))
 
+    models = [*jax.random.split(jax.random.key(0), members)]
+    order = common.endless_order(len(x), args.batch, 1)
+
+    def begin_all():
+        models[:] = map(begin, models)
+        return models
+
     def train(steps):
         losses = []
         for (rows,) in itertools.islice(order, steps):
             for i, model in enumerate(models):
-                models[i], loss = step(*model, x[rows], y[rows])
+                models[i], loss = step(model, (x[rows], y[rows]))
                 losses.append(loss)
         jax.block_until_ready(models)
         return float(np.mean(jax.device_get(losses)))
@@ -382,17 +480,26 @@ def serve_by_hand(args, members):
         ]
         return float(np.mean(made))
 
-    networks.serve(args, members, train, predict)
+    if args.first_calls:
+        rows = common.next_steps(order, 2)[0]
+        each = dict(update=lambda: train(1), epoch=lambda: scan(models[0], rows, x, y))
+        return first_calls(init=begin_all, **each, predict=lambda: predict(1))
+    begin_all()
+    return networks.serve(args, members, train, predict)
 
 
 def main():
-    flags = "sync", "by-hand", "fast"
+    flags = "sync", "one", "update", "by-hand", "fast", "bfloat16", "on-request"
+    flags += ("first-calls",)
     args = common.arguments(__doc__, flags, networks.CASES, seconds=1.0)
-    members = 1 if args.sync else networks.MEMBERS
-    if args.by_hand:
-        return serve_by_hand(args, members)
-    pe.use_cpu_devices(2)
-    return serve_trainer(args, members, 2)
+    members = 1 if args.sync or args.one else networks.MEMBERS
+    precision = jax.default_matmul_precision("bfloat16")
+    with precision if args.on_request else contextlib.nullcontext():
+        if args.by_hand:
+            return serve_by_hand(args, members)
+        devices = 1 if args.one else 2
+        pe.use_cpu_devices(devices)
+        return serve_trainer(args, members, devices)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Peer: a network of `networks.py` in PyTorch, a loop over the members.
 
-With --alone, one member in a thread of its own, for two such processes at once.  With
---channels-last, images and kernels have PyTorch's layout of this name.
+With --alone, one member in a thread of its own, for two such processes at once, and
+with --one, one member in two threads.  With --channels-last, images and kernels have
+PyTorch's layout of this name.  With --bfloat16, networks run under `autocast`, and with
+--on-request products of float32 alone may take this type.
 """
 
 import common
@@ -321,9 +323,12 @@ def loss_of(name, made, labels):
 
 
 def main():
-    flags = "alone", "channels-last"
+    flags = "alone", "one", "channels-last", "bfloat16", "on-request"
     args = common.arguments(__doc__, flags, networks.CASES, seconds=1.0)
-    name, members = args.case, 1 if args.alone else networks.MEMBERS
+    name, members = args.case, 1 if args.alone or args.one else networks.MEMBERS
+    if args.on_request:
+        torch.set_float32_matmul_precision("medium")
+    cast = torch.autocast("cpu", torch.bfloat16, enabled=args.bfloat16)
     torch.set_num_threads(1 if args.alone else 2)
     torch.manual_seed(0)
     x, y = map(torch.tensor, networks.draw(name))
@@ -343,7 +348,8 @@ def main():
             for model, optimizer in zip(models, optimizers):
                 model.train()
                 optimizer.zero_grad(set_to_none=True)
-                loss = loss_of(name, model(x[rows]), y[rows])
+                with cast:
+                    loss = loss_of(name, model(x[rows]), y[rows])
                 loss.backward()
                 optimizer.step()
                 losses.append(loss.item())
@@ -351,7 +357,7 @@ def main():
 
     def predict(steps):
         made = 0.0
-        with torch.inference_mode():
+        with torch.inference_mode(), cast:
             for rows in common.next_steps(order, steps)[0]:
                 for model in models:
                     made += model.eval()(x[rows]).mean().item()
