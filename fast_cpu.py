@@ -166,6 +166,27 @@ def _views(x, places, size, strides, apart) -> list[jax.Array]:
 # ---------------------------------------------------------------------------------
 
 
+@functools.cache
+def _instructions() -> set[str]:
+    """Return the names of the processor's instructions, by Linux."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            return {*file.read().split()}
+    except OSError:  # another system, whose processor may have AMX
+        return {"amx_tile"}
+
+
+def _asks_for_half(dtype, precision) -> bool:
+    """Return whether a product of float32 asks for factors in bfloat16, and gains by it.
+
+    JAX's name for it is the precision "bfloat16" or "fastest", of a layer or by
+    `jax.default_matmul_precision`.  Where nothing is asked for, `precision` is None.
+    """
+    asked = precision == (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
+    gains = {"amx_bf16", "avx512_bf16"} & _instructions()
+    return asked and dtype == np.float32 and bool(gains)
+
+
 def _library(x, kernel, axes, how):
     """Convolve by XLA's routine, or by oneDNN.
 
@@ -176,6 +197,7 @@ def _library(x, kernel, axes, how):
     0.12) reads uninitialized memory where the stride of one window over one channel is
     above 1: there the stride becomes 1.  It takes no kernels that XLA reverses, and XLA
     (JAX 0.12) fails for half types that it left: a barrier hides how a kernel is made.
+    With AMX, it is wrong now and then for half types with strides, so float32 is taken.
     """
     *window, ins, outs = kernel.shape
     how, axes = {**how}, [*axes]
@@ -187,7 +209,12 @@ def _library(x, kernel, axes, how):
     if any(min(axis.low, axis.high) < 0 for axis in axes):
         x = _pad(x, axes)
         axes = [axis._replace(low=0, high=0) for axis in axes]
-    kernel = kernel if by_xla else lax.optimization_barrier(kernel)
+    if not by_xla:
+        strided = any(axis.stride > 1 for axis in axes) or x.dtype == np.float16
+        if strided and x.dtype.itemsize < 4 and "amx_tile" in _instructions():
+            x, kernel = (y.astype(np.float32) for y in (x, kernel))
+            how["preferred_element_type"] = x.dtype
+        kernel = lax.optimization_barrier(kernel)
     if by_xla and math.prod(window) > 1 and how["feature_group_count"] == 1:
         more = [-ins % 4 if ins % 2 and ins > 1 else 0, 0]
         if max(ins, outs) <= 16:
@@ -400,7 +427,7 @@ def _sum_of_examples(x, g, size, axes, how):
     low, high, _, _, dilation = edges.pop()
     edges.append(_Axis(low * ins, high * ins, dilation=dilation * ins))
     # XLA's own routine is slow with few channels, above all if both sides have few.
-    least = 1 if how["onednn"] else 32 if outs <= 16 else 8
+    least = 32 if outs <= 16 and not how["onednn"] else 8
     count = _at_once(len(x), 2 * (x[0].size + g[0].size) * x.dtype.itemsize, least)
 
     def add(total, first):
@@ -440,20 +467,6 @@ def _sum_of_planes(x, g, size, axes, how):
 # ---------------------------------------------------------------------------------
 
 
-@functools.cache
-def _has_amx() -> bool:
-    """Return whether the processor has AMX, or may have it.
-
-    There, oneDNN (JAX 0.12) is wrong for half types: gradients of kernels with one
-    output are garbage, and others now and then.  So these are convolved in float32.
-    """
-    try:
-        with open("/proc/cpuinfo") as file:
-            return "amx_tile" in file.read()
-    except OSError:  # another system than Linux
-        return True
-
-
 def _convolve(lhs, rhs, *, onednn, dimension_numbers, **how):
     """Convolve in any form: on a CPU in the ways above, elsewhere by XLA."""
     (batch, features, *space), (out, ins, *window), (b, f, *s) = dimension_numbers
@@ -486,12 +499,13 @@ def _convolve(lhs, rhs, *, onednn, dimension_numbers, **how):
     def on_cpu(lhs, rhs):
         x = lhs.transpose(batch, *space, features)
         kernel = rhs.transpose(*window, ins, out)
-        if onednn and _has_amx():
-            x, kernel = (y.astype(_wide(y.dtype)) for y in (x, kernel))
         # JAX 0.5 and oneDNN would add up in float16, on processors that can.
-        own = onednn and lhs.dtype == x.dtype != np.float16
         wide = max(made.dtype, _wide(lhs.dtype), key=lambda dtype: dtype.itemsize)
-        sums = made.dtype if own else wide
+        sums = made.dtype if onednn and lhs.dtype != np.float16 else wide
+        apart = max(groups, how["feature_group_count"]) > 1
+        if onednn and not apart and _asks_for_half(x.dtype, how["precision"]):
+            x, kernel = (y.astype(jnp.bfloat16) for y in (x, kernel))
+            sums = x.dtype
         more = how | dict(preferred_element_type=sums, onednn=onednn)
         if is_gradient:
             x, g = x.swapaxes(0, -1), jnp.moveaxis(kernel, -2, 0)
@@ -596,6 +610,9 @@ def _multiply(*arrays, primitive, onednn, joined, left, small, **how):
             more |= dict(dimension_numbers=tuple(numbers))
         if onednn and made.dtype == np.float16:
             more |= dict(preferred_element_type=np.dtype(np.float32), precision=None)
+        if onednn and _asks_for_half(made.dtype, how.get("precision")):
+            arrays = [x.astype(jnp.bfloat16) for x in arrays]
+            more |= dict(preferred_element_type=jnp.bfloat16, precision=None)
         product = primitive.bind(*arrays, **more)
         product = lax.optimization_barrier(product) if onednn else product
         return jnp.moveaxis(product, range(-len(left), 0), left).astype(made.dtype)

@@ -521,20 +521,81 @@ def test_options_bring_onednn_for_convolutions_and_their_gradients(axes, no_cach
     assert_close(found(kernel, x), jax.jit(plain)(kernel, x))
 
 
+def on(*instructions):
+    """Compile as for a processor with these instructions."""
+    return mock.patch.object(fc, "_instructions", lambda: {*instructions})
+
+
+AMX = on("amx_tile", "amx_bf16")
+
+
+def types_of_factors(f, *args):
+    """Return the types of a program's products and convolutions, by their names."""
+    options = fc.compiler_options()
+    text = jax.jit(fc.fast(f, options)).lower(*args).as_text()
+    found = r"stablehlo\.(dot_general|convolution)\b.* : \(tensor<[^>]*x(\w+)>"
+    return {*re.findall(found, text)}
+
+
 @by_onednn
-@cases("dtype", jnp.bfloat16, jnp.float16)
-def test_with_onednn_half_types_are_right_on_processors_with_amx(dtype, no_cache):
+@cases(
+    "dtype, strides, made",
+    *((jnp.bfloat16, 1, "bf16"), (jnp.bfloat16, 2, "f32")),
+    *((jnp.float16, 1, "f32"), (jnp.float16, 2, "f32")),
+)
+def test_with_amx_half_types_are_convolved_in_them_where_onednn_is_right(
+    dtype, strides, made, no_cache
+):
     given = randn(0, 3, 3, 8, 1), randn(1, 4, 16, 16, 8)
     given = [jnp.asarray(x, dtype) for x in given]
+    f = lambda kernel, x: dilated(x, kernel, strides=(strides, strides))  # noqa: E731
 
-    def gradient(kernel, x):  # with one output, which were garbage
-        return jax.grad(lambda k: jnp.square(dilated(x, k)).sum(dtype=float))(kernel)
+    def gradient(
+        kernel, x
+    ):  # with one output, which were garbage; strides are dilation
+        return jax.grad(lambda k: jnp.square(f(k, x)).sum(dtype=float))(kernel)
 
     exact = gradient(*(x.astype(float) for x in given))
-    assert_close(compiled(gradient, *given)(*given), exact, 0.01)
-    with mock.patch.object(fc, "_has_amx", lambda: True):
-        text = compiled(gradient, *given).as_text()
-    assert {*re.findall(r"= \((\w+)\[.*__onednn.conv", text)} == {"f32"}
+    assert_close(compiled(gradient, *given)(*given), exact, 0.02)
+    with AMX:
+        assert types_of_factors(f, *given) == {("convolution", made)}
+        assert_close(compiled(f, *given)(*given), f(*given), 0.02)
+
+
+def asked_for(f):
+    def inside(*args):
+        with jax.default_matmul_precision("bfloat16"):
+            return f(*args)
+
+    return inside
+
+
+@by_onednn
+def test_factors_are_bfloat16_where_that_is_asked_for_and_fast(no_cache):
+    """The precision is JAX's; without a request, no bit changes."""
+    x, kernel, w = randn(0, 8, 8, 8, 16), randn(1, 3, 3, 16, 16), randn(2, 16, 24)
+
+    def loss_fn(kernel, w, x):
+        return jnp.square(jnp.tanh(dilated(x, kernel)) @ w).mean()
+
+    step = jax.value_and_grad(loss_fn, (0, 1))
+    exact, args = step(kernel, w, x), (kernel, w, x)
+    found = {}
+    for name, f in {"asked": asked_for(step), "plain": step}.items():
+        for processor in ("amx_bf16",), ("avx512_bf16",), ("avx2",):
+            half = name == "asked" and processor != ("avx2",)
+            made = "bf16" if half else "f32"
+            with on(*processor):
+                types, program = types_of_factors(f, *args), compiled(f, *args)
+            assert types == {("dot_general", made), ("convolution", made)}
+            found[name, processor] = program(*args)
+            assert_close(found[name, processor], exact, 0.05 if half else 1e-5)
+    plain = found.pop(("plain", ("avx2",)))
+    for name, processor in ("plain", ("amx_bf16",)), ("asked", ("avx2",)):
+        jax.tree.map(np.testing.assert_array_equal, found[name, processor], plain)
+    groups = asked_for(functools.partial(dilated, feature_group_count=16))
+    with on("amx_bf16"):  # depthwise ones are faster without a cast
+        assert not types_of_factors(groups, x, kernel[:, :, :1])
 
 
 def test_sums_of_half_types_stay_float32(no_cache):
@@ -888,7 +949,7 @@ def test_strict_promotion_of_types_is_kept(dtype, no_cache):
     f = lambda x, kernel: dilated(x, kernel).sum((1, 2))  # noqa: E731
     for has_amx in False, True:
         strict = jax.numpy_dtype_promotion("strict")
-        with strict, mock.patch.object(fc, "_has_amx", lambda has=has_amx: has):
+        with strict, on(*["amx_tile"] * has_amx):
             assert_close(fc.jit(f)(*args), jax.jit(f)(*args), 0.01)
 
 
