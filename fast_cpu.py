@@ -177,7 +177,7 @@ def _instructions() -> set[str]:
 
 
 def _asks_for_half(dtype, precision) -> bool:
-    """Return whether a product of float32 asks for factors in bfloat16, and gains by it.
+    """Return whether a product of float32 asks for bfloat16, and gains by it.
 
     JAX's name for it is the precision "bfloat16" or "fastest", of a layer or by
     `jax.default_matmul_precision`.  Where nothing is asked for, `precision` is None.
@@ -624,28 +624,32 @@ _LARGE, _FEW = 2**15, 64  # numbers in all, and of one sum
 _SMALL = 12  # rows and columns of matrices that are multiplied in a loop
 
 
-def _by_eighths(x, *, primitive, axes, **how):
-    """Sum over axes in a row, or take the maximum: on a CPU by adding eighths.
+def _add_up(x, *, primitive, eighths, axes, **how):
+    """Sum over axes, or take the maximum: on a CPU in float32, and by adding eighths.
 
-    XLA adds the numbers of a sum one after another, and YNNPACK, which adds several at
-    a time, is wrong in JAX 0.10 and 0.11.  Sums of eighths, as long as these are large,
-    are fast too, and round less.  A barrier lets XLA compute all eighths and their sum
-    in one loop.
+    XLA rounds sums of half types, such as gradients of biases, after each addition,
+    which takes thirty times as long.  It adds the numbers of a sum one after another,
+    and YNNPACK, which adds several at a time, is wrong in JAX 0.10 and 0.11.  There,
+    sums over axes in a row are those of eighths, as long as these are large: they are
+    fast too, and round less.  A barrier lets XLA compute all eighths and their sum in
+    one loop.
     """
     as_it_is = functools.partial(primitive.bind, axes=axes, **how)
 
     def on_cpu(x):
+        made, y = jax.eval_shape(as_it_is, x), x.astype(_wide(x.dtype))
+        if not eighths:
+            return as_it_is(y).astype(made.dtype)
         first, last = axes[0], axes[-1] + 1
-        shape = math.prod(x.shape[:first]), -1, math.prod(x.shape[last:])
-        combine = lax.add if primitive is lax.reduce_sum_p else lax.max
-        y, rest = x.astype(_wide(x.dtype)).reshape(shape), []
+        y = y.reshape(math.prod(x.shape[:first]), -1, math.prod(x.shape[last:]))
+        combine, rest = lax.add if primitive is lax.reduce_sum_p else lax.max, []
         while y.size >= _LARGE and y.shape[1] >= _FEW:
             n = y.shape[1] // 8
-            *eighths, odd = jnp.split(y, [n * i for i in range(1, 9)], 1)
-            y = lax.optimization_barrier(functools.reduce(combine, eighths))
+            *parts, odd = jnp.split(y, [n * i for i in range(1, 9)], 1)
+            y = lax.optimization_barrier(functools.reduce(combine, parts))
             rest.append(odd)
         y = primitive.bind(jnp.concatenate([y, *rest], 1), axes=(1,), **how)
-        return y.reshape(x.shape[:first] + x.shape[last:]).astype(x.dtype)
+        return y.reshape(made.shape).astype(made.dtype)
 
     if primitive is lax.reduce_sum_p:
         return lax.platform_dependent(x, cpu=on_cpu, default=as_it_is)
@@ -747,10 +751,10 @@ def _are_inexact(eqn: core.JaxprEqn) -> bool:
     return all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars[:2])
 
 
-def _way_to_convolve(eqn, here, onednn, order):
+def _way_to_convolve(eqn, here, onednn, hint):
     if _are_inexact(eqn):
         return functools.partial(_convolve, onednn=onednn)
-    return _way_to_multiply(eqn, False, onednn, order)
+    return _way_to_multiply(eqn, False, onednn, hint)
 
 
 def _way_to_multiply(eqn, here, onednn, order):
@@ -773,14 +777,18 @@ def _way_to_multiply(eqn, here, onednn, order):
     return functools.partial(_multiply, joined=joined, left=left, small=small, **how)
 
 
-def _way_to_reduce(eqn, here, onednn, order):
+def _way_to_reduce(eqn, here, onednn, hint):
     x, axes = eqn.invars[0].aval, eqn.params["axes"]
-    known = here and _in_a_row(axes) and isinstance(x.size, int)  # no symbols
-    count = known and math.prod(x.shape[i] for i in axes)
-    slow = _version() < (0, 12) and _are_inexact(eqn)  # later, YNNPACK is right
-    if not slow or count < _FEW or x.size < _LARGE:
+    if not (here and _are_inexact(eqn)):
         return None
-    return functools.partial(_by_eighths, primitive=eqn.primitive)
+    narrow = eqn.primitive is lax.reduce_sum_p and _wide(x.dtype) != x.dtype
+    slow = hint or _version() < (0, 12)  # in others, YNNPACK is right and fast
+    eighths = slow and _in_a_row(axes) and isinstance(x.size, int)  # no symbols
+    eighths = eighths and math.prod(x.shape[i] for i in axes) >= _FEW
+    eighths = bool(eighths and x.size >= _LARGE)
+    if not (narrow or eighths):
+        return None
+    return functools.partial(_add_up, primitive=eqn.primitive, eighths=eighths)
 
 
 # By the name of a primitive: the function that chooses a call in its place, or None.
@@ -801,11 +809,13 @@ class _CannotEnter(ValueError):
         super().__init__(f"fast(f, options) cannot hide {part} from oneDNN; {remedy}")
 
 
-def _replace(eqn, onednn, order=()):
+def _replace(eqn, onednn, hint=None):
     """Replace a convolution, product, sum or maximum by a call, where that is faster.
 
-    `order` is the permutation of a transposition that follows, if one does.  With
-    oneDNN every product is replaced, so that a barrier stands behind it.
+    With oneDNN every product is replaced, so that a barrier stands behind it.  `hint`
+    is, for a product, the permutation of a transposition that follows, if one does;
+    for a sum, whether half types of its shape became float32 near it, which XLA then
+    does in the loop that adds eighths, and for YNNPACK in memory.
     """
     shardings = (getattr(v.aval, "sharding", None) for v in (*eqn.invars, *eqn.outvars))
     mesh = next((x.mesh for x in shardings if x is not None and not x.mesh.empty), None)
@@ -817,7 +827,7 @@ def _replace(eqn, onednn, order=()):
     # Inside of `shard_map`, gradients name a mesh that leaves nothing to place.
     if here := placed is None or placed.are_all_axes_manual:
         how |= dict.fromkeys({"out_sharding"} & how.keys())
-    way = _WAYS[eqn.primitive.name](eqn, here, onednn, order)
+    way = _WAYS[eqn.primitive.name](eqn, here, onednn, hint)
     if way is None:
         return eqn
     call = functools.partial(way, **how)
@@ -888,12 +898,12 @@ def rewrite(jaxpr: Any, options: dict | None = None) -> Any:
     return _rewrite(jaxpr, bool((options or {}).get(_ONEDNN)), {})
 
 
-def _rewrite(x: Any, onednn: bool, orders: dict[int, Any]) -> Any:
-    """Rewrite a part of a program; `orders` are permutations, by a variable's id."""
+def _rewrite(x: Any, onednn: bool, hints: dict[int, Any]) -> Any:
+    """Rewrite a part of a program; `hints` are for `_replace`, by a variable's id."""
     if isinstance(x, core.JaxprEqn):
         if x.primitive.name in _WAYS:
-            return _replace(x, onednn, orders.get(id(x.outvars[0]), ()))
-        done = _convolve, _multiply, _by_eighths
+            return _replace(x, onednn, hints.get(id(x.outvars[0])))
+        done = _convolve, _multiply, _add_up
         names = {_name(f, hides) for f in done for hides in {True, onednn}}
         if x.params.get("name") in names:
             return x
@@ -905,13 +915,19 @@ def _rewrite(x: Any, onednn: bool, orders: dict[int, Any]) -> Any:
     if name is None:
         return x
     parts, treedef = jax.tree.flatten(getattr(x, name))
-    orders = {}
-    for eqn in reversed(parts if name == "eqns" else []):
+    hints, eqns = {}, parts if name == "eqns" else []
+    casts = [
+        e.invars[0].aval for e in eqns if e.primitive is lax.convert_element_type_p
+    ]
+    halves = {x.shape for x in casts if _wide(x.dtype) != x.dtype}
+    for eqn in reversed(eqns):
         if eqn.primitive is lax.transpose_p:  # several in a row are one
             order = eqn.params["permutation"]
-            after = orders.get(id(eqn.outvars[0]), range(len(order)))
-            orders[id(eqn.invars[0])] = [order[i] for i in after]
-    new = [_rewrite(part, onednn, orders) for part in parts]
+            after = hints.get(id(eqn.outvars[0]), range(len(order)))
+            hints[id(eqn.invars[0])] = [order[i] for i in after]
+        elif eqn.primitive.name.startswith("reduce"):
+            hints[id(eqn.outvars[0])] = eqn.invars[0].aval.shape in halves
+    new = [_rewrite(part, onednn, hints) for part in parts]
     same = all(map(operator.is_, new, parts))
     return x if same else x.replace(**{name: jax.tree.unflatten(treedef, new)})
 

@@ -618,6 +618,14 @@ def test_sums_of_half_types_stay_float32(no_cache):
     assert (gradient == expected[..., None, None]).all()
 
 
+@cases("dtype", jnp.bfloat16, jnp.float16)
+def test_sums_of_half_types_are_rounded_once(dtype):
+    """XLA rounds after each addition: 1 + 1 + ... ends at 256, in a bias's gradient."""
+    x = jnp.ones((3, 4096, 5), dtype)
+    step = fc.jit(jax.grad(lambda bias: (x + bias).sum(dtype=jnp.float32)))
+    assert (step(jnp.zeros(5, dtype)) == 3 * 4096).all()
+
+
 # With options, XLA gives oneDNN what follows a product too: without barriers 32, in
 # float32, and 83, in bfloat16, err.
 @by_onednn
