@@ -620,9 +620,9 @@ def test_sums_of_half_types_stay_float32(no_cache):
 
 @cases("dtype", jnp.bfloat16, jnp.float16)
 def test_sums_of_half_types_are_rounded_once(dtype):
-    """XLA rounds after each addition: 1 + 1 + ... ends at 256, in a bias's gradient."""
+    """XLA rounds after each addition: a gradient of a bias would be 13,568."""
     x = jnp.ones((3, 4096, 5), dtype)
-    step = fc.jit(jax.grad(lambda bias: (x + bias).sum(dtype=jnp.float32)))
+    step = fc.jit(jax.grad(lambda b: (x + b[None, None]).sum(dtype=jnp.float32)))
     assert (step(jnp.zeros(5, dtype)) == 3 * 4096).all()
 
 
