@@ -89,7 +89,7 @@ def _probabilities(probs: Any, of_members: bool = False, labels=0) -> np.ndarray
     for one class alone; `_blocks` checks the numbers.
     """
     probs, expected = _real("probabilities", probs, None), "[..., C]"
-    filled, lacks_axis = probs.shape[:of_members], probs.ndim <= np.ndim(labels)
+    filled, lacks_axis = probs.shape[:of_members], probs.shape in ((), np.shape(labels))
     if of_members:
         expected = "[K, N, C], as by predict_members; pass one model's p as p[None]"
         lacks_axis = probs.ndim < 3 or np.shape(labels) == probs.shape[:-1]
