@@ -151,7 +151,6 @@ WRONG = {  # changes to these arrays, and the errors that they raise
         *((change, LABELS_ARE) for change in (np.float64, np.diag, lambda y: y[1:])),
     ],
     "folds": [
-        (lambda k: k + 1, r"folds lie in 1\.\.2; expected 0 to 1"),
         (lambda k: k * 0, r"values \[2, \d\] are of 2 members, folds of 1; expec"),
     ],
     "values": [
@@ -160,7 +159,6 @@ WRONG = {  # changes to these arrays, and the errors that they raise
     ],
     "predictions": [
         (lambda x: x * np.inf, r"expected finite numbers \[K, N\], \[n\] and \[n\]"),
-        (lambda x: x[0], r"shape \(2,\), out_of_fold \(3,\) and targets \(3,\); exp"),
     ],
     "means": [
         (lambda x: x * np.inf, r"s\[0, 0\] is inf, its variance 1.0, its target 1.0"),
@@ -223,7 +221,6 @@ test_probabilities_that_do_not_fit_are_named = refuses(
     (lambda: em.ensemble_report(HALVES, [[0, 1]]), r"\(1, 2, 2\); expected \[K, N, C"),
     (lambda: em.ensemble_report(HALVES[:0], [0]), r"\(0, 2, 2\); expected \[K, N, C\]"),
     (lambda: em.ensemble_report(HALVES[:, :0], LABELS[:0]), "none may be empty"),
-    (lambda: em.reliability(SURE[None], [[0, 1, 2]]), r"e in 0\.\.2; expected 0 to 1"),
     (lambda: em.temper(SURE * 1.0011, 2), r"s\[0\] begin with 0.75\d* .* to 1.0011"),
     (lambda: em.temper(SURE * 0.9989, 2), r"s\[0\] begin with 0.74\d* .* to 0.9989"),
     (lambda: em.temper(FAR, 2), r"s\[1, 39999\] begin with 1.0 and add up to 2.0"),
@@ -498,20 +495,14 @@ def test_fold_intervals_and_sets_equal_sorted_sums(n, members):
 
 
 def test_fold_intervals_and_sets_hold_as_often_as_the_coverage_asks():
-    draw, held, folds = np.random.default_rng(0), [], np.arange(50) % 5
-    for _ in range(150):
-        x = draw.normal(size=(70, 3))
-        y = x @ draw.normal(size=3) + draw.normal(size=70)
-        learned = (folds != k for k in range(5))
-        fits = [np.linalg.pinv(x[:50][rows]) @ y[:50][rows] for rows in learned]
-        (own, new), y_new = np.split(x @ np.transpose(fits), [50]), y[50:]
-        own, new = own[np.arange(50), folds], new.T
-        low, high = em.fold_interval(new, own, y[:50], folds)
-        sign, values = np.where(y > 0, 1, -1), np.stack([new, -new])  # of two classes
-        sets = em.fold_sets(-sign[:50] * own, folds, np.swapaxes(values, 0, 1))
-        in_sets = np.where(y_new > 0, sets[1], sets[0])
-        held.append(((low <= y_new) & (y_new <= high), in_sets))
-    assert_allclose(np.mean(held, axis=(0, 2)), 0.9, atol=0.025)
+    draw, held, folds = np.random.default_rng(0), [], np.arange(30) % 5
+    for _ in range(200):  # members predict the mean of their targets
+        y, new = np.split(draw.normal(size=50), [30])
+        means = np.array([y[folds != k].mean() for k in range(5)])
+        low, high = em.fold_interval(np.c_[means], means[folds], y, folds)
+        sets = em.fold_sets(y - means[folds], folds, new - means[:, None])
+        held.append(((low <= new) & (new <= high), sets))
+    assert_allclose(np.mean(held, axis=(0, 2)), 0.9, atol=0.02)
 
 
 def threshold_by_scipy(uncertainty, wrong, risk, confidence):
@@ -609,21 +600,14 @@ def test_temperature_equals_netcal_and_minimizes_the_likelihood_loss():
     optimize, special = map(pytest.importorskip, ("scipy.optimize", "scipy.special"))
     probs, rows = (random_probs(1, 300, 5) + 1e-3) / 1.005, np.arange(300)
     labels = np.where(rows % 2, probs.argmax(axis=1), rows % 5)
-
-    def loss(log_temperature):
-        tempered = em.temper(probs, np.exp(log_temperature))
-        report = em.ensemble_report([tempered], labels)
-        return report["ensemble"]["negative_log_likelihood"]
-
-    best = optimize.minimize_scalar(loss, (0, 3), tol=1e-10).x
-    assert_allclose(em.fit_temperature(probs, labels), np.exp(best), rtol=1e-6)
+    best = em.fit_temperature(probs, labels)
 
     def slope(inverse, logs):  # derivative of the loss by 1 / temperature
         powers = special.softmax(inverse * logs, axis=1)
         return np.sum(powers * logs, axis=1).mean() - logs[rows, labels].mean()
 
     for temperature in (0.0036, 0.1, 10, 64):  # p = 0 counts: less than 64
-        tempered = em.temper(probs, np.exp(best) / temperature)
+        tempered = em.temper(probs, best / temperature)
         logs = np.log(np.maximum(tempered, np.finfo(np.float32).tiny))
         root = optimize.brentq(slope, 0, 1e3, logs, xtol=1e-15, rtol=1e-14)
         assert_allclose(em.fit_temperature(tempered, labels) * root, 1, rtol=1e-8)
@@ -639,21 +623,19 @@ def test_bias_takes_back_weights_of_classes_where_a_loss_had_some():
     for probs, least, most in (weighted, 0.2, 1), (truth, -0.05, 0):  # held-out gains
         some, of_some = probs[:400], labels[:400]
         temperature, bias = em.fit_temperature(some, of_some, bias=True)
-        # The NLL is convex, and its slope by each number is 0.
-        found, logs, right = em.temper(some, temperature, bias), np.log(some), np.eye(3)
-        off = found - right[of_some]
+        logs, found = np.log(some), em.temper(some, temperature, bias)
+        off = found - np.eye(3)[of_some]  # the NLL's slope, by each number, is 0
         assert_allclose(
-            [*off.sum(axis=0), (off * logs).sum(), bias.sum()], 0, atol=1e-6
+            [(off * logs).sum(), *off.sum(axis=0), bias.sum()], 0, atol=1e-6
         )
         alone = em.temper(probs[400:], em.fit_temperature(some, of_some))
         both = [alone, em.temper(probs[400:], temperature, bias)]
-        first, second = em.ensemble_report(both, labels[400:])["member"]
-        name = "negative_log_likelihood"
-        assert least < first[name] - second[name] < most
+        scores = em.ensemble_report(both, labels[400:])["member"]
+        first, second = (score["negative_log_likelihood"] for score in scores)
+        assert least < first - second < most
 
 
-NONE_WRONG, MANY = (THREE, THREE > 1), np.tile(SURE[:1], (10**4, 1))
-
+NONE_WRONG = THREE, THREE > 1
 IN = "cannot fit a temperature to {} examples; expected labels more .*; check".format
 test_number_or_label_without_a_meaning_is_refused = refuses(
     (lambda: em.conformal_quantile(THREE, 90), "is 90; expected 0 <= coverage < 1$"),
@@ -672,12 +654,8 @@ test_number_or_label_without_a_meaning_is_refused = refuses(
     (lambda: em.fit_temperature(SURE, [0, 0, 0]), IN(3)),
     (lambda: em.fit_temperature(SURE, [0, 1, 1]), IN(3)),
     (lambda: em.fit_temperature(SURE[:2], [0, 1]), IN(2)),
-    (lambda: em.fit_temperature(MANY, np.ones(10**4, int)), IN(10**4)),
     (lambda: em.fit_temperature(TWO / 2, [0]), IN(1)),
     (lambda: em.fit_temperature(SURE[:0], LABELS[:0]), IN(0)),
-    (
-        lambda: em.fit_temperature(ONE_HOT, LABELS, bias=True),
-        ".*, and one of each class for",
-    ),
+    (lambda: em.fit_temperature(ONE_HOT, LABELS, bias=True), "and one of each class"),
     (lambda: em.temper(ONE_HOT, 1, [1, 2]), r"bias is \[1. 2.\]; expected 4 finite"),
 )
