@@ -204,7 +204,7 @@ def fold_ends(data: Data, train: np.ndarray, test: np.ndarray) -> dict:
         train[folds == 0],
     )
     bound = em.conformal_quantile(np.abs(data.y - means)[held_out])
-    forest = RandomForestRegressor(random_state=0, n_jobs=-1)
+    forest = RandomForestRegressor(random_state=0)
     how = dict(confidence_level=0.9, method="plus", cv=PredefinedSplit(folds))
     conformal = CrossConformalRegressor(forest, **how)
     conformal.fit_conformalize(data.x[train], y)
