@@ -39,7 +39,7 @@ import numpy as np
 __all__ = [
     "predictive_entropy", "mutual_information", "reliability", "ensemble_report",
     "regression_report", "auroc", "fpr95", "aurc", "conformal_quantile",
-    "risk_threshold", "temper", "fit_temperature",
+    "fold_sets", "fold_interval", "risk_threshold", "temper", "fit_temperature",
 ]
 # fmt: on
 
@@ -79,21 +79,23 @@ def _real(name: str, x: Any, dtype: Any = np.float64) -> np.ndarray:
 
 
 _BLOCK_SIZE = 2**16  # probabilities per block: 512 KiB
+_OF_TWO = "for the p of one of two classes pass np.stack([1 - p, p], axis=-1)"
 
 
-def _probabilities(probs: Any, of_members: bool = False, labels=()) -> np.ndarray:
+def _probabilities(probs: Any, of_members: bool = False, labels=0) -> np.ndarray:
     """Return probabilities [..., C], or members' [K, ..., C], in their own type.
 
-    Raises ValueError for other axes, such as members' [..., C] for labels [...];
-    `_blocks` checks the numbers.
+    Raises ValueError for other axes, such as members' [..., C] for labels [...], and
+    for one class alone; `_blocks` checks the numbers.
     """
     probs, expected = _real("probabilities", probs, None), "[..., C]"
-    filled, lacks_axis = probs.shape[-1:] + probs.shape[:of_members], not probs.ndim
+    filled, lacks_axis = probs.shape[:of_members], probs.shape in ((), np.shape(labels))
     if of_members:
         expected = "[K, N, C], as by predict_members; pass one model's p as p[None]"
         lacks_axis = probs.ndim < 3 or np.shape(labels) == probs.shape[:-1]
-    if lacks_axis or 0 in filled:
-        raise ValueError(f"probabilities have shape {probs.shape}; expected {expected}")
+    if lacks_axis or probs.shape[-1] < 2 or 0 in filled:
+        expected = f"expected {expected}; {_OF_TWO}"
+        raise ValueError(f"probabilities have shape {probs.shape}; {expected}")
     return probs
 
 
@@ -115,9 +117,10 @@ def _blocks(probs: np.ndarray, members: int = 1) -> Iterator:
             k, n = np.argwhere(wrong)[0]
             i = np.unravel_index(k * flat.shape[1] + start + n, probs.shape[:-1])
             found = f"begin with {block[k, n, 0]} and add up to {sums[k, n]}"
+            remedy = "pass softmax(logits), computed in float32"
             raise ValueError(
                 f"probabilities{[*map(int, i)]} {found}; expected numbers >= 0 whose "
-                "sum is 1; pass softmax(logits), computed in float32"
+                f"sum is 1; {remedy if i else _OF_TWO}"
             )
         yield rows, block
 
@@ -132,17 +135,16 @@ def _check_order(what: str, members: np.ndarray, examples: Any) -> None:
         )
 
 
-def _class_indices(labels: Any, probs: np.ndarray) -> np.ndarray:
-    """Flatten labels [...] of probabilities [..., C] to [N], or raise ValueError."""
-    labels, last = _real("labels", labels, None), probs.shape[-1] - 1
-    shape = probs.shape[:-1]
-    if labels.shape != shape or labels.dtype.kind not in "iu":
-        found, expected = f"{labels.dtype}{[*labels.shape]}", f"integers {[*shape]}"
-        raise ValueError(f"labels are {found}; expected {expected}, class indices")
-    if labels.size and not 0 <= labels.min() <= labels.max() <= last:
-        found = f"labels lie in {labels.min()}..{labels.max()}"
-        raise ValueError(f"{found}; the classes are 0..{last}")
-    return labels.ravel()
+def _indices(x: Any, shape: tuple, name: str = "labels") -> np.ndarray:
+    """Flatten indices [...] into the last axis of [..., C], or raise ValueError."""
+    x, (*rows, count) = _real(name, x, None), shape
+    if [*x.shape] != rows or x.dtype.kind not in "iu":
+        found = f"{name} are {x.dtype}{[*x.shape]}"
+        raise ValueError(f"{found}; expected integers {rows}, 0 to {count - 1}")
+    if x.size and not 0 <= x.min() <= x.max() < count:
+        found = f"{name} lie in {x.min()}..{x.max()}"
+        raise ValueError(f"{found}; expected 0 to {count - 1}")
+    return x.ravel()
 
 
 def _log(probs: np.ndarray) -> np.ndarray:
@@ -219,8 +221,8 @@ def reliability(probs: Any, labels: Any) -> np.ndarray:
 
     Raises ValueError for probabilities and labels that `ensemble_report` refuses.
     """
-    probs = _probabilities(probs)
-    labels = _class_indices(labels, probs)
+    probs = _probabilities(probs, labels=labels)
+    labels = _indices(labels, probs.shape)
     of_blocks = [_sums(block, labels[rows]) for rows, block in _blocks(probs)]
     counts, *totals = np.sum(of_blocks, axis=0)[0, :3]
     with np.errstate(invalid="ignore"):
@@ -287,7 +289,7 @@ def ensemble_report(member_probs: Any, labels: Any) -> dict:
     """
     probs = _probabilities(member_probs, True, labels)
     _check_order("member_probs", probs, labels)
-    labels, (members, *_, classes) = _class_indices(labels, probs[0]), probs.shape
+    labels, (members, *_, classes) = _indices(labels, probs.shape[1:]), probs.shape
     if not labels.size:
         raise ValueError(f"probabilities have shape {probs.shape}; none may be empty")
     sums, entropies, alike = np.zeros((2 * members, 5, _NUM_BINS)), np.zeros(2), 0
@@ -477,6 +479,14 @@ def aurc(uncertainty: Any, wrong: Any) -> float:
 # ---------------------------------------------------------------------------------
 
 
+def _rank(scores: np.ndarray, coverage: Any) -> int:
+    """Return ceil((n + 1) coverage), or 1 if that is 0, for scores [n]."""
+    _check_range("coverage", coverage, 1)
+    coverage = float(coverage)  # the product could exceed a type of 16 bits
+    # Rounded, as 100 * 0.55 is above 55 in floating point.
+    return max(1, math.ceil(round((len(scores) + 1) * coverage, 9)))
+
+
 def conformal_quantile(scores: Any, coverage: float = 0.9) -> float:
     """Return a bound that at least a fraction `coverage` of new scores meets.
 
@@ -498,11 +508,84 @@ def conformal_quantile(scores: Any, coverage: float = 0.9) -> float:
     coverage outside [0, 1).
     """
     scores = np.sort(_one_axis("scores", scores))
-    _check_range("coverage", coverage, 1)
-    coverage = float(coverage)  # the product could exceed a type of 16 bits
-    # Rounded, as 100 * 0.55 is above 55 in floating point.
-    rank = max(1, math.ceil(round((len(scores) + 1) * coverage, 9)))
+    rank = _rank(scores, coverage)
     return float(scores[rank - 1]) if rank <= len(scores) else math.inf
+
+
+def fold_sets(scores: Any, folds: Any, values: Any, coverage=0.9) -> np.ndarray:
+    """Return which values a new score may have, by K members that left out a fold each.
+
+    Each of n rows calibrates the member that left it out and trains the others, so no
+    row is held out of all.  The result has values' shape without K: True where fewer
+    than ceil((n + 1) coverage) of the rows have a score below the value by the same
+    member (CV+ for classes of Romano, Sesia and Candes 2020, "Classification with valid
+    and adaptive coverage"; cross-conformal prediction of Vovk 2015).
+
+    With the score 1 - p_label and the values 1 - p, a set of classes holds the label.
+    With a = 1 - coverage it does so with a probability of at least 1 - 2 a - sqrt(2 /
+    n) for folds of equal size, and of about 1 - a as a rule.  The probability is over
+    draws of all the examples, as in `conformal_quantile`, which has one member.
+
+    Args:
+      scores: Numbers [n], of each row by the member that left it out.
+      folds: Integers [n], which member that is: 0 to K - 1, each at least once.
+      values: Numbers [K, ...], such as [K, N, C], of each member for new examples.
+      coverage: The fraction of sets that hold the label, in [0, 1).
+
+    Raises ValueError for scores that `conformal_quantile` refuses, values that are
+    masked or not real, folds that do not fit, and a coverage outside [0, 1).
+    """
+    scores, values = _one_axis("scores", scores), _real("values", values, None)
+    folds = _indices(folds, (len(scores), *values.shape[:1]), "folds")
+    if (used := len(np.unique(folds))) < len(values):
+        found = f"values {[*values.shape]} are of {len(values)} members"
+        raise ValueError(f"{found}, folds of {used}; expected [K, ...] and 0 to K - 1")
+    of_folds = (np.sort(scores[folds == k]) for k in range(len(values)))
+    below = sum(map(np.searchsorted, of_folds, values))
+    return np.less(below, _rank(scores, coverage))
+
+
+def fold_interval(
+    predictions: Any, out_of_fold: Any, targets: Any, folds: Any, coverage: float = 0.9
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ends [N] of intervals, by K members that left out a fold each.
+
+    With an error e of each of n rows, and the new prediction m of the member that left
+    the row out, the upper end is the r-th smallest of the n sums m + e, and the lower
+    end the r-th largest of m - e, where r = ceil((n + 1) coverage) (K-fold CV+ of
+    Barber et al. 2021, "Predictive inference with the jackknife+").  Both are exact to
+    rounding, and infinite where n is below coverage / (1 - coverage).  An interval
+    holds its target with the probabilities of `fold_sets` (their theorem 4).
+
+    Args:
+      predictions: Numbers [K, N], of each member for each new example.
+      out_of_fold: Numbers [n], of the member that left out the row, for each row.
+      targets: Numbers [n], of the rows.
+      folds: Integers [n], which member left out the row, as in `fold_sets`.
+      coverage: The fraction of targets to hold, in [0, 1).
+
+    Raises ValueError for arrays of other shapes, entries that are masked, not real or
+    not finite, folds that do not fit, and a coverage outside [0, 1).
+    """
+    centers, targets = _real("predictions", predictions), _real("targets", targets)
+    given = _real("out_of_fold", out_of_fold)
+    finite = all(np.isfinite(x).all() for x in (centers, given, targets))
+    if centers.ndim != 2 or given.shape != targets.shape or not finite:
+        found = f"predictions have shape {centers.shape}, out_of_fold {given.shape}"
+        expected = "expected finite numbers [K, N], [n] and [n]"
+        raise ValueError(f"{found} and targets {targets.shape}; {expected}")
+    errors = np.abs(targets - given)
+    largest = errors.max() if _rank(errors, coverage) <= len(errors) else math.inf
+
+    def upper_end(centers):
+        end, step = centers.min(axis=0), np.ptp(centers, axis=0) + largest
+        for _ in range(50):  # go up by halves, as long as the end stays inside
+            step = step / 2
+            inside = fold_sets(errors, folds, end + step - centers, coverage)
+            end = end + step * inside
+        return end + step
+
+    return -upper_end(-centers), upper_end(centers)
 
 
 def risk_threshold(
@@ -571,23 +654,26 @@ def risk_threshold(
     return float(scores[tested][improbable].max(initial=-math.inf))
 
 
-def temper(probs: Any, temperature: float) -> np.ndarray:
+def temper(probs: Any, temperature: float, bias: Any = 0) -> np.ndarray:
     """Return probabilities p^(1 / temperature), normalized: [..., C] -> [..., C].
 
     A temperature above 1 makes them less sure, below 1 surer; the order of the classes
     stays.  softmax(logits) becomes softmax(logits / temperature) (Guo et al. 2017,
-    section 4.2); p = 0 counts as in `ensemble_report`.  The result is float64, on the
-    host.
+    section 4.2); p = 0 counts as in `ensemble_report`.  A bias [C] is added to these
+    logits, as in their vector scaling, and may change the order: -log(w) takes back
+    weights w [C] that a loss gave to the classes.  The result is float64, on the host.
 
-    Raises ValueError for probabilities that `ensemble_report` refuses, and for a
-    temperature that is not above 0 or not finite.
+    Raises ValueError for probabilities that `ensemble_report` refuses, for a
+    temperature that is not above 0 or not finite, and for a bias of other numbers.
     """
     _check_range("temperature", temperature, math.inf, low=1e-30)
-    probs = _probabilities(probs)
+    probs, bias = _probabilities(probs), _real("bias", bias)
+    if bias.shape not in ((), probs.shape[-1:]) or not np.isfinite(bias).all():
+        raise ValueError(f"bias is {bias}; expected {probs.shape[-1]} finite numbers")
     tempered = np.empty(probs.shape)
     flat = tempered.reshape(-1, probs.shape[-1])
     for rows, (block,) in _blocks(probs):
-        flat[rows] = _softmax(_log(block) / temperature)
+        flat[rows] = _softmax(_log(block) / temperature + bias)
     return tempered
 
 
@@ -597,49 +683,53 @@ def _softmax(logits: np.ndarray) -> np.ndarray:
     return powers / powers.sum(axis=-1, keepdims=True)
 
 
-def fit_temperature(probs: Any, labels: Any) -> float:
+def fit_temperature(probs: Any, labels: Any, *, bias: bool = False) -> Any:
     """Return the temperature by which `temper` gives the smallest NLL on these labels.
 
     probs [n, C] and labels [n], or with more axes, describe a calibration set: labeled
     examples, held out of training.  For an ensemble pass the members' mean, which is
     less sure than the members (Rahaman and Thiery 2021).  A temperature far from 1
-    helps from a few hundred examples on (Guo et al. 2017 take 5,000).  The NLL is
-    convex in 1 / temperature: Newton's method, kept between bounds, finds the zero of
-    its slope to nine digits.
+    helps from a few hundred examples on (Guo et al. 2017 take 5,000).
+
+    With bias=True, return (temperature, bias [C]) for `temper`; the biases add up to 0.
+    The mean probability of each class is then its frequency among these labels, also
+    after a loss with weights for classes.
+
+    The NLL is convex in 1 / temperature and the bias: Newton's method, with steps that
+    are halved where the NLL grows, finds the minimum to nine digits.
 
     Raises ValueError for probabilities and labels that `ensemble_report` refuses, and
     where no temperature is best: if every label is a most probable class, a lower one
     is always better; if labels are no more probable than other classes, a higher one.
+    No bias is best for a class without a label.
     """
-    probs = _probabilities(probs)
-    labels = _class_indices(labels, probs)
+    probs = _probabilities(probs, labels=labels)
+    labels, classes = _indices(labels, probs.shape), np.arange(probs.shape[-1])
 
-    def slope(inverse):  # the NLL's first two derivatives, and the labels missed
-        found = 0
-        for rows, (block,) in _blocks(probs):
-            logs = _log(block)
-            powers = _softmax(inverse * logs)
-            of_label = logs[np.arange(len(logs)), labels[rows]]
-            mean, square = (np.sum(powers * x, axis=-1) for x in (logs, logs**2))
-            each = mean - of_label, square - mean**2, of_label < logs.max(axis=-1)
-            found += np.sum(each, axis=1)
-        return found
+    def evaluate(scales, rows, block):  # a matrix: the NLL beside its slope, curvature
+        logs, right = _log(block[0]), labels[rows, None] == classes
+        powers = _softmax(scales[0] * logs + (scales[1:] if bias else 0))
+        rise = powers * (logs - np.sum(powers * logs, axis=-1, keepdims=True))
+        nll, off = -_log(powers[right]).sum(), powers - right
+        slope, more, cross = (off * logs).sum(), off.sum(axis=0), rise.sum(axis=0)
+        parts = [nll, slope, more[None]], [slope, (rise * logs).sum(), cross[None]]
+        if bias:  # 1 keeps the sum of the biases, which does not matter, at 0
+            square = 1 + np.diag(powers.sum(axis=0)) - powers.T @ powers
+            parts = *parts, [more[:, None], cross[:, None], square]
+        return np.block([row[: len(parts)] for row in parts])
 
-    value, _, missed = slope(0)
-    if not missed or value >= -1e-12 * labels.size:  # 0, but for rounding
-        remedy = "check the order of the classes" if missed else "use more examples"
-        raise ValueError(
-            f"cannot fit a temperature to {labels.size} examples: in {missed:.0f} of "
-            "them another class is more probable than the label; expected some, and "
-            f"labels more probable than chance; {remedy}"
-        )
-    low, inverse, high = 0.0, 1.0, math.inf
-    for _ in range(100):  # Newton's steps, or bisection where they leave bounds
-        value, curvature, _ = slope(inverse)
-        low, high = (inverse, high) if value < 0 else (low, inverse)
-        last, inverse = inverse, inverse - value / max(curvature, 1e-300)
-        inverse = inverse if low <= inverse <= high else (low + high) / 2
-        inverse = min(inverse, 2 * last)
-        if abs(inverse - last) <= 1e-10 * last:
-            break
-    return float(1 / inverse)
+    scales, step, lowest = np.zeros(1 + bias * len(classes)), 0.0, math.inf
+    for _ in range(50):
+        found = sum(evaluate(scales + step, *each) for each in _blocks(probs))
+        if found[0, 0] > lowest + 1e-12 * labels.size:
+            step = step / 2
+        else:
+            scales, lowest = scales + step, found[0, 0]
+            step = -np.linalg.pinv(found[1:, 1:]) @ found[0, 1:]
+        if np.abs(step).max() <= 1e-10 * np.abs(scales).max() and scales[0] > 1e-9:
+            return (float(1 / scales[0]), scales[1:]) if bias else float(1 / scales[0])
+    expected = "labels more probable than chance, some of them not the most probable"
+    expected += ", and one of each class for a bias" * bias
+    remedy = "check the order of the classes, or use more examples"
+    found = f"cannot fit a temperature to {labels.size} examples"
+    raise ValueError(f"{found}; expected {expected}; {remedy}")

@@ -96,6 +96,8 @@ def test_metric_takes_the_memory_of_a_block():
         (0, em.fit_temperature, probs[0], labels),
         (0, em.reliability, probs[0], labels),
         (0.8, regression, probs[..., 0], probs[..., 0], labels),
+        (24, em.fold_sets, probs[0, :, 0], labels % 4, 1 - probs),  # counts, of 64 bits
+        (0.3, em.fold_interval, probs[..., 0], probs[0, :, 0], labels, labels % 4),
     ):
         tracemalloc.start()
         metric(*args)
@@ -109,6 +111,7 @@ SURE, FAR = np.array([[0.75, 0.25]] * 3), np.full((2, 40_000, 2), 0.5)
 FAR[1, -1] = 1
 AXES = np.ones((3, 2, 4))  # members and examples in the wrong order
 ONE_HOT, LABELS = np.eye(4)[:3], np.array([0, 0, 1])
+SQUARE = np.ones((2, 2))
 
 
 def reliability(*args):
@@ -125,12 +128,14 @@ METRICS = [  # with the arrays that they take, by the names in the messages
     (em.fpr95, {"scores_in": THREE, "scores_out": THREE}),
     (em.aurc, {"uncertainty": THREE, "wrong": THREE > 1}),
     (em.conformal_quantile, {"scores": THREE}),
+    (em.fold_sets, {"scores": THREE, "folds": LABELS, "values": SQUARE}),
+    (lambda x: em.fold_interval(x, THREE, THREE, LABELS), {"predictions": SQUARE}),
     (em.risk_threshold, {"uncertainty": THREE, "wrong": THREE > 1}),
     (lambda probs: em.temper(probs, 2), {"probabilities": HALVES}),
     (em.fit_temperature, {"probabilities": SURE, "labels": LABELS}),
 ]
 
-LABELS_ARE = r"labels are \w+\[.+\]; expected integers \[3\], class indices"
+LABELS_ARE = r"labels are \w+\[.+\]; expected integers \[3\], 0 to 1"
 WRONG = {  # changes to these arrays, and the errors that they raise
     "probabilities": [
         (lambda p: 8 * p, r"\[0.*\] begin with \d.* add up to 8.0; .*; pass softmax"),
@@ -141,9 +146,19 @@ WRONG = {  # changes to these arrays, and the errors that they raise
         (lambda p: [[1], [1, 0]], "an array: setting an .*; pass rows of one length; "),
     ],
     "labels": [
-        (lambda y: y - 1, r"labels lie in -1\.\.0; the classes are 0\.\.1"),
-        (lambda y: y + 1, r"labels lie in 1\.\.2; the classes are 0\.\.1"),
+        (lambda y: y - 1, r"labels lie in -1\.\.0; expected 0 to 1"),
+        (lambda y: y + 1, r"labels lie in 1\.\.2; expected 0 to 1"),
         *((change, LABELS_ARE) for change in (np.float64, np.diag, lambda y: y[1:])),
+    ],
+    "folds": [
+        (lambda k: k * 0, r"values \[2, \d\] are of 2 members, folds of 1; expec"),
+    ],
+    "values": [
+        (lambda x: x[:1], r"folds lie in 0\.\.1; expected 0 to 0"),
+        (lambda x: x[0, 0], r"folds are int64\[3\]; expected integers \[\]"),
+    ],
+    "predictions": [
+        (lambda x: x * np.inf, r"expected finite numbers \[K, N\], \[n\] and \[n\]"),
     ],
     "means": [
         (lambda x: x * np.inf, r"s\[0, 0\] is inf, its variance 1.0, its target 1.0"),
@@ -206,11 +221,14 @@ test_probabilities_that_do_not_fit_are_named = refuses(
     (lambda: em.ensemble_report(HALVES, [[0, 1]]), r"\(1, 2, 2\); expected \[K, N, C"),
     (lambda: em.ensemble_report(HALVES[:0], [0]), r"\(0, 2, 2\); expected \[K, N, C\]"),
     (lambda: em.ensemble_report(HALVES[:, :0], LABELS[:0]), "none may be empty"),
-    (lambda: em.reliability(SURE[None], [[0, 1, 2]]), r"0\.\.2; the classes are 0\.\."),
     (lambda: em.temper(SURE * 1.0011, 2), r"s\[0\] begin with 0.75\d* .* to 1.0011"),
     (lambda: em.temper(SURE * 0.9989, 2), r"s\[0\] begin with 0.74\d* .* to 0.9989"),
     (lambda: em.temper(FAR, 2), r"s\[1, 39999\] begin with 1.0 and add up to 2.0"),
     (lambda: em.mutual_information(FAR), r"s\[1, 39999\] begin with 1.0 and add up"),
+    (lambda: em.temper(THREE / 2, 2), r"s\[\] begin .* to 1.5; .*; for the p of one"),
+    (lambda: em.temper(TWO[:, :1], 2), r"\(1, 1\); .* np.stack\(\[1 - p, p\], axis"),
+    (lambda: em.fit_temperature(THREE / 2, LABELS), r"\(3,\); .* np.stack\(\[1 - p"),
+    (lambda: em.ensemble_report(TWO / 2, [0, 1]), r"\(1, 2\); .* np.stack\(\[1 - p, "),
 )
 
 
@@ -456,6 +474,37 @@ def test_conformal_quantile_holds_for_new_scores_as_often_as_the_theory_says(n):
     assert abs(np.mean(held) - expected) < 3 * error < 0.006
 
 
+@cases("n, members", (8, 4), (9, 3), (50, 5), (40, 40), (301, 10))
+def test_fold_intervals_and_sets_equal_sorted_sums(n, members):
+    draw, folds = np.random.default_rng(n), np.arange(n) % members
+    draw.shuffle(folds)
+    targets, errors = draw.normal(size=n), draw.normal(size=n).round(1)  # some equal
+    new, sizes = draw.normal(size=(members, 30)).round(1), np.abs(errors)[:, None]
+    for coverage in (0, 0.3, 0.9, 0.95):
+        rank = max(1, math.ceil(round((n + 1) * coverage, 9)))
+        sums = np.sort([sizes - new[folds], sizes + new[folds]], axis=1)
+        sums = np.append(sums, np.full((2, 1, 30), np.inf), axis=1)
+        low, high = em.fold_interval(new, targets + errors, targets, folds, coverage)
+        assert_allclose((-low, high), sums[:, rank - 1], atol=1e-13)
+        counts = (errors[:, None, None] < new.reshape(-1, 10, 3)[folds]).sum(axis=0)
+        sets = em.fold_sets(errors, folds, new.reshape(-1, 10, 3), coverage)
+        assert_array_equal(sets, counts < rank)
+        # One member, of whose rows none trained it, has a calibration set.
+        alone = em.fold_sets(errors, 0 * folds, new[:1], coverage)
+        assert_array_equal(alone, new[0] <= em.conformal_quantile(errors, coverage))
+
+
+def test_fold_intervals_and_sets_hold_as_often_as_the_coverage_asks():
+    draw, held, folds = np.random.default_rng(0), [], np.arange(30) % 5
+    for _ in range(200):  # members predict the mean of their targets
+        y, new = np.split(draw.normal(size=50), [30])
+        means = np.array([y[folds != k].mean() for k in range(5)])
+        low, high = em.fold_interval(np.c_[means], means[folds], y, folds)
+        sets = em.fold_sets(y - means[folds], folds, new - means[:, None])
+        held.append(((low <= new) & (new <= high), sets))
+    assert_allclose(np.mean(held, axis=(0, 2)), 0.9, atol=0.02)
+
+
 def threshold_by_scipy(uncertainty, wrong, risk, confidence):
     """Test one count of kept examples after another, by SciPy's binomial."""
     binom = pytest.importorskip("scipy.stats").binom
@@ -551,29 +600,43 @@ def test_temperature_equals_netcal_and_minimizes_the_likelihood_loss():
     optimize, special = map(pytest.importorskip, ("scipy.optimize", "scipy.special"))
     probs, rows = (random_probs(1, 300, 5) + 1e-3) / 1.005, np.arange(300)
     labels = np.where(rows % 2, probs.argmax(axis=1), rows % 5)
-
-    def loss(log_temperature):
-        tempered = em.temper(probs, np.exp(log_temperature))
-        report = em.ensemble_report([tempered], labels)
-        return report["ensemble"]["negative_log_likelihood"]
-
-    best = optimize.minimize_scalar(loss, (0, 3), tol=1e-10).x
-    assert_allclose(em.fit_temperature(probs, labels), np.exp(best), rtol=1e-6)
+    best = em.fit_temperature(probs, labels)
 
     def slope(inverse, logs):  # derivative of the loss by 1 / temperature
         powers = special.softmax(inverse * logs, axis=1)
         return np.sum(powers * logs, axis=1).mean() - logs[rows, labels].mean()
 
     for temperature in (0.0036, 0.1, 10, 64):  # p = 0 counts: less than 64
-        tempered = em.temper(probs, np.exp(best) / temperature)
+        tempered = em.temper(probs, best / temperature)
         logs = np.log(np.maximum(tempered, np.finfo(np.float32).tiny))
         root = optimize.brentq(slope, 0, 1e3, logs, xtol=1e-15, rtol=1e-14)
         assert_allclose(em.fit_temperature(tempered, labels) * root, 1, rtol=1e-8)
 
 
-NONE_WRONG, MILLION = (THREE, THREE > 1), np.tile(SURE[:1], (10**6, 1))
+@pytest.mark.usefixtures("block_sizes")
+def test_bias_takes_back_weights_of_classes_where_a_loss_had_some():
+    draw, weights = np.random.default_rng(0), np.array([0.5, 30, 0.5])
+    truth = em.temper(random_probs(2, 4000, 3), 0.5, [1, -2, 1])
+    labels = (draw.random((4000, 1)) > truth.cumsum(axis=1)).sum(axis=1)
+    weighted = truth * weights / (truth @ weights)[:, None]
+    assert_allclose(em.temper(weighted, 1, -np.log(weights)), truth, rtol=1e-12)
+    for probs, least, most in (weighted, 0.2, 1), (truth, -0.05, 0):  # held-out gains
+        some, of_some = probs[:400], labels[:400]
+        temperature, bias = em.fit_temperature(some, of_some, bias=True)
+        logs, found = np.log(some), em.temper(some, temperature, bias)
+        off = found - np.eye(3)[of_some]  # the NLL's slope, by each number, is 0
+        assert_allclose(
+            [(off * logs).sum(), *off.sum(axis=0), bias.sum()], 0, atol=1e-6
+        )
+        alone = em.temper(probs[400:], em.fit_temperature(some, of_some))
+        both = [alone, em.temper(probs[400:], temperature, bias)]
+        scores = em.ensemble_report(both, labels[400:])["member"]
+        first, second = (score["negative_log_likelihood"] for score in scores)
+        assert least < first - second < most
 
-IN = "cannot fit a temperature to {} examples: in {} of them another class".format
+
+NONE_WRONG = THREE, THREE > 1
+IN = "cannot fit a temperature to {} examples; expected labels more .*; check".format
 test_number_or_label_without_a_meaning_is_refused = refuses(
     (lambda: em.conformal_quantile(THREE, 90), "is 90; expected 0 <= coverage < 1$"),
     (lambda: em.conformal_quantile(THREE, None), "coverage is None; expected 0 <="),
@@ -588,10 +651,11 @@ test_number_or_label_without_a_meaning_is_refused = refuses(
     (lambda: em.regression_report(*[AXES[..., 0]] * 2, THREE), r"^means .* as by num"),
     (lambda: em.temper(ONE_HOT, 0), "temperature is 0; expected 1e-30 <= temperature"),
     (lambda: em.temper(ONE_HOT, np.inf), "is inf; expected 1e-30 <= temperature < inf"),
-    (lambda: em.fit_temperature(SURE, [0, 0, 0]), IN(3, 0) + ".*; use more examples$"),
-    (lambda: em.fit_temperature(SURE, [0, 1, 1]), IN(3, 2) + ".*; check the order of"),
-    (lambda: em.fit_temperature(SURE[:2], [0, 1]), IN(2, 1)),
-    (lambda: em.fit_temperature(MILLION, np.ones(10**6, int)), IN(10**6, 10**6)),
-    (lambda: em.fit_temperature(TWO / 2, [0]), IN(1, 0)),
-    (lambda: em.fit_temperature(SURE[:0], LABELS[:0]), IN(0, 0)),
+    (lambda: em.fit_temperature(SURE, [0, 0, 0]), IN(3)),
+    (lambda: em.fit_temperature(SURE, [0, 1, 1]), IN(3)),
+    (lambda: em.fit_temperature(SURE[:2], [0, 1]), IN(2)),
+    (lambda: em.fit_temperature(TWO / 2, [0]), IN(1)),
+    (lambda: em.fit_temperature(SURE[:0], LABELS[:0]), IN(0)),
+    (lambda: em.fit_temperature(ONE_HOT, LABELS, bias=True), "and one of each class"),
+    (lambda: em.temper(ONE_HOT, 1, [1, 2]), r"bias is \[1. 2.\]; expected 4 finite"),
 )

@@ -3,6 +3,7 @@
     python -m pip install '.[bench]'
     UCI_DIR=... python benchmarks/tables.py
     UCI_DIR=... python benchmarks/tables.py --classify
+    UCI_DIR=... python benchmarks/tables.py --folds
 
 The data are three of scikit-learn's sets, in five folds twice, and the sets in UCI_DIR,
 on their first splits.  A set there is a folder with two files.  data.txt has one row
@@ -17,17 +18,27 @@ predict a split; the ensemble compiles in the first split of a set.
 With --classify the sets have classes, are divided into five folds, and a logistic
 regression of standardized inputs is a fourth system; no intervals are needed, and so no
 MAPIE.  A set of UCI_DIR has its targets as classes.
+
+With --folds twenty networks are the members of one trainer.  In the first row four
+networks leave out each of five folds, and their mean is a member of `fold_interval`; in
+the second the intervals lie around the mean of all, as wide as `conformal_quantile`
+says for the left-out rows; in the third all networks leave out the same fold, for
+`conformal_quantile`.  The last row has forests of the five folds under MAPIE, whose
+intervals `fold_interval` has to equal.
 """
 
 import argparse
+import functools
 import os
 import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import speed
 from sklearn import datasets
+from sklearn.base import clone
 from sklearn.ensemble import (
     HistGradientBoostingClassifier,
     HistGradientBoostingRegressor,
@@ -35,7 +46,7 @@ from sklearn.ensemble import (
     RandomForestRegressor,
 )
 from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import RepeatedKFold, StratifiedKFold
+from sklearn.model_selection import PredefinedSplit, RepeatedKFold, StratifiedKFold
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
@@ -134,15 +145,109 @@ def measure_classes(model, data: Data) -> tuple[dict, list]:
     return report["ensemble"], seconds
 
 
+FOLDS, EACH, STEPS, BATCH = 5, 4, 3000, 50  # four networks leave out each fold
+
+
+def init(key, inputs):
+    sizes = inputs, 64, 64, 1
+    keys = jax.random.split(key, len(sizes) - 1)
+    return [pe.dense_init(*layer) for layer in zip(keys, sizes, sizes[1:])]
+
+
+def network(params, x):  # [B, F] -> [B]
+    for layer in params[:-1]:
+        x = jax.nn.relu(pe.dense(layer, x))
+    return pe.dense(params[-1], x)[:, 0]
+
+
+@functools.cache
+def make_networks(inputs: int) -> pe.Trainer:
+    return pe.make_trainer(
+        lambda key: init(key, inputs),
+        lambda params, x, y: ((network(params, x) - y) ** 2).mean(),
+        pe.adam(pe.cosine_schedule(0.003, STEPS)),
+        members=FOLDS * EACH,
+        apply_fn=network,
+        output=None,
+        at_once=FOLDS * EACH,
+    )
+
+
+def train_networks(data: Data, learned: list) -> np.ndarray:
+    """Return predictions [FOLDS, N], means of EACH networks that learned these rows."""
+    seen = np.unique(np.concatenate(learned))
+    (mean, scale), (center, unit) = (
+        (z[seen].mean(0), z[seen].std(0)) for z in data[:2]
+    )
+    x, y = np.float32((data.x - mean) / scale), np.float32((data.y - center) / unit)
+    draw, trainer = np.random.default_rng(0), make_networks(x.shape[1])
+    orders = [draw.choice(rows, (EACH, STEPS, BATCH)) for rows in learned]
+    state, _ = trainer.epoch(
+        trainer.init(jax.random.key(0)), (x, y), np.concatenate(orders)
+    )
+    found = np.float64(trainer.predict_members(state, x)) * unit + center
+    return found.reshape(FOLDS, EACH, -1).mean(axis=1)
+
+
+def fold_ends(data: Data, train: np.ndarray, test: np.ndarray) -> dict:
+    """Return the ends of 90% intervals of the test rows, by each of four ways."""
+    from mapie.regression import CrossConformalRegressor
+
+    folds = np.random.default_rng(0).permutation(len(train)) % FOLDS
+    learned, y = [train[folds != k] for k in range(FOLDS)], data.y[train]
+    found = train_networks(data, learned)
+    ours = em.fold_interval(found[:, test], found[folds, train], y, folds)
+    center = found[:, test].mean(axis=0)
+    width = em.conformal_quantile(np.abs(y - found[folds, train]))
+    means, held_out = (
+        train_networks(data, learned[:1] * FOLDS).mean(0),
+        train[folds == 0],
+    )
+    bound = em.conformal_quantile(np.abs(data.y - means)[held_out])
+    forest = RandomForestRegressor(random_state=0)
+    how = dict(confidence_level=0.9, method="plus", cv=PredefinedSplit(folds))
+    conformal = CrossConformalRegressor(forest, **how)
+    conformal.fit_conformalize(data.x[train], y)
+    theirs = conformal.predict_interval(data.x[test])[1][:, :, 0].T
+    forests = [clone(forest).fit(data.x[rows], data.y[rows]) for rows in learned]
+    found = np.stack([each.predict(data.x) for each in forests])
+    same = em.fold_interval(found[:, test], found[folds, train], y, folds)
+    np.testing.assert_allclose(same, theirs, rtol=1e-9)
+    return {
+        "networks, `fold_interval`": ours,
+        "networks, around their mean": (center - width, center + width),
+        "networks, one fold held out": (means[test] - bound, means[test] + bound),
+        "forests, MAPIE": theirs,
+    }
+
+
+def compare_folds(args, folder: Path) -> None:
+    speed.print_head("set", "system", "in 90% intervals", "width")
+    for name in args.sets or ["concrete", "energy"]:
+        data, scores = read(name, folder), {}
+        for train, test in data.splits[: args.splits]:
+            for system, (low, high) in fold_ends(data, train, test).items():
+                inside = (low <= data.y[test]) & (data.y[test] <= high)
+                score = inside.mean(), (high - low).mean()
+                scores.setdefault(system, []).append(score)
+        for system, of_splits in scores.items():
+            inside, width = np.mean(of_splits, axis=0)
+            speed.print_row(name, system, f"{inside:.1%}", f"{width:.3g}")
+
+
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sets", nargs="+", metavar="NAME", help="default: all")
     parser.add_argument("--systems", nargs="+", choices=CLASSIFIERS, help="or all")
     parser.add_argument("--splits", type=int, default=10, help="how many per set")
     parser.add_argument("--classify", action="store_true", help="classes, not numbers")
+    parser.add_argument(
+        "--folds", action="store_true", help="networks of left-out folds"
+    )
     args, folder = parser.parse_args(argv), Path(os.environ.get("UCI_DIR", "."))
     pe.use_cpu_devices()
-    (compare_classes if args.classify else compare_numbers)(args, folder)
+    compare = compare_classes if args.classify else compare_numbers
+    (compare_folds if args.folds else compare)(args, folder)
 
 
 def compare_numbers(args, folder: Path) -> None:

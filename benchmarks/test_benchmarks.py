@@ -223,6 +223,17 @@ def test_tables_score_classes_of_all_folds_together(tmp_path):
     assert found["accuracy"] > 0.9 and len(seconds) == 5
 
 
+def test_tables_train_networks_on_the_rows_of_each_fold(monkeypatch):
+    monkeypatch.setattr(tables, "STEPS", 200)
+    x = np.linspace(-1, 1, 40)
+    halves = [np.arange(20), np.arange(20, 40)]
+    data = tables.Data(x[:, None], np.abs(x), [])
+    found = tables.train_networks(data, [halves[k % 2] for k in range(5)])
+    errors = np.abs(found - data.y).reshape(5, 2, 20).mean(axis=2)  # of each half
+    assert (errors.argmin(axis=1) == [0, 1, 0, 1, 0]).all()
+    assert errors.min(axis=1).max() < 0.1
+
+
 def test_tables_score_each_split_on_its_test_rows(tmp_path):
     (tmp_path / "made-up").mkdir()
     x, rows = np.arange(8.0), np.arange(8)

@@ -509,5 +509,5 @@ def write_functions():
 
 def test_page_of_functions_says_what_the_docstrings_say():
     write = "import test_pages as t; t.FUNCTIONS.write_text(t.write_functions())"
-    anew = f"write it anew: PYTHONPATH=.:benchmarks:docs python -c '{write}'"
+    anew = f"write it anew: PYTHONPATH=.:benchmarks:docs:examples python -c '{write}'"
     assert write_functions() == FUNCTIONS.read_text("utf-8"), anew
