@@ -1,5 +1,7 @@
 """Shared by all tests: JAX's settings, helpers, other processes, runs of the script."""
 
+import contextlib
+import errno
 import functools
 import inspect
 import itertools
@@ -18,6 +20,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
+import mnist_data as md
 import pjax_ensemble as pe
 import train_mnist as tm
 
@@ -198,10 +201,55 @@ def free_port():
 
 
 # ---------------------------------------------------------------------------------
-# The script: data, a network and runs
+# Calls that a test sees, and other systems
 # ---------------------------------------------------------------------------------
 
-IMAGES = next(iter(tm.MNIST_FILES))
+
+def hook(patch, owner, name, act):
+    """Let `act` see the arguments of each call of a function, before the call."""
+    call = getattr(owner, name)
+
+    def acting(*args, **options):
+        act(*args, **options)
+        return call(*args, **options)
+
+    patch.setattr(owner, name, acting)
+
+
+@pytest.fixture
+def elsewhere():
+    """Remove the calls that other systems lack, and refuse as Windows does.
+
+    Windows refuses to open a folder, and to replace or remove an open file.
+    """
+
+    def is_open(path):
+        for descriptor in range(256):
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                    return True
+        return False
+
+    def refuse(name, num_paths, refused):
+        def check(*args, **_):
+            for path in filter(refused, args[:num_paths]):
+                raise PermissionError(errno.EACCES, "Access is denied", str(path))
+
+        hook(patch, os, name, check)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in "sched_getaffinity", "O_DIRECTORY", "O_NOFOLLOW":
+            patch.delattr(os, name, raising=False)
+        patch.setattr(tm, "fcntl", None)
+        refuse("open", 1, os.path.isdir)
+        refuse("replace", 2, is_open)
+        refuse("unlink", 1, is_open)
+        yield
+
+
+# ---------------------------------------------------------------------------------
+# The script: data, a network and runs
+# ---------------------------------------------------------------------------------
 
 
 def idx(array, dims=None):
@@ -214,9 +262,9 @@ def idx(array, dims=None):
 @functools.cache
 def small_files(num_train=40, num_test=20):
     """Make the contents of four valid files, by name."""
-    data = tm.generate_digits(3, num_train, num_test)
+    data = md.generate_digits(3, num_train, num_test)
     arrays = [leaf[..., 0] if leaf.ndim == 4 else leaf for leaf in data[1:]]
-    return {name: idx(array) for name, array in zip(tm.MNIST_FILES, arrays)}
+    return {name: idx(array) for name, array in zip(md.FILES, arrays)}
 
 
 def write_files(folder, contents):

@@ -1,11 +1,5 @@
 """Tests of train_mnist.py, in the order of its sections."""
 
-import contextlib
-import errno
-import gzip
-import hashlib
-import http.client
-import io
 import itertools
 import json
 import os
@@ -15,8 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tracemalloc
-import urllib.request
 from pathlib import Path
 from unittest import mock
 
@@ -27,60 +19,18 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 import ensemble_metrics as em
+import mnist_data as md
 import pjax_ensemble as pe
 import train_mnist as tm
 from conftest import ENVIRONMENT, HERE, RUN, TINY, D, assert_close, cases, free_port
 
 # isort: split
-from conftest import idx, leaves_equal, lines_of, linux, member, posix, said_by
+from conftest import hook, idx, leaves_equal, lines_of, linux, member, posix, said_by
 
 # isort: split
 from conftest import small_files, start_python, words, write_files
 
 pytestmark = pytest.mark.once  # CI runs the script itself on other versions of JAX
-IMAGES, LABELS, TEST_IMAGES, TEST_LABELS = tm.MNIST_FILES
-
-
-def hook(patch, owner, name, act):
-    """Let `act` see the arguments of each call of a function, before the call."""
-    call = getattr(owner, name)
-
-    def acting(*args, **options):
-        act(*args, **options)
-        return call(*args, **options)
-
-    patch.setattr(owner, name, acting)
-
-
-@pytest.fixture
-def elsewhere():
-    """Remove the calls that other systems lack, and refuse as Windows does.
-
-    Windows refuses to open a folder, and to replace or remove an open file.
-    """
-
-    def is_open(path):
-        for descriptor in range(256):
-            with contextlib.suppress(OSError):
-                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                    return True
-        return False
-
-    def refuse(name, num_paths, refused):
-        def check(*args, **_):
-            for path in filter(refused, args[:num_paths]):
-                raise PermissionError(errno.EACCES, "Access is denied", str(path))
-
-        hook(patch, os, name, check)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in "sched_getaffinity", "O_DIRECTORY", "O_NOFOLLOW":
-            patch.delattr(os, name, raising=False)
-        patch.setattr(tm, "fcntl", None)
-        refuse("open", 1, os.path.isdir)
-        refuse("replace", 2, is_open)
-        refuse("unlink", 1, is_open)
-        yield
 
 
 # ---------------------------------------------------------------------------------
@@ -118,7 +68,7 @@ LINEAR = "tiny --optimizer sgd --learning-rate 0.1 --momentum 0.5 --schedule lin
     ("batchnorm", pe.adam(0.001)),
 )
 def test_run_ends_in_the_bits_of_training_by_hand(script, tmp_path, network, optimizer):
-    _, x, labels, *_ = tm.generate_digits(3, 256, 0)
+    _, x, labels, *_ = md.generate_digits(3, 256, 0)
     images = x[:, ::4, ::4]
     folder = write_set(tmp_path / "data", [images[..., 0]] * 2, [labels] * 2)
     flags = "--data-dir", folder, "--workdir", tmp_path, "--network", network
@@ -146,11 +96,12 @@ def test_run_ends_in_the_bits_of_training_by_hand(script, tmp_path, network, opt
 
 
 def test_settings_depend_on_the_data_and_not_on_their_name():
-    _, *arrays, classes = tm.generate_digits(0, 40, 20)
+    _, *arrays, classes = md.generate_digits(0, 40, 20)
     settings = set()
     for i, array in enumerate([arrays[0][:0]] * 2 + arrays):  # empty arrays stay
         array.flat[7:8] += 1
-        settings.add(json.dumps(tm.Dataset(f"{i}", *arrays, classes).form()))
+        data = md.Dataset(f"{i}", *arrays, classes)
+        settings.add(json.dumps(tm.data_settings(data)))
     assert len(settings) == 5
 
 
@@ -198,7 +149,7 @@ def test_shift_moves_each_image_whole_by_its_own_offset():
 def write_set(folder, images, labels):
     """Write a data set: images [N, H, W] and labels, for training and for testing."""
     arrays = [x for part in zip(images, labels) for x in part]
-    return write_files(folder, dict(zip(tm.MNIST_FILES, map(idx, arrays))))
+    return write_files(folder, dict(zip(md.FILES, map(idx, arrays))))
 
 
 def check_printed(out, members, metrics, report):
@@ -260,7 +211,7 @@ def check_images(axes, images, labels, probs, classes):
 
 @cases("members, network, epochs", (3, "tiny", 3), (1, "cnn", 1))
 def test_run_learns_oblong_images(tmp_path, capsys, drawn, members, network, epochs):
-    data = tm.generate_digits(3, 768, 200)
+    data = md.generate_digits(3, 768, 200)
     images = [x[:, ::2, ::3, 0] for x in (data.train_images, data.test_images)]
     labels = [28 * x + 3 for x in (data.train_labels, data.test_labels)]
     folder, runs = write_set(tmp_path / "data", images, labels), tmp_path / "a" / "b"
@@ -313,7 +264,7 @@ def test_failed_member_is_left_out(tmp_path, script, small_folder, drawn, monkey
     assert report["failed"] == [1] and report["members"] == 3
     assert report["member"][1] is None and len(report["by_size"]) == 2
     assert report["ensemble"] == report["by_size"][1]
-    data = tm.load_mnist(small_folder)
+    data = md.load_data("mnist", small_folder)
     probs = tm.load_run(tmp_path, 2).predict_members(data.test_images)  # of two members
     assert probs.shape == (2, 200, 10) and np.isfinite(probs).all()
     assert "an ensemble of 2" in drawn().get_suptitle()
@@ -480,151 +431,6 @@ def test_progress_bar_is_drawn_nowhere_else(capsys, monkeypatch, out, err, found
 
 
 # ---------------------------------------------------------------------------------
-# Data
-# ---------------------------------------------------------------------------------
-
-
-GOOD = idx(np.ones((40, 28, 28)))
-PACKED = gzip.compress(idx(np.ones(40)), mtime=0)
-BAD_FILES = [  # a file, its content, and the message about it
-    (IMAGES, b"PK\3\4" + GOOD[4:], "begins 0x504b0304; expected 0x00000803, unsign"),
-    (IMAGES, b"\0\0\r\3" + GOOD[4:], "begins 0x00000d03; expected 0x00000803, unsi"),
-    (IMAGES, idx(np.ones(40)), "begins 0x00000801; expected 0x00000803, unsigned"),
-    (IMAGES, b"", "the file begins 0x; expected 0x00000803"),
-    (IMAGES, GOOD[:15], "buffer is smaller than requested size"),
-    (IMAGES, GOOD[:-5], "cannot reshape array of size 31355 into shape (40,28,28)"),
-    (IMAGES, GOOD + b"\0", "cannot reshape array of size 31361 into shape (40,28,28)"),
-    (IMAGES, idx(np.ones((0, 28, 28))), "holds [0, 28, 28]; expected at least"),
-    (IMAGES, idx([], dims=(2**32 - 1,) * 3), "size 0 into shape (4294967295,429496729"),
-    (LABELS, idx(np.ones(39)), "39 labels for 40 images"),
-    (LABELS, idx(np.ones(40)), "every label is 1; expected several"),
-    (TEST_IMAGES, idx(np.ones((20, 7, 8))), "7 x 8; the training images are 28 x 28"),
-    (TEST_LABELS, idx(np.ones(9)), "9 labels for 20 images"),
-    (TEST_LABELS, idx([1] * 19 + [77]), "label 77 is not among the 10 classes of"),
-]
-BAD_FILES += [(f"{name}.gz", gzip.compress(x), said) for name, x, said in BAD_FILES]
-BAD_FILES += [
-    (f"{LABELS}.gz", PACKED[:-8], "ended before the end-of-stream"),
-    (f"{LABELS}.gz", PACKED[:-8] + bytes(4) + PACKED[-4:], "CRC check failed"),
-    (f"{LABELS}.gz", b"\0" + PACKED, "Not a gzipped file"),
-    (f"{LABELS}.gz", PACKED[:10] + b"\7" + PACKED[11:], "while decompressing data"),
-    (f"{LABELS}.gz", PACKED + gzip.compress(b"x"), "size 41 into shape (40,)"),
-]
-
-
-@pytest.mark.parametrize("case", BAD_FILES, ids=lambda case: f"{case[0]}: {case[2]}")
-def test_bad_file_is_named(tmp_path, case):
-    name, content, message = case
-    contents = dict(small_files())
-    del contents[plain := name.removesuffix(".gz")]
-    folder = write_files(tmp_path, {**contents, name: content})
-    said = said_by(tm.Failure, tm.load_mnist, folder)
-    assert message in said and "\n" not in said
-    assert said.startswith(f"{tmp_path}") and plain in said
-
-
-class Answer(io.BytesIO):
-    def read(self, size):
-        assert size == tm.MAX_DOWNLOAD  # the largest number of bytes to read
-        return super().read(size)
-
-
-@pytest.fixture
-def mirrors(monkeypatch):
-    """Replace the network; return its answers (bytes or errors) and the requests."""
-    answers, asked, files = {}, [], {}
-    for name, content in small_files().items():
-        files[name] = hashlib.sha256(content).hexdigest()
-        for mirror in tm.MIRRORS:
-            answers[f"{mirror}{name}.gz"] = gzip.compress(content)
-    monkeypatch.setattr(tm, "MNIST_FILES", files)
-    monkeypatch.setattr(tm, "MAX_DOWNLOAD", 2**20)
-
-    def urlopen(url, timeout):
-        assert timeout == tm.TIMEOUT
-        asked.append(url)
-        if isinstance(answers[url], Exception):
-            raise answers[url]
-        return Answer(answers[url])
-
-    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
-    return answers, asked
-
-
-def test_missing_file_is_not_taken_from_another_data_set(tmp_path, mirrors):
-    said = said_by(tm.Failure, tm.load_mnist, write_files(tmp_path, {IMAGES: GOOD}))
-    assert f"{LABELS} is missing, and {IMAGES} is not" in said and not mirrors[1]
-
-
-OTHER = [urllib.error.URLError("no route"), TimeoutError("timed out"), b"", b"<html>"]
-OTHER += [http.client.IncompleteRead(b""), PACKED]  # a sound file of other content
-OTHER += [gzip.compress(bytes(2**24), 1, mtime=0)]  # more than is unpacked
-
-
-@pytest.mark.parametrize("answer", OTHER, ids=lambda answer: repr(answer)[:40])
-def test_missing_files_are_fetched_once(tmp_path, capsys, mirrors, elsewhere, answer):
-    answers, asked = mirrors
-    first, second = (f"{mirror}{LABELS}.gz" for mirror in tm.MIRRORS)
-    answers[first], folder = answer, tmp_path / "a" / "b"
-    tracemalloc.start()
-    data = tm.load_mnist(folder)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert data.name == "MNIST" and peak < 4e6
-    assert leaves_equal(data[1:], tm.generate_digits(3, 40, 20)[1:])
-    assert {path.stem for path in folder.iterdir()} == set(small_files())
-    assert len(asked) == 5 and asked[asked.index(first) + 1] == second
-    assert capsys.readouterr().out.split() == " downloading ".join(["", *asked]).split()
-    assert leaves_equal(tm.load_mnist(str(folder))[1:], data[1:]) and len(asked) == 5
-
-
-def test_auto_falls_back_where_mnist_fails(tmp_path, mirrors, capsys, monkeypatch):
-    answers, _ = mirrors
-    answers.update(dict.fromkeys(answers, urllib.error.URLError("no route to host")))
-    first, second = (f"{mirror}{IMAGES}.gz" for mirror in tm.MIRRORS)
-    answers[second] = gzip.compress(b"something else entirely")
-    monkeypatch.setattr(tm, "generate_digits", lambda seed: f"digits {seed}")
-    assert tm.load_data("auto", tmp_path) == "digits 0"
-    message = said_by(tm.Failure, tm.load_data, "mnist", tmp_path)
-    assert f"notice: training on generated digits: {message}" in capsys.readouterr().out
-    assert message.startswith(f"{tmp_path / IMAGES} is missing, and no mirror has")
-    assert f"{first}: <urlopen error no route to host>" in message
-    assert f"{second}: the content is not MNIST's: its SHA-256 differs" in message
-    assert not list(tmp_path.iterdir())
-    write_files(tmp_path, {IMAGES: b"damaged"})
-    assert "begins 0x64616d61" in said_by(tm.Failure, tm.load_data, "auto", tmp_path)
-    assert tm.load_data("generated", tmp_path) == "digits 0"
-
-
-@pytest.mark.skipif(not os.environ.get("MNIST_DIR"), reason="MNIST_DIR is not set")
-def test_mnists_own_files_are_recognized(capsys, monkeypatch):
-    monkeypatch.setattr(tm, "download", None)
-    data = tm.load_mnist(os.environ["MNIST_DIR"])
-    assert data.name == "MNIST" and capsys.readouterr().out == ""
-
-
-def test_generated_digits_have_mnists_form_and_depend_on_the_seed():
-    data = tm.generate_digits(0, 2500, 1200)
-    shapes = [(2500, 28, 28, 1), (2500,), (1200, 28, 28, 1), (1200,)]
-    assert [leaf.shape for leaf in data[1:5]] == shapes
-    assert data.train_images.dtype == np.uint8 and data.test_labels.dtype == np.int32
-    assert np.bincount(data.train_labels, minlength=10).min() > 180
-    assert (data.train_images.max(axis=(1, 2, 3)) > 128).all()
-    ink, at = data.train_images[..., 0].mean(axis=0), np.arange(28) - 13.5
-    height, width = (np.sqrt(ink.sum(axis) @ at**2 / ink.sum()) for axis in (1, 0))
-    slant = at @ ink @ at / ink.sum()
-    one, inside = data.train_images[data.train_labels == 1], slice(7, 21)
-    differ = one[:, inside, inside].std(axis=0).mean()  # among the drawings of a digit
-    found = height, width, slant, differ
-    assert_allclose(found, [5.887, 4.255, -7.48, 69.2], rtol=0.01)
-    fewer, other = tm.generate_digits(0, 700, 10), tm.generate_digits(1, 700, 10)
-    assert_array_equal(fewer.train_images, data.train_images[:700])
-    assert_array_equal(fewer.test_labels, data.test_labels[:10])
-    assert (other.train_images != fewer.train_images).any(axis=(1, 2, 3)).all()
-    assert not np.array_equal(data.train_labels[:1200], data.test_labels)
-
-
-# ---------------------------------------------------------------------------------
 # The folder of a run
 # ---------------------------------------------------------------------------------
 
@@ -634,7 +440,11 @@ def test_loaded_run_predicts_as_reported_and_recorded(whole_run, small_folder):
         paths = whole_run.glob("*")
         return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
 
-    data, before, report = tm.load_mnist(small_folder), files(), report_of(whole_run)
+    data, before, report = (
+        md.load_data("mnist", small_folder),
+        files(),
+        report_of(whole_run),
+    )
     names = words(".lock config.json metrics.jsonl report.json", *names_of(0, 8, 16))
     assert {path.name for path in before} == {*names}
     for devices in 2, 1, None:
@@ -1037,7 +847,7 @@ BAD_FLAGS = [
     ("--devices 8 --members 2 --batch-size 30", f"--batch-size 30{SPLIT % (4, 4, 28)}"),
     (f"{SYNC} --devices 8 --batch-size 4", f"--batch-size 4{SPLIT % (8, 8, 8)}"),
     ("--train-size 769", "--train-size 769: data in MNIST's form"),
-    ("--data mnist --data-dir FILE", "--data-dir FILE: not a folder"),
+    ("--data mnist --data-dir FILE", "--data-dir: FILE: not a folder"),
     ("--workdir FILES --plot", "--plot needs matplotlib: python -m pip install matplo"),
     ("--data-dir TINY", "--network cnn: image_shape is [3, 5, 1]; expected"),
     ("--data-dir TINY --network batchnorm", "--network batchnorm: a window of 6x6 "),
@@ -1080,22 +890,11 @@ def test_settings_follow_the_network_the_optimizer_and_the_data(
     folder = write_set(tmp_path, [np.zeros((64, *size))] * 2, [np.arange(64) % 2] * 2)
     args = tm.parse_arguments(words(flags, "--members 2 --data-dir", folder))
     settings, data, trainer = tm.prepare(args)
-    expected = {"members": 2, "train_size": 64, **data.form(), **expected}
+    expected = {"members": 2, "train_size": 64, **tm.data_settings(data), **expected}
     assert settings == tm.Settings()._replace(**expected)
     assert data.train_images.shape == (settings.train_size, *size, 1)
     assert len(data.train_labels) == settings.train_size
     assert trainer.layout == tm.lay_out(settings, None)
-
-
-FOLDERS = ("", "", "/me/.cache/pjax_ensemble"), ("/cache", "", "/cache/pjax_ensemble")
-
-
-@cases("cache, mnist, expected", *FOLDERS, ("/cache", "digits", "digits"))
-def test_data_folder_follows_the_environment(monkeypatch, cache, mnist, expected):
-    monkeypatch.setattr(Path, "home", lambda: Path("/me"))
-    monkeypatch.setenv("XDG_CACHE_HOME", cache)
-    monkeypatch.setenv("MNIST_DIR", mnist)
-    assert tm.parse_arguments([]).data_dir == Path(expected).absolute()
 
 
 def test_help_shows_every_flag_with_its_choices_and_its_default(capsys):

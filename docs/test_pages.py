@@ -24,6 +24,7 @@ from trials import devices as machines
 
 import ensemble_metrics as em
 import fast_cpu as fc
+import mnist_data as md
 import pjax_ensemble as pe
 import train_mnist as tm
 from conftest import ENVIRONMENT, HERE, D, posix, run_python, said_by, start_python
@@ -307,7 +308,8 @@ def test_code_of_every_page_runs_and_prints_what_it_says(
     if name in ("dense", "tables", "uncertainty"):  # train longer than they compile
         request.getfixturevalue("optimized")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tm, "load_data", lambda *_: tm.generate_digits(0, 640, 64))
+    digits = md.generate_digits(0, 640, 64)
+    monkeypatch.setattr(tm, "load_data", lambda *_: digits)
     monkeypatch.setitem(tm.NETWORKS, "cnn", tm.NETWORKS["tiny"])
     for flags in re.findall(r"`python train_mnist\.py (.* runs/small)`", PAGES[name]):
         assert tm.main(flags.split()) == 0
