@@ -8,7 +8,7 @@
 
 The files may hold another data set in MNIST's form, with images of any size and any
 labels.  `train_mnist.py` loads its data from here.  This file needs NumPy and, to write
-what it downloads, `pjax_ensemble.py`.  It contains, in order: MNIST's files, generated
+a downloaded file, `pjax_ensemble.py`.  It contains, in order: MNIST's files, generated
 digits, and the choice between the two.
 """
 

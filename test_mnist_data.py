@@ -66,12 +66,6 @@ def test_bad_file_is_named(tmp_path, case):
     assert said.startswith(f"{tmp_path}") and plain in said
 
 
-class Answer(io.BytesIO):
-    def read(self, size):
-        assert size == md.MAX_DOWNLOAD  # the largest number of bytes to read
-        return super().read(size)
-
-
 @pytest.fixture
 def mirrors(monkeypatch):
     """Replace the network; return its answers (bytes or errors) and the requests."""
@@ -88,7 +82,7 @@ def mirrors(monkeypatch):
         asked.append(url)
         if isinstance(answers[url], Exception):
             raise answers[url]
-        return Answer(answers[url])
+        return io.BytesIO(answers[url])
 
     monkeypatch.setattr(urllib.request, "urlopen", urlopen)
     return answers, asked
@@ -102,6 +96,7 @@ def test_missing_file_is_not_taken_from_another_data_set(tmp_path, mirrors):
 OTHER = [urllib.error.URLError("no route"), TimeoutError("timed out"), b"", b"<html>"]
 OTHER += [http.client.IncompleteRead(b""), PACKED]  # a sound file of other content
 OTHER += [gzip.compress(bytes(2**24), 1, mtime=0)]  # more than is unpacked
+OTHER += [bytes(2**24)]  # more than is read
 
 
 @pytest.mark.parametrize("answer", OTHER, ids=lambda answer: repr(answer)[:40])

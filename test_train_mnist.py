@@ -59,52 +59,6 @@ def report_of(folder):
     return json.loads((folder / "report.json").read_text())
 
 
-LINEAR = "tiny --optimizer sgd --learning-rate 0.1 --momentum 0.5 --schedule linear"
-
-
-@cases(
-    "network, optimizer",
-    (LINEAR, pe.sgd(pe.linear_schedule(0.1, 16), momentum=0.5)),
-    ("batchnorm", pe.adam(0.001)),
-)
-def test_run_ends_in_the_bits_of_training_by_hand(script, tmp_path, network, optimizer):
-    _, x, labels, *_ = md.generate_digits(3, 256, 0)
-    images = x[:, ::4, ::4]
-    folder = write_set(tmp_path / "data", [images[..., 0]] * 2, [labels] * 2)
-    flags = "--data-dir", folder, "--workdir", tmp_path, "--network", network
-    status, _, err = script(RUN, "--bootstrap --seed 3 --max-shift 1", *flags)
-    assert (status, err) == (0, "")
-    network = tm.NETWORKS[network.split()[0]]
-
-    def loss_fn(params, stats, key, images, labels):
-        shift_key, key = jax.random.split(key)
-        images = tm.shift_images(shift_key, images, 1).astype(jnp.float32) / 255
-        logits, stats = network.logits(params, stats, images, key)
-        return pe.softmax_cross_entropy(logits, labels).mean(), stats
-
-    def init(key):
-        return network.init(key, image_shape=(7, 7, 1), num_classes=10)
-
-    options = dict(members=2, devices=2, stateful=True)
-    trainer = pe.make_trainer(init, loss_fn, optimizer, **options)
-    state = trainer.init(jax.random.key(3))
-    for epoch in range(2):
-        order = pe.epoch_order(256, 32, members=2, seed=3, epoch=epoch, bootstrap=True)
-        state, _ = trainer.epoch(state, (images, labels), order)
-    found = pe.load(tmp_path / names_of(16)[0], trainer.like())
-    assert leaves_equal(found, trainer.gather(state))
-
-
-def test_settings_depend_on_the_data_and_not_on_their_name():
-    _, *arrays, classes = md.generate_digits(0, 40, 20)
-    settings = set()
-    for i, array in enumerate([arrays[0][:0]] * 2 + arrays):  # empty arrays stay
-        array.flat[7:8] += 1
-        data = md.Dataset(f"{i}", *arrays, classes)
-        settings.add(json.dumps(tm.data_settings(data)))
-    assert len(settings) == 5
-
-
 def checkpoints(folder):
     return sorted(path.name for path in folder.glob("checkpoint_*"))
 
@@ -125,7 +79,7 @@ def results(folder):
 
 
 # ---------------------------------------------------------------------------------
-# Training
+# Trainer
 # ---------------------------------------------------------------------------------
 
 
@@ -142,7 +96,7 @@ def test_shift_moves_each_image_whole_by_its_own_offset():
 
 
 # ---------------------------------------------------------------------------------
-# The run
+# Run, its report and its picture
 # ---------------------------------------------------------------------------------
 
 
@@ -209,17 +163,49 @@ def check_images(axes, images, labels, probs, classes):
         assert sorted(votes) == sorted(classes[probs[:, i].argmax(axis=-1)])
 
 
-@cases("members, network, epochs", (3, "tiny", 3), (1, "cnn", 1))
-def test_run_learns_oblong_images(tmp_path, capsys, drawn, members, network, epochs):
+def train_by_hand(network, members, epochs, optimizer, images, labels):
+    """Return the members' last state, from loops without the script's `Run`."""
+
+    def loss_fn(params, stats, key, images, labels):
+        shift_key, key = jax.random.split(key)
+        images = tm.shift_images(shift_key, images, 1).astype(jnp.float32) / 255
+        logits, stats = network.logits(params, stats, images, key)
+        return pe.softmax_cross_entropy(logits, labels).mean(), stats
+
+    def init(key):
+        return network.init(key, image_shape=images.shape[1:], num_classes=10)
+
+    how = dict(members=members, devices=2, stateful=True, microbatch="auto")
+    trainer = pe.make_trainer(init, loss_fn, optimizer, **how)
+    state, how = trainer.init(jax.random.key(3)), dict(seed=3, bootstrap=True)
+    for epoch in range(epochs):
+        order = pe.epoch_order(len(images), 16, members=members, epoch=epoch, **how)
+        state, _ = trainer.epoch(state, (images, labels), order)
+    return trainer.gather(state)
+
+
+@cases(
+    "members, network, epochs, optimizer",
+    (3, "tiny", 3, pe.adam(0.03)),
+    (1, "cnn --momentum 0.5", 1, pe.sgd(pe.linear_schedule(0.03, 48), momentum=0.5)),
+)
+def test_run_learns_oblong_images_in_the_bits_of_training_by_hand(
+    tmp_path, script, drawn, members, network, epochs, optimizer
+):
     data = md.generate_digits(3, 768, 200)
     images = [x[:, ::2, ::3, 0] for x in (data.train_images, data.test_images)]
     labels = [28 * x + 3 for x in (data.train_labels, data.test_labels)]
     folder, runs = write_set(tmp_path / "data", images, labels), tmp_path / "a" / "b"
     flags = f"--members {members} --network {network} --epochs {epochs} --devices 2"
-    flags += " --batch-size 16 --learning-rate 0.03 --plot"
-    flags += " --mode sync" * (members == 1)
-    assert tm.main(words(flags, "--data-dir", folder, "--workdir", runs)) == 0
-    out, report, metrics = capsys.readouterr().out, report_of(runs), metrics_of(runs)
+    flags += " --batch-size 16 --learning-rate 0.03 --max-shift 1 --bootstrap --seed 3"
+    flags += " --plot" + " --mode sync" * (members == 1)
+    status, out, err = script(flags, "--data-dir", folder, "--workdir", runs)
+    assert (status, err) == (0, "")
+    rows, network = (images[0][..., None], data[2]), tm.NETWORKS[network.split()[0]]
+    trained = train_by_hand(network, members, epochs, optimizer, *rows)
+    found = pe.load(runs / names_of(48 * epochs)[0], trained)
+    assert leaves_equal(found, trained)
+    report, metrics = report_of(runs), metrics_of(runs)
     assert "768 training and 200 test images of 14 x 10, 10 classes" in out
     assert [m["epoch"] for m in metrics] == [*range(1, epochs + 1)]
     for m in metrics:
@@ -268,13 +254,9 @@ def test_failed_member_is_left_out(tmp_path, script, small_folder, drawn, monkey
     probs = tm.load_run(tmp_path, 2).predict_members(data.test_images)  # of two members
     assert probs.shape == (2, 200, 10) and np.isfinite(probs).all()
     assert "an ensemble of 2" in drawn().get_suptitle()
-    for name, p in (
-        ("members", [*probs[0], *probs[1]]),
-        ("ensemble", probs.mean(axis=0)),
-    ):
-        counts, *scores = em.reliability(
-            np.array(p), np.resize(data.test_labels, len(p))
-        )
+    curves = {"members": np.concatenate(probs), "ensemble": probs.mean(axis=0)}
+    for name, p in curves.items():
+        counts, *scores = em.reliability(p, np.resize(data.test_labels, len(p)))
         points = lines_of(drawn().subfigs[0].axes[2])[name]
         assert_allclose(points, 100 * np.transpose(scores)[counts > 0])
     # A bar ends at the shares p that are one standard error from the accuracy found.
@@ -306,16 +288,6 @@ def test_diverged_run_keeps_a_good_checkpoint(tmp_path, script, flags, step, kep
         status, _, err = script(*flags, "--resume")
         assert status == 3 and "good" not in err
         assert checkpoints(tmp_path) == names_of(6, 8)
-
-
-def test_segments_are_short_and_end_at_saves(tmp_path, script, whole_run, monkeypatch):
-    lengths = []
-    hook(monkeypatch, tm.Run, "advance", lambda _, x: lengths.append(x.shape[1]))
-    monkeypatch.setattr(tm, "SEGMENT_IMAGES", 2 * 32)
-    flags = f"{RUN} --save-every .375 --workdir"  # saves every 3 steps
-    assert script(flags, tmp_path)[0] == 0
-    assert lengths == [2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 1]
-    assert results(tmp_path) == results(whole_run)
 
 
 def stop_at(monkeypatch, step, how=signal.SIGTERM, looks=1):
@@ -352,27 +324,21 @@ def test_resumed_run_ends_in_the_bits_of_one_that_was_never_stopped(
         assert checkpoints(tmp_path)[-1] == names_of(step)[0]
         assert ("epoch:" in out) == (step > 8)
         flags = "--resume --devices 2 --keep 9"  # the others are the run's
-    (first, newest, last), bars = names_of(0, step, 16), []
+    (first, newest, last), bars, lengths = names_of(0, step, 16), [], []
     hook(monkeypatch, tm, "progress_bar", lambda *given: bars.append(given))
+    hook(monkeypatch, tm.Run, "advance", lambda _, x: lengths.append(x.shape[1]))
+    monkeypatch.setattr(tm, "SEGMENT_IMAGES", 2 * 2 * 32)  # two steps of two members
     with open(tmp_path / first):  # an open file stays, and the run continues
         status, out, _ = script("--resume --devices 1 --keep 1 --workdir", tmp_path)
     assert status == 0 and f"resumed from {tmp_path / newest}" in out
-    assert bars[0] == (
-        "epoch 2 of 2",
-        2 * 8 * 32,
-        2 * 3 * 32,
-    )  # images, and those before
+    assert bars[0] == ("epoch 2 of 2", 512, 192)  # images, and those before
+    assert lengths == [1, 2, 1, 1]  # from step 11 on, with saves after 12 and 15
     assert checkpoints(tmp_path) == [first, last]
     *numbers, report = results(tmp_path)
     *expected, whole = results(whole_run)
     assert numbers == expected
     whole["config"] |= pe.layout(2, 1)._asdict()
     assert report == whole
-
-
-# ---------------------------------------------------------------------------------
-# Progress
-# ---------------------------------------------------------------------------------
 
 
 def set_terminal(monkeypatch, out=True, err=True):
@@ -431,7 +397,7 @@ def test_progress_bar_is_drawn_nowhere_else(capsys, monkeypatch, out, err, found
 
 
 # ---------------------------------------------------------------------------------
-# The folder of a run
+# Folder of a run
 # ---------------------------------------------------------------------------------
 
 
@@ -440,11 +406,8 @@ def test_loaded_run_predicts_as_reported_and_recorded(whole_run, small_folder):
         paths = whole_run.glob("*")
         return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
 
-    data, before, report = (
-        md.load_data("mnist", small_folder),
-        files(),
-        report_of(whole_run),
-    )
+    data, before = md.load_data("mnist", small_folder), files()
+    report = report_of(whole_run)
     names = words(".lock config.json metrics.jsonl report.json", *names_of(0, 8, 16))
     assert {path.name for path in before} == {*names}
     for devices in 2, 1, None:
@@ -572,26 +535,21 @@ def test_run_resumes_from_its_newest_valid_checkpoint(tmp_path, script, whole_ru
     assert results(folder) == results(whole_run)
     assert checkpoints(folder) == [last, "checkpoint_9.safetensors"]
     assert not any(path.exists() for path in leftovers)
-    texts = [(x / "config.json").read_text() for x in (folder, whole_run)]
-    config, old = map(json.loads, texts)
-    assert config == old and config["seed"] == 0 and config["data"] == "auto"
-    assert Path(config["data_dir"]).is_absolute() and config["save_every"] == 1
+    assert contents(folder)["config.json"] == contents(whole_run)["config.json"]
 
 
-CHANGES = {
-    "--seed 1": "seed is 1 here, 0 there",
-    "--epochs 3": "epochs is 3 here, 2 there",
-    "--max-shift 1": "max_shift is 1 here, 0 there",
-    "--skip-nonfinite": "skip_nonfinite is True here, False there",
-    "--members 1 --mode sync": "mode is sync here, ensemble there",
-}
+CHANGES = (
+    ("--epochs 3", "epochs is 3 here, 2 there"),
+    ("--skip-nonfinite", "skip_nonfinite is True here, False there"),
+    ("--members 1 --mode sync", "mode is sync here, ensemble there"),
+)
 
 
-def test_resume_refuses_other_settings(whole_run):
-    for flags, said in CHANGES.items():
-        flags = words("--resume --workdir", whole_run, flags)
-        expected = f"--resume from {whole_run}: {said}; {tm.OTHER_RUN}"
-        assert said_by(tm.Failure, tm.parse_arguments, flags) == expected
+@cases("flags, said", *CHANGES)
+def test_resume_refuses_other_settings(whole_run, flags, said):
+    flags = words("--resume --workdir", whole_run, flags)
+    expected = f"--resume from {whole_run}: {said}; {tm.OTHER_RUN}"
+    assert said_by(tm.Failure, tm.parse_arguments, flags) == expected
 
 
 def test_resume_refuses_other_data_and_damaged_checkpoints(tmp_path, script, whole_run):
@@ -641,7 +599,7 @@ def test_older_checkpoints_go_once_the_newest_has_its_name(tmp_path, monkeypatch
 
 
 # ---------------------------------------------------------------------------------
-# Signals and processes
+# Processes, and the signals that they receive
 # ---------------------------------------------------------------------------------
 
 
@@ -868,6 +826,16 @@ def test_bad_flag_is_refused_in_one_line(tmp_path, small_folder, wrong, flags, m
     assert said.startswith(message)
 
 
+def test_settings_depend_on_the_data_and_not_on_their_name():
+    _, *arrays, classes = md.generate_digits(0, 40, 20)
+    settings = set()
+    for i, array in enumerate([arrays[0][:0]] * 2 + arrays):  # empty arrays stay
+        array.flat[7:8] += 1
+        data = md.Dataset(f"{i}", *arrays, classes)
+        settings.add(json.dumps(tm.data_settings(data)))
+    assert len(settings) == 5
+
+
 SGD, SGD_RATE = "--optimizer sgd", {"optimizer": "sgd", "learning_rate": 0.15}
 
 
@@ -923,6 +891,8 @@ def test_resumed_run_takes_its_flags_from_its_config(tmp_path, whole_run):
         return vars(tm.parse_arguments(words("--resume --workdir", tmp_path, *flags)))
 
     config = json.loads((whole_run / "config.json").read_text())
+    assert config["data"] == "auto" and Path(config["data_dir"]).is_absolute()
+    assert config["seed"] == 0 and config["save_every"] == 1
     kept = {n: x for n, x in config.items() if n in tm.FLAGS and x is not False}
     kept |= {"bootstrap": True, "at_once": 1, "data": "mnist", "save_every": 0.5}
     kept |= {"learning_rate": 0.1, "max_shift": 3, "data_dir": str(tmp_path)}
