@@ -27,7 +27,10 @@ import fast_cpu as fc
 import mnist_data as md
 import pjax_ensemble as pe
 import train_mnist as tm
-from conftest import ENVIRONMENT, HERE, D, posix, run_python, said_by, start_python
+from conftest import ENVIRONMENT, HERE, D, leaves_equal, posix, run_python, said_by
+
+# isort: split
+from conftest import start_python
 
 pytestmark = pytest.mark.once  # no version of JAX changes these, or they take long
 LIBRARIES = {"tables": "sklearn.datasets"}  # asked for
@@ -326,7 +329,7 @@ def test_code_of_every_page_runs_and_prints_what_it_says(
             rows, loss = (names["x"][:50], names["y"][:50]), names[f"loss_{library}"]
             (one, new), (two, _) = (loss(params, old, key, *rows) for key in keys)
             assert abs(one - two) > 1e-4
-            assert not any(map(np.array_equal, *map(jax.tree.leaves, (old, new))))
+            assert not leaves_equal(old, new)
     if name == "dense":
         (flat, by_images), (more_flat, more) = names["missed"], names["over"]
         assert by_images < 0.1 < flat - 0.02 and more < 0.05 < more_flat - 0.1
