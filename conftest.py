@@ -1,10 +1,14 @@
-"""Shared by all tests: JAX's settings, helpers, other processes, runs of the script."""
+"""Shared by all tests: JAX's settings, helpers, other processes, runs of the script.
 
+Helpers that need NumPy and pytest alone are in helpers.py.
+"""
+
+import contextlib
+import errno
 import functools
 import inspect
 import itertools
 import os
-import re
 import socket
 import struct
 import subprocess
@@ -16,10 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from numpy.testing import assert_allclose
 
+import mnist_data as md
 import pjax_ensemble as pe
 import train_mnist as tm
+from helpers import assert_close, cases, random_probs, refuses, said_by  # noqa: F401
 
 # ---------------------------------------------------------------------------------
 # JAX
@@ -84,29 +89,6 @@ posix = pytest.mark.skipif(os.name != "posix", reason="not on Windows")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="on Linux alone")
 
 
-def refuses(*rows):
-    """Make a test of calls that raise ValueError: rows of (call, message pattern)."""
-
-    @pytest.mark.parametrize("call, message", rows)
-    def test(call, message):
-        said = said_by(ValueError, call)
-        assert re.search(message, said) and "\n" not in said
-
-    return test
-
-
-def said_by(kind, call, *args, **options):
-    """Return the message of the error that a call raises."""
-    with pytest.raises(kind) as error:
-        call(*args, **options)
-    return str(error.value)
-
-
-def cases(names, *rows):
-    """Run a test once per row; a row holds the arguments that are not fixtures."""
-    return pytest.mark.parametrize(names, rows)
-
-
 # ---------------------------------------------------------------------------------
 # Values that tests compute with, and comparisons
 # ---------------------------------------------------------------------------------
@@ -130,10 +112,6 @@ def dilated(x, kernel, axes="NHWC HWIO NHWC", strides=None, padding="SAME", **ho
     return jax.lax.conv_general_dilated(x, kernel, strides, padding, **how)
 
 
-def random_probs(seed, *shape):
-    return np.random.default_rng(seed).dirichlet(0.3 * np.ones(shape[-1]), shape[:-1])
-
-
 def as_bytes(leaf):
     if jnp.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
@@ -144,22 +122,6 @@ def leaves_equal(a, b):
     """Whether two trees hold the same bits (nan equal to nan)."""
     a, b = map(jax.tree.leaves, (a, b))
     return len(a) == len(b) and all(as_bytes(x) == as_bytes(y) for x, y in zip(a, b))
-
-
-def assert_close(actual, expected, tolerance=1e-5):
-    """Assert that two trees are equal up to rounding.
-
-    Every entry may be off by `tolerance` times the largest absolute entry of its leaf.
-    Processors add in different orders, with or without fused multiplication, so a sum
-    is off by some float32 epsilons (6e-8) of its largest terms, even where they cancel
-    and the sum is small.  A bound relative to each entry would hold only by luck.
-    """
-
-    def check(a, b):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max(initial=0))
-
-    jax.tree.map(check, actual, expected)
 
 
 # ---------------------------------------------------------------------------------
@@ -198,10 +160,55 @@ def free_port():
 
 
 # ---------------------------------------------------------------------------------
-# The script: data, a network and runs
+# Calls that a test sees, and other systems
 # ---------------------------------------------------------------------------------
 
-IMAGES = next(iter(tm.MNIST_FILES))
+
+def hook(patch, owner, name, act):
+    """Let `act` see the arguments of each call of a function, before the call."""
+    call = getattr(owner, name)
+
+    def acting(*args, **options):
+        act(*args, **options)
+        return call(*args, **options)
+
+    patch.setattr(owner, name, acting)
+
+
+@pytest.fixture
+def elsewhere():
+    """Remove the calls that other systems lack, and refuse as Windows does.
+
+    Windows refuses to open a folder, and to replace or remove an open file.
+    """
+
+    def is_open(path):
+        for descriptor in range(256):
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                    return True
+        return False
+
+    def refuse(name, num_paths, refused):
+        def check(*args, **_):
+            for path in filter(refused, args[:num_paths]):
+                raise PermissionError(errno.EACCES, "Access is denied", str(path))
+
+        hook(patch, os, name, check)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in "sched_getaffinity", "O_DIRECTORY", "O_NOFOLLOW":
+            patch.delattr(os, name, raising=False)
+        patch.setattr(tm, "fcntl", None)
+        refuse("open", 1, os.path.isdir)
+        refuse("replace", 2, is_open)
+        refuse("unlink", 1, is_open)
+        yield
+
+
+# ---------------------------------------------------------------------------------
+# The script: data, a network and runs
+# ---------------------------------------------------------------------------------
 
 
 def idx(array, dims=None):
@@ -214,9 +221,9 @@ def idx(array, dims=None):
 @functools.cache
 def small_files(num_train=40, num_test=20):
     """Make the contents of four valid files, by name."""
-    data = tm.generate_digits(3, num_train, num_test)
+    data = md.generate_digits(3, num_train, num_test)
     arrays = [leaf[..., 0] if leaf.ndim == 4 else leaf for leaf in data[1:]]
-    return {name: idx(array) for name, array in zip(tm.MNIST_FILES, arrays)}
+    return {name: idx(array) for name, array in zip(md.FILES, arrays)}
 
 
 def write_files(folder, contents):

@@ -1,11 +1,5 @@
 """Tests of train_mnist.py, in the order of its sections."""
 
-import contextlib
-import errno
-import gzip
-import hashlib
-import http.client
-import io
 import itertools
 import json
 import os
@@ -15,8 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tracemalloc
-import urllib.request
 from pathlib import Path
 from unittest import mock
 
@@ -27,60 +19,18 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 import ensemble_metrics as em
+import mnist_data as md
 import pjax_ensemble as pe
 import train_mnist as tm
 from conftest import ENVIRONMENT, HERE, RUN, TINY, D, assert_close, cases, free_port
 
 # isort: split
-from conftest import idx, leaves_equal, lines_of, linux, member, posix, said_by
+from conftest import hook, idx, leaves_equal, lines_of, linux, member, posix, said_by
 
 # isort: split
 from conftest import small_files, start_python, words, write_files
 
 pytestmark = pytest.mark.once  # CI runs the script itself on other versions of JAX
-IMAGES, LABELS, TEST_IMAGES, TEST_LABELS = tm.MNIST_FILES
-
-
-def hook(patch, owner, name, act):
-    """Let `act` see the arguments of each call of a function, before the call."""
-    call = getattr(owner, name)
-
-    def acting(*args, **options):
-        act(*args, **options)
-        return call(*args, **options)
-
-    patch.setattr(owner, name, acting)
-
-
-@pytest.fixture
-def elsewhere():
-    """Remove the calls that other systems lack, and refuse as Windows does.
-
-    Windows refuses to open a folder, and to replace or remove an open file.
-    """
-
-    def is_open(path):
-        for descriptor in range(256):
-            with contextlib.suppress(OSError):
-                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                    return True
-        return False
-
-    def refuse(name, num_paths, refused):
-        def check(*args, **_):
-            for path in filter(refused, args[:num_paths]):
-                raise PermissionError(errno.EACCES, "Access is denied", str(path))
-
-        hook(patch, os, name, check)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in "sched_getaffinity", "O_DIRECTORY", "O_NOFOLLOW":
-            patch.delattr(os, name, raising=False)
-        patch.setattr(tm, "fcntl", None)
-        refuse("open", 1, os.path.isdir)
-        refuse("replace", 2, is_open)
-        refuse("unlink", 1, is_open)
-        yield
 
 
 # ---------------------------------------------------------------------------------
@@ -109,51 +59,6 @@ def report_of(folder):
     return json.loads((folder / "report.json").read_text())
 
 
-LINEAR = "tiny --optimizer sgd --learning-rate 0.1 --momentum 0.5 --schedule linear"
-
-
-@cases(
-    "network, optimizer",
-    (LINEAR, pe.sgd(pe.linear_schedule(0.1, 16), momentum=0.5)),
-    ("batchnorm", pe.adam(0.001)),
-)
-def test_run_ends_in_the_bits_of_training_by_hand(script, tmp_path, network, optimizer):
-    _, x, labels, *_ = tm.generate_digits(3, 256, 0)
-    images = x[:, ::4, ::4]
-    folder = write_set(tmp_path / "data", [images[..., 0]] * 2, [labels] * 2)
-    flags = "--data-dir", folder, "--workdir", tmp_path, "--network", network
-    status, _, err = script(RUN, "--bootstrap --seed 3 --max-shift 1", *flags)
-    assert (status, err) == (0, "")
-    network = tm.NETWORKS[network.split()[0]]
-
-    def loss_fn(params, stats, key, images, labels):
-        shift_key, key = jax.random.split(key)
-        images = tm.shift_images(shift_key, images, 1).astype(jnp.float32) / 255
-        logits, stats = network.logits(params, stats, images, key)
-        return pe.softmax_cross_entropy(logits, labels).mean(), stats
-
-    def init(key):
-        return network.init(key, image_shape=(7, 7, 1), num_classes=10)
-
-    options = dict(members=2, devices=2, stateful=True)
-    trainer = pe.make_trainer(init, loss_fn, optimizer, **options)
-    state = trainer.init(jax.random.key(3))
-    for epoch in range(2):
-        order = pe.epoch_order(256, 32, members=2, seed=3, epoch=epoch, bootstrap=True)
-        state, _ = trainer.epoch(state, (images, labels), order)
-    found = pe.load(tmp_path / names_of(16)[0], trainer.like())
-    assert leaves_equal(found, trainer.gather(state))
-
-
-def test_settings_depend_on_the_data_and_not_on_their_name():
-    _, *arrays, classes = tm.generate_digits(0, 40, 20)
-    settings = set()
-    for i, array in enumerate([arrays[0][:0]] * 2 + arrays):  # empty arrays stay
-        array.flat[7:8] += 1
-        settings.add(json.dumps(tm.Dataset(f"{i}", *arrays, classes).form()))
-    assert len(settings) == 5
-
-
 def checkpoints(folder):
     return sorted(path.name for path in folder.glob("checkpoint_*"))
 
@@ -174,7 +79,7 @@ def results(folder):
 
 
 # ---------------------------------------------------------------------------------
-# Training
+# Trainer
 # ---------------------------------------------------------------------------------
 
 
@@ -191,14 +96,14 @@ def test_shift_moves_each_image_whole_by_its_own_offset():
 
 
 # ---------------------------------------------------------------------------------
-# The run
+# Run, its report and its picture
 # ---------------------------------------------------------------------------------
 
 
 def write_set(folder, images, labels):
     """Write a data set: images [N, H, W] and labels, for training and for testing."""
     arrays = [x for part in zip(images, labels) for x in part]
-    return write_files(folder, dict(zip(tm.MNIST_FILES, map(idx, arrays))))
+    return write_files(folder, dict(zip(md.FILES, map(idx, arrays))))
 
 
 def check_printed(out, members, metrics, report):
@@ -258,17 +163,49 @@ def check_images(axes, images, labels, probs, classes):
         assert sorted(votes) == sorted(classes[probs[:, i].argmax(axis=-1)])
 
 
-@cases("members, network, epochs", (3, "tiny", 3), (1, "cnn", 1))
-def test_run_learns_oblong_images(tmp_path, capsys, drawn, members, network, epochs):
-    data = tm.generate_digits(3, 768, 200)
+def train_by_hand(network, members, epochs, optimizer, images, labels):
+    """Return the members' last state, from loops without the script's `Run`."""
+
+    def loss_fn(params, stats, key, images, labels):
+        shift_key, key = jax.random.split(key)
+        images = tm.shift_images(shift_key, images, 1).astype(jnp.float32) / 255
+        logits, stats = network.logits(params, stats, images, key)
+        return pe.softmax_cross_entropy(logits, labels).mean(), stats
+
+    def init(key):
+        return network.init(key, image_shape=images.shape[1:], num_classes=10)
+
+    how = dict(members=members, devices=2, stateful=True, microbatch="auto")
+    trainer = pe.make_trainer(init, loss_fn, optimizer, **how)
+    state, how = trainer.init(jax.random.key(3)), dict(seed=3, bootstrap=True)
+    for epoch in range(epochs):
+        order = pe.epoch_order(len(images), 16, members=members, epoch=epoch, **how)
+        state, _ = trainer.epoch(state, (images, labels), order)
+    return trainer.gather(state)
+
+
+@cases(
+    "members, network, epochs, optimizer",
+    (3, "tiny", 3, pe.adam(0.03)),
+    (1, "cnn --momentum 0.5", 1, pe.sgd(pe.linear_schedule(0.03, 48), momentum=0.5)),
+)
+def test_run_learns_oblong_images_in_the_bits_of_training_by_hand(
+    tmp_path, script, drawn, members, network, epochs, optimizer
+):
+    data = md.generate_digits(3, 768, 200)
     images = [x[:, ::2, ::3, 0] for x in (data.train_images, data.test_images)]
     labels = [28 * x + 3 for x in (data.train_labels, data.test_labels)]
     folder, runs = write_set(tmp_path / "data", images, labels), tmp_path / "a" / "b"
     flags = f"--members {members} --network {network} --epochs {epochs} --devices 2"
-    flags += " --batch-size 16 --learning-rate 0.03 --plot"
-    flags += " --mode sync" * (members == 1)
-    assert tm.main(words(flags, "--data-dir", folder, "--workdir", runs)) == 0
-    out, report, metrics = capsys.readouterr().out, report_of(runs), metrics_of(runs)
+    flags += " --batch-size 16 --learning-rate 0.03 --max-shift 1 --bootstrap --seed 3"
+    flags += " --plot" + " --mode sync" * (members == 1)
+    status, out, err = script(flags, "--data-dir", folder, "--workdir", runs)
+    assert (status, err) == (0, "")
+    rows, network = (images[0][..., None], data[2]), tm.NETWORKS[network.split()[0]]
+    trained = train_by_hand(network, members, epochs, optimizer, *rows)
+    found = pe.load(runs / names_of(48 * epochs)[0], trained)
+    assert leaves_equal(found, trained)
+    report, metrics = report_of(runs), metrics_of(runs)
     assert "768 training and 200 test images of 14 x 10, 10 classes" in out
     assert [m["epoch"] for m in metrics] == [*range(1, epochs + 1)]
     for m in metrics:
@@ -313,17 +250,13 @@ def test_failed_member_is_left_out(tmp_path, script, small_folder, drawn, monkey
     assert report["failed"] == [1] and report["members"] == 3
     assert report["member"][1] is None and len(report["by_size"]) == 2
     assert report["ensemble"] == report["by_size"][1]
-    data = tm.load_mnist(small_folder)
+    data = md.load_data("mnist", small_folder)
     probs = tm.load_run(tmp_path, 2).predict_members(data.test_images)  # of two members
     assert probs.shape == (2, 200, 10) and np.isfinite(probs).all()
     assert "an ensemble of 2" in drawn().get_suptitle()
-    for name, p in (
-        ("members", [*probs[0], *probs[1]]),
-        ("ensemble", probs.mean(axis=0)),
-    ):
-        counts, *scores = em.reliability(
-            np.array(p), np.resize(data.test_labels, len(p))
-        )
+    curves = {"members": np.concatenate(probs), "ensemble": probs.mean(axis=0)}
+    for name, p in curves.items():
+        counts, *scores = em.reliability(p, np.resize(data.test_labels, len(p)))
         points = lines_of(drawn().subfigs[0].axes[2])[name]
         assert_allclose(points, 100 * np.transpose(scores)[counts > 0])
     # A bar ends at the shares p that are one standard error from the accuracy found.
@@ -355,16 +288,6 @@ def test_diverged_run_keeps_a_good_checkpoint(tmp_path, script, flags, step, kep
         status, _, err = script(*flags, "--resume")
         assert status == 3 and "good" not in err
         assert checkpoints(tmp_path) == names_of(6, 8)
-
-
-def test_segments_are_short_and_end_at_saves(tmp_path, script, whole_run, monkeypatch):
-    lengths = []
-    hook(monkeypatch, tm.Run, "advance", lambda _, x: lengths.append(x.shape[1]))
-    monkeypatch.setattr(tm, "SEGMENT_IMAGES", 2 * 32)
-    flags = f"{RUN} --save-every .375 --workdir"  # saves every 3 steps
-    assert script(flags, tmp_path)[0] == 0
-    assert lengths == [2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 1]
-    assert results(tmp_path) == results(whole_run)
 
 
 def stop_at(monkeypatch, step, how=signal.SIGTERM, looks=1):
@@ -401,27 +324,21 @@ def test_resumed_run_ends_in_the_bits_of_one_that_was_never_stopped(
         assert checkpoints(tmp_path)[-1] == names_of(step)[0]
         assert ("epoch:" in out) == (step > 8)
         flags = "--resume --devices 2 --keep 9"  # the others are the run's
-    (first, newest, last), bars = names_of(0, step, 16), []
+    (first, newest, last), bars, lengths = names_of(0, step, 16), [], []
     hook(monkeypatch, tm, "progress_bar", lambda *given: bars.append(given))
+    hook(monkeypatch, tm.Run, "advance", lambda _, x: lengths.append(x.shape[1]))
+    monkeypatch.setattr(tm, "SEGMENT_IMAGES", 2 * 2 * 32)  # two steps of two members
     with open(tmp_path / first):  # an open file stays, and the run continues
         status, out, _ = script("--resume --devices 1 --keep 1 --workdir", tmp_path)
     assert status == 0 and f"resumed from {tmp_path / newest}" in out
-    assert bars[0] == (
-        "epoch 2 of 2",
-        2 * 8 * 32,
-        2 * 3 * 32,
-    )  # images, and those before
+    assert bars[0] == ("epoch 2 of 2", 512, 192)  # images, and those before
+    assert lengths == [1, 2, 1, 1]  # from step 11 on, with saves after 12 and 15
     assert checkpoints(tmp_path) == [first, last]
     *numbers, report = results(tmp_path)
     *expected, whole = results(whole_run)
     assert numbers == expected
     whole["config"] |= pe.layout(2, 1)._asdict()
     assert report == whole
-
-
-# ---------------------------------------------------------------------------------
-# Progress
-# ---------------------------------------------------------------------------------
 
 
 def set_terminal(monkeypatch, out=True, err=True):
@@ -480,163 +397,15 @@ def test_progress_bar_is_drawn_nowhere_else(capsys, monkeypatch, out, err, found
 
 
 # ---------------------------------------------------------------------------------
-# Data
-# ---------------------------------------------------------------------------------
-
-
-GOOD = idx(np.ones((40, 28, 28)))
-PACKED = gzip.compress(idx(np.ones(40)), mtime=0)
-BAD_FILES = [  # a file, its content, and the message about it
-    (IMAGES, b"PK\3\4" + GOOD[4:], "begins 0x504b0304; expected 0x00000803, unsign"),
-    (IMAGES, b"\0\0\r\3" + GOOD[4:], "begins 0x00000d03; expected 0x00000803, unsi"),
-    (IMAGES, idx(np.ones(40)), "begins 0x00000801; expected 0x00000803, unsigned"),
-    (IMAGES, b"", "the file begins 0x; expected 0x00000803"),
-    (IMAGES, GOOD[:15], "buffer is smaller than requested size"),
-    (IMAGES, GOOD[:-5], "cannot reshape array of size 31355 into shape (40,28,28)"),
-    (IMAGES, GOOD + b"\0", "cannot reshape array of size 31361 into shape (40,28,28)"),
-    (IMAGES, idx(np.ones((0, 28, 28))), "holds [0, 28, 28]; expected at least"),
-    (IMAGES, idx([], dims=(2**32 - 1,) * 3), "size 0 into shape (4294967295,429496729"),
-    (LABELS, idx(np.ones(39)), "39 labels for 40 images"),
-    (LABELS, idx(np.ones(40)), "every label is 1; expected several"),
-    (TEST_IMAGES, idx(np.ones((20, 7, 8))), "7 x 8; the training images are 28 x 28"),
-    (TEST_LABELS, idx(np.ones(9)), "9 labels for 20 images"),
-    (TEST_LABELS, idx([1] * 19 + [77]), "label 77 is not among the 10 classes of"),
-]
-BAD_FILES += [(f"{name}.gz", gzip.compress(x), said) for name, x, said in BAD_FILES]
-BAD_FILES += [
-    (f"{LABELS}.gz", PACKED[:-8], "ended before the end-of-stream"),
-    (f"{LABELS}.gz", PACKED[:-8] + bytes(4) + PACKED[-4:], "CRC check failed"),
-    (f"{LABELS}.gz", b"\0" + PACKED, "Not a gzipped file"),
-    (f"{LABELS}.gz", PACKED[:10] + b"\7" + PACKED[11:], "while decompressing data"),
-    (f"{LABELS}.gz", PACKED + gzip.compress(b"x"), "size 41 into shape (40,)"),
-]
-
-
-@pytest.mark.parametrize("case", BAD_FILES, ids=lambda case: f"{case[0]}: {case[2]}")
-def test_bad_file_is_named(tmp_path, case):
-    name, content, message = case
-    contents = dict(small_files())
-    del contents[plain := name.removesuffix(".gz")]
-    folder = write_files(tmp_path, {**contents, name: content})
-    said = said_by(tm.Failure, tm.load_mnist, folder)
-    assert message in said and "\n" not in said
-    assert said.startswith(f"{tmp_path}") and plain in said
-
-
-class Answer(io.BytesIO):
-    def read(self, size):
-        assert size == tm.MAX_DOWNLOAD  # the largest number of bytes to read
-        return super().read(size)
-
-
-@pytest.fixture
-def mirrors(monkeypatch):
-    """Replace the network; return its answers (bytes or errors) and the requests."""
-    answers, asked, files = {}, [], {}
-    for name, content in small_files().items():
-        files[name] = hashlib.sha256(content).hexdigest()
-        for mirror in tm.MIRRORS:
-            answers[f"{mirror}{name}.gz"] = gzip.compress(content)
-    monkeypatch.setattr(tm, "MNIST_FILES", files)
-    monkeypatch.setattr(tm, "MAX_DOWNLOAD", 2**20)
-
-    def urlopen(url, timeout):
-        assert timeout == tm.TIMEOUT
-        asked.append(url)
-        if isinstance(answers[url], Exception):
-            raise answers[url]
-        return Answer(answers[url])
-
-    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
-    return answers, asked
-
-
-def test_missing_file_is_not_taken_from_another_data_set(tmp_path, mirrors):
-    said = said_by(tm.Failure, tm.load_mnist, write_files(tmp_path, {IMAGES: GOOD}))
-    assert f"{LABELS} is missing, and {IMAGES} is not" in said and not mirrors[1]
-
-
-OTHER = [urllib.error.URLError("no route"), TimeoutError("timed out"), b"", b"<html>"]
-OTHER += [http.client.IncompleteRead(b""), PACKED]  # a sound file of other content
-OTHER += [gzip.compress(bytes(2**24), 1, mtime=0)]  # more than is unpacked
-
-
-@pytest.mark.parametrize("answer", OTHER, ids=lambda answer: repr(answer)[:40])
-def test_missing_files_are_fetched_once(tmp_path, capsys, mirrors, elsewhere, answer):
-    answers, asked = mirrors
-    first, second = (f"{mirror}{LABELS}.gz" for mirror in tm.MIRRORS)
-    answers[first], folder = answer, tmp_path / "a" / "b"
-    tracemalloc.start()
-    data = tm.load_mnist(folder)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert data.name == "MNIST" and peak < 4e6
-    assert leaves_equal(data[1:], tm.generate_digits(3, 40, 20)[1:])
-    assert {path.stem for path in folder.iterdir()} == set(small_files())
-    assert len(asked) == 5 and asked[asked.index(first) + 1] == second
-    assert capsys.readouterr().out.split() == " downloading ".join(["", *asked]).split()
-    assert leaves_equal(tm.load_mnist(str(folder))[1:], data[1:]) and len(asked) == 5
-
-
-def test_auto_falls_back_where_mnist_fails(tmp_path, mirrors, capsys, monkeypatch):
-    answers, _ = mirrors
-    answers.update(dict.fromkeys(answers, urllib.error.URLError("no route to host")))
-    first, second = (f"{mirror}{IMAGES}.gz" for mirror in tm.MIRRORS)
-    answers[second] = gzip.compress(b"something else entirely")
-    monkeypatch.setattr(tm, "generate_digits", lambda seed: f"digits {seed}")
-    assert tm.load_data("auto", tmp_path) == "digits 0"
-    message = said_by(tm.Failure, tm.load_data, "mnist", tmp_path)
-    assert f"notice: training on generated digits: {message}" in capsys.readouterr().out
-    assert message.startswith(f"{tmp_path / IMAGES} is missing, and no mirror has")
-    assert f"{first}: <urlopen error no route to host>" in message
-    assert f"{second}: the content is not MNIST's: its SHA-256 differs" in message
-    assert not list(tmp_path.iterdir())
-    write_files(tmp_path, {IMAGES: b"damaged"})
-    assert "begins 0x64616d61" in said_by(tm.Failure, tm.load_data, "auto", tmp_path)
-    assert tm.load_data("generated", tmp_path) == "digits 0"
-
-
-@pytest.mark.skipif(not os.environ.get("MNIST_DIR"), reason="MNIST_DIR is not set")
-def test_mnists_own_files_are_recognized(capsys, monkeypatch):
-    monkeypatch.setattr(tm, "download", None)
-    data = tm.load_mnist(os.environ["MNIST_DIR"])
-    assert data.name == "MNIST" and capsys.readouterr().out == ""
-
-
-def test_generated_digits_have_mnists_form_and_depend_on_the_seed():
-    data = tm.generate_digits(0, 2500, 1200)
-    shapes = [(2500, 28, 28, 1), (2500,), (1200, 28, 28, 1), (1200,)]
-    assert [leaf.shape for leaf in data[1:5]] == shapes
-    assert data.train_images.dtype == np.uint8 and data.test_labels.dtype == np.int32
-    assert np.bincount(data.train_labels, minlength=10).min() > 180
-    assert (data.train_images.max(axis=(1, 2, 3)) > 128).all()
-    ink, at = data.train_images[..., 0].mean(axis=0), np.arange(28) - 13.5
-    height, width = (np.sqrt(ink.sum(axis) @ at**2 / ink.sum()) for axis in (1, 0))
-    slant = at @ ink @ at / ink.sum()
-    one, inside = data.train_images[data.train_labels == 1], slice(7, 21)
-    differ = one[:, inside, inside].std(axis=0).mean()  # among the drawings of a digit
-    found = height, width, slant, differ
-    assert_allclose(found, [5.887, 4.255, -7.48, 69.2], rtol=0.01)
-    fewer, other = tm.generate_digits(0, 700, 10), tm.generate_digits(1, 700, 10)
-    assert_array_equal(fewer.train_images, data.train_images[:700])
-    assert_array_equal(fewer.test_labels, data.test_labels[:10])
-    assert (other.train_images != fewer.train_images).any(axis=(1, 2, 3)).all()
-    assert not np.array_equal(data.train_labels[:1200], data.test_labels)
-
-
-# ---------------------------------------------------------------------------------
-# The folder of a run
+# Folder of a run
 # ---------------------------------------------------------------------------------
 
 
 def test_loaded_run_predicts_as_reported_and_recorded(whole_run, small_folder):
-    def files():
-        paths = whole_run.glob("*")
-        return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
-
-    data, before, report = tm.load_mnist(small_folder), files(), report_of(whole_run)
-    names = words(".lock config.json metrics.jsonl report.json", *names_of(0, 8, 16))
-    assert {path.name for path in before} == {*names}
+    data, before = md.load_data("mnist", small_folder), contents(whole_run)
+    report = report_of(whole_run)
+    names = words("config.json metrics.jsonl report.json", *names_of(0, 8, 16))
+    assert {*before} == {*names}
     for devices in 2, 1, None:
         run = tm.load_run(str(whole_run), devices)
         assert run.trainer.layout == pe.layout(2, devices or D)
@@ -659,7 +428,7 @@ def test_loaded_run_predicts_as_reported_and_recorded(whole_run, small_folder):
         losses = [scores["negative_log_likelihood"] for scores in scored["member"]]
         assert_allclose(last[f"{part}_loss"], np.mean(losses))
     assert run.classes.tolist() == [*range(10)] and run.config["batch_size"] == 32
-    assert files() == before
+    assert contents(whole_run) == before
     x = data.test_images
     for images in x / 255, x[:, 1:], x[0, ..., 0], x.astype(int):
         said = f"images are {images.dtype} {list(images.shape)}; expected uint8 [N, 28"
@@ -762,26 +531,21 @@ def test_run_resumes_from_its_newest_valid_checkpoint(tmp_path, script, whole_ru
     assert results(folder) == results(whole_run)
     assert checkpoints(folder) == [last, "checkpoint_9.safetensors"]
     assert not any(path.exists() for path in leftovers)
-    texts = [(x / "config.json").read_text() for x in (folder, whole_run)]
-    config, old = map(json.loads, texts)
-    assert config == old and config["seed"] == 0 and config["data"] == "auto"
-    assert Path(config["data_dir"]).is_absolute() and config["save_every"] == 1
+    assert contents(folder)["config.json"] == contents(whole_run)["config.json"]
 
 
-CHANGES = {
-    "--seed 1": "seed is 1 here, 0 there",
-    "--epochs 3": "epochs is 3 here, 2 there",
-    "--max-shift 1": "max_shift is 1 here, 0 there",
-    "--skip-nonfinite": "skip_nonfinite is True here, False there",
-    "--members 1 --mode sync": "mode is sync here, ensemble there",
-}
+CHANGES = (
+    ("--epochs 3", "epochs is 3 here, 2 there"),
+    ("--skip-nonfinite", "skip_nonfinite is True here, False there"),
+    ("--members 1 --mode sync", "mode is sync here, ensemble there"),
+)
 
 
-def test_resume_refuses_other_settings(whole_run):
-    for flags, said in CHANGES.items():
-        flags = words("--resume --workdir", whole_run, flags)
-        expected = f"--resume from {whole_run}: {said}; {tm.OTHER_RUN}"
-        assert said_by(tm.Failure, tm.parse_arguments, flags) == expected
+@cases("flags, said", *CHANGES)
+def test_resume_refuses_other_settings(whole_run, flags, said):
+    flags = words("--resume --workdir", whole_run, flags)
+    expected = f"--resume from {whole_run}: {said}; {tm.OTHER_RUN}"
+    assert said_by(tm.Failure, tm.parse_arguments, flags) == expected
 
 
 def test_resume_refuses_other_data_and_damaged_checkpoints(tmp_path, script, whole_run):
@@ -831,7 +595,7 @@ def test_older_checkpoints_go_once_the_newest_has_its_name(tmp_path, monkeypatch
 
 
 # ---------------------------------------------------------------------------------
-# Signals and processes
+# Processes, and the signals that they receive
 # ---------------------------------------------------------------------------------
 
 
@@ -1037,7 +801,7 @@ BAD_FLAGS = [
     ("--devices 8 --members 2 --batch-size 30", f"--batch-size 30{SPLIT % (4, 4, 28)}"),
     (f"{SYNC} --devices 8 --batch-size 4", f"--batch-size 4{SPLIT % (8, 8, 8)}"),
     ("--train-size 769", "--train-size 769: data in MNIST's form"),
-    ("--data mnist --data-dir FILE", "--data-dir FILE: not a folder"),
+    ("--data mnist --data-dir FILE", "--data-dir: FILE: not a folder"),
     ("--workdir FILES --plot", "--plot needs matplotlib: python -m pip install matplo"),
     ("--data-dir TINY", "--network cnn: image_shape is [3, 5, 1]; expected"),
     ("--data-dir TINY --network batchnorm", "--network batchnorm: a window of 6x6 "),
@@ -1056,6 +820,16 @@ def test_bad_flag_is_refused_in_one_line(tmp_path, small_folder, wrong, flags, m
     with mock.patch.object(tm.importlib.util, "find_spec", return_value=None):
         said = wrong(tm.main, "--data-dir", small_folder, "--epochs 1", flags)
     assert said.startswith(message)
+
+
+def test_settings_depend_on_the_data_and_not_on_their_name():
+    _, *arrays, classes = md.generate_digits(0, 40, 20)
+    settings = set()
+    for i, array in enumerate([arrays[0][:0]] * 2 + arrays):  # empty arrays stay
+        array.flat[7:8] += 1
+        data = md.Dataset(f"{i}", *arrays, classes)
+        settings.add(json.dumps(tm.data_settings(data)))
+    assert len(settings) == 5
 
 
 SGD, SGD_RATE = "--optimizer sgd", {"optimizer": "sgd", "learning_rate": 0.15}
@@ -1080,22 +854,11 @@ def test_settings_follow_the_network_the_optimizer_and_the_data(
     folder = write_set(tmp_path, [np.zeros((64, *size))] * 2, [np.arange(64) % 2] * 2)
     args = tm.parse_arguments(words(flags, "--members 2 --data-dir", folder))
     settings, data, trainer = tm.prepare(args)
-    expected = {"members": 2, "train_size": 64, **data.form(), **expected}
+    expected = {"members": 2, "train_size": 64, **tm.data_settings(data), **expected}
     assert settings == tm.Settings()._replace(**expected)
     assert data.train_images.shape == (settings.train_size, *size, 1)
     assert len(data.train_labels) == settings.train_size
     assert trainer.layout == tm.lay_out(settings, None)
-
-
-FOLDERS = ("", "", "/me/.cache/pjax_ensemble"), ("/cache", "", "/cache/pjax_ensemble")
-
-
-@cases("cache, mnist, expected", *FOLDERS, ("/cache", "digits", "digits"))
-def test_data_folder_follows_the_environment(monkeypatch, cache, mnist, expected):
-    monkeypatch.setattr(Path, "home", lambda: Path("/me"))
-    monkeypatch.setenv("XDG_CACHE_HOME", cache)
-    monkeypatch.setenv("MNIST_DIR", mnist)
-    assert tm.parse_arguments([]).data_dir == Path(expected).absolute()
 
 
 def test_help_shows_every_flag_with_its_choices_and_its_default(capsys):
@@ -1124,6 +887,8 @@ def test_resumed_run_takes_its_flags_from_its_config(tmp_path, whole_run):
         return vars(tm.parse_arguments(words("--resume --workdir", tmp_path, *flags)))
 
     config = json.loads((whole_run / "config.json").read_text())
+    assert config["data"] == "auto" and Path(config["data_dir"]).is_absolute()
+    assert config["seed"] == 0 and config["save_every"] == 1
     kept = {n: x for n, x in config.items() if n in tm.FLAGS and x is not False}
     kept |= {"bootstrap": True, "at_once": 1, "data": "mnist", "save_every": 0.5}
     kept |= {"learning_rate": 0.1, "max_shift": 3, "data_dir": str(tmp_path)}
@@ -1178,9 +943,6 @@ def test_zero_epochs_report_the_initial_models(tmp_path, script, small_folder, m
     assert report_of(tmp_path)["ensemble"]["negative_log_likelihood"] > 1.5
 
 
-SYNCED = {"mode": "sync"}
-
-
 @cases(
     "there, platform, asked, settings, expected",
     (1, "cpu", None, {}, (2, 1, 2, 1)),
@@ -1188,11 +950,11 @@ SYNCED = {"mode": "sync"}
     (1, "gpu", None, {}, (5, 1, 5, 1)),
     (1, "gpu", None, {"members": 1}, (1, 1, 1, 1)),
     (8, "tpu", None, {}, (8, 8, 1, 1)),
-    (10, "cpu", None, SYNCED, (1, 8, 1, 8)),  # the replicas divide the batch
-    (6, "cpu", None, SYNCED | {"batch_size": 49}, (1, 1, 1, 1)),
+    (10, "cpu", None, {"mode": "sync"}, (1, 8, 1, 8)),  # the replicas divide the batch
+    (6, "cpu", None, {"mode": "sync", "batch_size": 49}, (1, 1, 1, 1)),
     (24, "cpu", None, {"members": 8}, (8, 16, 1, 2)),
     (4, "cpu", None, {"members": 9, "batch_size": 7}, (9, 3, 3, 1)),
-    (12, "cpu", 4, SYNCED, (1, 4, 1, 4)),
+    (12, "cpu", 4, {"mode": "sync"}, (1, 4, 1, 4)),
 )
 def test_members_and_replicas_follow_the_devices_and_the_batch(
     monkeypatch, there, platform, asked, settings, expected

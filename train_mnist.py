@@ -54,8 +54,8 @@ training:
 data:
   --data {auto,mnist,generated}
                           mnist: MNIST from --data-dir, downloaded if missing;
-                          generated: digits that this script draws; auto: MNIST, or
-                          generated digits if MNIST cannot be downloaded
+                          generated: digits that mnist_data.py draws; auto: MNIST,
+                          or generated digits if MNIST cannot be downloaded
                           (default: auto)
   --data-dir DIR          folder of MNIST's four files, gzipped or plain, or of another
                           data set in files of the same format and names
@@ -90,18 +90,16 @@ prints the results and writes files:
                           (default: 60)
 """
 
-# This file contains, in order: the settings and the networks; the trainer; the run,
-# which is the training loop; and the run's needs: report, picture, data, folder,
-# signals and processes, command line.
+# This file contains, in order: settings, networks, trainer; the run, which is the
+# training loop; and the run's needs: report, picture, folder, processes, command line.
+# The data come from `mnist_data.py`.
 
 from __future__ import annotations
 
 import argparse
 import collections
 import contextlib
-import gzip
 import hashlib
-import http.client
 import importlib.util
 import inspect
 import json
@@ -113,8 +111,6 @@ import socket
 import sys
 import threading
 import time
-import urllib.request
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -129,6 +125,7 @@ import numpy as np
 
 import ensemble_metrics as em
 import pjax_ensemble as pe
+from mnist_data import SIDE, SOURCES, Dataset, default_folder, load_data
 
 try:
     import fcntl
@@ -137,7 +134,7 @@ except ImportError:  # Windows has no fcntl: a run's folder is not locked there
 
 
 # ---------------------------------------------------------------------------------
-# Settings and networks
+# Settings
 # ---------------------------------------------------------------------------------
 
 
@@ -185,6 +182,11 @@ SCHEDULES = {
     "linear": pe.linear_schedule,
     "cosine": pe.cosine_schedule,
 }
+
+
+# ---------------------------------------------------------------------------------
+# Networks
+# ---------------------------------------------------------------------------------
 
 
 class BatchNormCNN(NamedTuple):
@@ -253,7 +255,7 @@ NETWORKS = {
 
 
 # ---------------------------------------------------------------------------------
-# Training: images, and the trainer
+# Trainer
 # ---------------------------------------------------------------------------------
 
 
@@ -300,7 +302,7 @@ def make_trainer(settings: Settings, devices: int | None = None) -> pe.Trainer:
 
 
 # ---------------------------------------------------------------------------------
-# The run: the training loop, its checkpoints and its records
+# Run: the training loop, its checkpoints and its records
 # ---------------------------------------------------------------------------------
 
 
@@ -702,232 +704,7 @@ def draw_report(path: Path, metrics, report: dict, probs, data: Dataset) -> None
 
 
 # ---------------------------------------------------------------------------------
-# Data: MNIST's four files, from a folder or a mirror
-# ---------------------------------------------------------------------------------
-
-
-class DownloadError(Failure):
-    """A file is missing, and no mirror has delivered it."""
-
-
-class Dataset(NamedTuple):
-    name: str
-    train_images: np.ndarray  # uint8 [N, H, W, 1]
-    train_labels: np.ndarray  # int32 [N], indices into classes
-    test_images: np.ndarray
-    test_labels: np.ndarray
-    classes: np.ndarray  # [C], the labels of the training file, sorted
-
-    def form(self) -> dict:
-        """Return the settings that the data determine, as JSON holds them."""
-        digest = hashlib.sha256(b"".join(self[1:5])).hexdigest()
-        shape, classes = [*self.train_images.shape[1:]], self.classes.tolist()
-        return {"dataset_sha256": digest, "image_shape": shape, "classes": classes}
-
-
-# SHA-256 of MNIST's files, uncompressed, since mirrors compress them differently.
-SHA256SUMS = """
-ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db train-images-idx3-ubyte
-65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5 train-labels-idx1-ubyte
-0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7 t10k-images-idx3-ubyte
-ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2 t10k-labels-idx1-ubyte
-"""
-MNIST_FILES = {name: digest for digest, name in re.findall(r"(\S+) (\S+)", SHA256SUMS)}
-MIRRORS = (
-    "https://storage.googleapis.com/cvdf-datasets/mnist/",
-    "https://ossci-datasets.s3.amazonaws.com/mnist/",
-)
-MAX_DOWNLOAD = 2**26  # bytes, packed and unpacked; MNIST's largest file has 2**25.5
-TIMEOUT = 30  # seconds to wait for the next byte
-
-
-def read_idx(path: Path) -> tuple[np.ndarray, str]:
-    """Return an IDX file's array, uint8 [N] or [N, H, W], and its content's SHA-256.
-
-    The header has two zero bytes, the type (8 for unsigned bytes), the number of
-    dimensions, and each dimension as a big-endian 32-bit number.  Raises Failure.
-    """
-    num_dims = 3 if "images" in path.name else 1
-    magic = bytes((0, 0, 8, num_dims))
-    # gzip raises them for a file cut short, a wrong checksum, and another format;
-    # NumPy raises ValueError for fewer or more bytes than the header declares.
-    with named(path, OSError, EOFError, ValueError, zlib.error):
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            content = file.read()
-        if content[:4] != magic:
-            form = f"0x{magic.hex()}, unsigned bytes in {num_dims} dimensions"
-            raise ValueError(f"the file begins 0x{content[:4].hex()}; expected {form}")
-        shape = np.frombuffer(content, ">u4", num_dims, offset=4)
-        if not shape.all():
-            raise ValueError(
-                f"the file holds {shape.tolist()}; expected at least 1 each"
-            )
-        values = np.frombuffer(content, np.uint8, offset=4 + shape.nbytes)
-        return values.reshape(shape), hashlib.sha256(content).hexdigest()
-
-
-def download(folder: Path, name: str) -> Path:
-    """Download one of MNIST's files into `folder`, verified; leave no partial file.
-
-    Returns its path.  Raises DownloadError, which gives each mirror's reason.
-    """
-    path, failures = folder / f"{name}.gz", []
-    for mirror in MIRRORS:
-        url = f"{mirror}{path.name}"
-        print(f"downloading {url}", flush=True)
-        try:
-            with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
-                packed = response.read(MAX_DOWNLOAD)
-            content = zlib.decompressobj(wbits=31).decompress(packed, MAX_DOWNLOAD)
-            if hashlib.sha256(content).hexdigest() != MNIST_FILES[name]:
-                raise ValueError("the content is not MNIST's: its SHA-256 differs")
-            folder.mkdir(parents=True, exist_ok=True)
-            with pe.replace_file(path) as file:
-                file.write(packed)
-            return path
-        except (OSError, http.client.HTTPException, zlib.error, ValueError) as error:
-            failures.append(f"{url}: {error}")
-    missing = f"{folder / name} is missing, and no mirror has delivered it"
-    raise DownloadError(f"{missing}: {'; '.join(failures)}")
-
-
-def check_fit(folder: Path, arrays: Sequence[np.ndarray]) -> None:
-    """Raise Failure if a data set's four files do not fit each other."""
-    _, y_file, x_file, test_file = (folder / name for name in MNIST_FILES)
-    images, labels, test_images, test_labels = arrays
-    classes, strange = np.unique(labels), np.setdiff1d(test_labels, labels)
-    for file, x, y in zip((y_file, test_file), arrays[::2], arrays[1::2]):
-        if len(x) != len(y):
-            raise Failure(f"{file}: {len(y)} labels for {len(x)} images")
-    if len(classes) == 1:
-        raise Failure(f"{y_file}: every label is {classes[0]}; expected several")
-    if strange.size:
-        known = f"among the {len(classes)} classes of {y_file.name}"
-        raise Failure(f"{test_file}: label {strange[0]} is not {known}")
-    size, other = (" x ".join(map(str, x.shape[1:])) for x in (images, test_images))
-    if other != size:
-        raise Failure(f"{x_file}: images are {other}; the training images are {size}")
-
-
-def load_mnist(folder: str | os.PathLike) -> Dataset:
-    """Load the four files from `folder`: MNIST's, or others of any size and labels.
-
-    Raises Failure for a missing file that cannot be downloaded, for a damaged file, and
-    for files that do not fit each other.
-    """
-    folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise Failure(f"--data-dir {folder}: not a folder")
-    places = [folder / f"{name}{end}" for end in (".gz", "") for name in MNIST_FILES]
-    paths = {path.name.removesuffix(".gz"): path for path in places if path.exists()}
-    read = {name: read_idx(paths[name]) for name in MNIST_FILES if name in paths}
-    foreign = [name for name, (_, sha) in read.items() if sha != MNIST_FILES[name]]
-    missing = [name for name in MNIST_FILES if name not in read]
-    if missing and foreign:
-        other = f"{missing[0]} is missing, and {foreign[0]} is not MNIST's"
-        raise Failure(f"{folder}: {other}; add the file of the same data set")
-    read |= {name: read_idx(download(folder, name)) for name in missing}
-    arrays = [read[name][0] for name in MNIST_FILES]
-    check_fit(folder, arrays)
-    name, classes, parts = "MNIST", np.unique(arrays[1]), []
-    for images, labels in (arrays[:2], arrays[2:]):
-        parts += [images[..., None], np.searchsorted(classes, labels).astype(np.int32)]
-    if foreign:
-        print(f"notice: {folder} holds other data than MNIST: {', '.join(foreign)}")
-        name = f"data in MNIST's form from {folder}"
-    return Dataset(name, *parts, classes.astype(int))
-
-
-# ---------------------------------------------------------------------------------
-# Data: generated digits, for a machine that has neither MNIST nor a network
-# ---------------------------------------------------------------------------------
-
-
-SIDE = 28  # pixels along each side of an image
-CHUNK = 1000  # images drawn together, from one random stream
-STEPS = 72  # points along the pen's path
-
-# The ways of writing each digit, with eight knots each.  A pair such as "27" is a knot,
-# 2 across and 7 down, that attracts the pen.  A pair written twice makes a corner.
-STROKES = {
-    0: "50 10 09 39 89 80 50 30; 70 20 08 49 98 80 40 30; 50 20 18 39 79 70 50 30",
-    1: "50 50 50 55 59 59 59 59; 23 23 50 50 55 59 59 59; 24 50 50 59 59 29 29 89",
-    2: "12 20 80 94 57 19 19 99; 12 30 90 74 19 08 28 99; 11 50 90 75 09 09 59 88",
-    3: "10 90 94 44 44 96 79 09; 10 80 80 44 96 99 39 08; 11 60 93 34 34 97 79 07",
-    4: "20 15 15 95 61 61 69 69; 60 06 06 96 60 60 69 69; 10 06 65 80 80 74 69 69",
-    5: "80 20 20 14 83 99 39 08; 90 20 14 14 94 89 29 08; 80 20 14 74 97 89 29 08",
-    6: "70 30 05 19 89 94 34 17; 60 26 19 79 87 64 35 17; 80 30 07 39 99 84 24 08",
-    7: "10 10 80 80 55 49 49 49; 10 80 90 90 65 39 39 39; 12 10 80 80 55 39 39 39",
-    8: "60 10 14 88 49 17 84 60; 70 20 13 88 29 17 83 70; 50 11 24 89 29 16 73 60",
-    9: "82 70 10 15 75 82 81 79; 80 20 15 75 81 89 29 18; 81 30 14 65 81 81 75 69",
-}
-WAYS = [(label, way.split()) for label in STROKES for way in STROKES[label].split(";")]
-
-
-def draw_digits(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Draw images uint8 [CHUNK, SIDE, SIDE, 1] and labels int32 [CHUNK]."""
-
-    def normal(mean, spread, *shape):
-        return mean + spread * rng.standard_normal((CHUNK, *shape), np.float32)
-
-    def bell(at):  # [CHUNK, STEPS] -> [CHUNK, STEPS, SIDE]
-        squares = ((at[..., None] - np.arange(SIDE, dtype=np.float32)) / width) ** 2
-        return np.exp(-0.5 * squares.clip(max=40))  # clipped: denormals are slow
-
-    labels = np.array([label for label, _ in WAYS], np.int32)
-    knots = np.float32([[[*map(int, knot)] for knot in way] for _, way in WAYS])
-    num_knots = knots.shape[1]
-    # The pen follows a uniform cubic B-spline, which weights knots by their distance.
-    far = np.abs(np.linspace(0, num_knots - 1, STEPS)[:, None] - np.arange(num_knots))
-    pull = np.where(far < 1, 4 - 6 * far**2 + 3 * far**3, (2 - far).clip(0) ** 3)
-    pull = np.float32(pull / pull.sum(axis=1, keepdims=True))  # [STEPS, num_knots]
-
-    way = rng.integers(len(WAYS), size=CHUNK)
-    haste = np.exp(normal(-0.7, 0.45, 1, 1))  # most digits are neat, a few scrawled
-    moved = knots[way] - 4.5 + haste * normal(0, 1, num_knots, 2)
-    x, y = np.moveaxis(pull @ moved, 2, 0)
-    x, y = x * normal(1.6, 0.2, 1), y * normal(1.9, 0.15, 1)  # from knots to pixels
-    x = x - y * normal(0.2, 0.2, 1)  # slant
-    turn = normal(0, 0.12, 1)
-    x, y = x * np.cos(turn) - y * np.sin(turn), x * np.sin(turn) + y * np.cos(turn)
-    x, y = x + normal(SIDE / 2 - 0.5, 1, 1), y + normal(SIDE / 2 - 0.5, 1, 1)
-
-    # A dab of ink is a bell down times a bell across; a matrix product sums the dabs.
-    width = np.exp(normal(-0.2, 0.2, 1, 1))
-    dab = 0.9 * np.hypot(np.gradient(x, axis=1), np.gradient(y, axis=1))[..., None]
-    ink = (bell(y) * dab / width).swapaxes(1, 2) @ bell(x)
-    ink = np.tanh(ink**2) * normal(1, 0.1, SIDE, SIDE)  # saturated, on rough paper
-    return np.uint8(255 * ink.clip(0, 1))[..., None], labels[way]
-
-
-def generate_digits(seed: int, num_train=60_000, num_test=10_000) -> Dataset:
-    """Draw white digits on black, in MNIST's shapes and types.
-
-    Equal seeds draw equal digits, and a smaller set is the start of a larger one.  No
-    label is wrong; hasty writing makes some digits hard.
-    """
-    arrays = []
-    for part, count in enumerate((num_train, num_test)):
-        starts = range(0, max(count, 1), CHUNK)
-        drawn = [draw_digits(np.random.default_rng([seed, part, n])) for n in starts]
-        arrays += [np.concatenate(chunks)[:count] for chunks in zip(*drawn)]
-    return Dataset("generated digits", *arrays, np.arange(10))
-
-
-def load_data(source: str, folder: Path) -> Dataset:
-    """Load the data that --data names.  Raises Failure."""
-    if source != "generated":
-        try:
-            return load_mnist(folder)
-        except DownloadError as error:
-            if source == "mnist":
-                raise
-            print(f"notice: training on generated digits: {error}")
-    return generate_digits(seed=0)
-
-
-# ---------------------------------------------------------------------------------
-# The folder of a run: metrics, report, checkpoints
+# Folder of a run: metrics, report, checkpoints
 # ---------------------------------------------------------------------------------
 
 
@@ -1122,7 +899,7 @@ def load_run(workdir: str | os.PathLike, devices: int | None = None) -> Trained:
 
 
 # ---------------------------------------------------------------------------------
-# Signals and processes
+# Processes, and the signals that they receive
 # ---------------------------------------------------------------------------------
 
 
@@ -1265,7 +1042,7 @@ TYPES: dict = {
     "network": NETWORKS,
     "optimizer": LEARNING_RATES,
     "schedule": SCHEDULES,
-    "data": ("auto", "mnist", "generated"),
+    "data": SOURCES,
     "bootstrap skip_nonfinite plot resume distributed": bool,
 }
 FLAGS = {name: kind for names, kind in TYPES.items() for name in names.split()}
@@ -1293,12 +1070,6 @@ def given_flags(argv: Sequence[str] | None) -> dict:
         takes = {"action": "store_true"} if kind is bool else takes
         parser.add_argument(flag(name), **takes)
     return vars(parser.parse_args(argv))
-
-
-def default_folder() -> Path:
-    """Return $MNIST_DIR, or the folder pjax_ensemble in the user's cache folder."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("MNIST_DIR") or cache / "pjax_ensemble").absolute()
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -1338,12 +1109,20 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def data_settings(data: Dataset) -> dict:
+    """Return the settings that the data determine, as JSON holds them."""
+    digest = hashlib.sha256(b"".join(data[1:5])).hexdigest()
+    shape, classes = [*data.train_images.shape[1:]], data.classes.tolist()
+    return {"dataset_sha256": digest, "image_shape": shape, "classes": classes}
+
+
 def prepare(args: argparse.Namespace) -> tuple[Settings, Dataset, pe.Trainer]:
     """Load the data, settle what the flags leave open, and make the trainer.
 
     Raises Failure for flags that do not fit the data or the devices.
     """
-    data = load_data(args.data, args.data_dir)
+    with named("--data-dir", ValueError):
+        data = load_data(args.data, args.data_dir)
     flags = {name: getattr(args, name, None) for name in Settings._fields}
     given = {name: value for name, value in flags.items() if value is not None}
     recipe = RECIPES[given.get("network", "cnn")]
@@ -1365,7 +1144,7 @@ def prepare(args: argparse.Namespace) -> tuple[Settings, Dataset, pe.Trainer]:
     images, labels = data.train_images[:size], data.train_labels[:size]
     data = data._replace(train_images=images, train_labels=labels)
     layout = lay_out(settings, args.devices)
-    settings = settings._replace(members=layout.members, **data.form())
+    settings = settings._replace(members=layout.members, **data_settings(data))
     trainer = make_trainer(settings, layout.devices)
     with named(f"--network {settings.network}", ValueError):  # too small images
         model = jax.eval_shape(trainer.init_fn, jax.random.key(0))

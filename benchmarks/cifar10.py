@@ -31,8 +31,8 @@ import resnet
 from speed import print_head, print_row
 
 import ensemble_metrics as em
+import mnist_data
 import pjax_ensemble as pe
-import train_mnist
 
 MEMBERS, BATCH, RATE, DECAY, RISK = 4, 128, 0.1, 5e-4, 0.05
 CALIBRATE = SHIFTED = 2000  # test images that find thresholds, and that are changed
@@ -373,7 +373,7 @@ def main(argv: list[str] | None = None, net: resnet.ResNet | None = None) -> Non
     net = net or resnet.ResNet()
     pe.use_cpu_devices()
     training, test = load(Path(args.data_dir))
-    digits = train_mnist.load_mnist(train_mnist.default_folder()).test_images
+    digits = mnist_data.load_data("mnist").test_images
     if args.workdir:
         rows = len(training.labels)
         settings = {"epochs": args.epochs, "net": str(net), "images": rows}

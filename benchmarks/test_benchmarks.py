@@ -413,7 +413,7 @@ def test_readme_starts_alike_on_any_number_of_cores(tmp_path, monkeypatch):
     with concurrent.futures.ThreadPoolExecutor() as pool:
         (few, one), (many, other) = pool.map(start, [3, 16])
     for printed, cores in (few, 3), (many, 16):
-        assert printed.count("NLL") == 2 and printed.split()[-1] == str(cores)
+        assert printed.startswith("NLL") and printed.split()[-1] == str(cores)
     assert devices.difference(other, one) < 1e-5
     assert devices.difference({"a": np.ones(2)}, {"a": np.array([3.0, 4])}) == 0.75
     for told, count in (said, 0), (said + 0.01, 9), (said[1:], 1):

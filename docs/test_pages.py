@@ -24,9 +24,13 @@ from trials import devices as machines
 
 import ensemble_metrics as em
 import fast_cpu as fc
+import mnist_data as md
 import pjax_ensemble as pe
 import train_mnist as tm
-from conftest import ENVIRONMENT, HERE, D, posix, run_python, said_by, start_python
+from conftest import ENVIRONMENT, HERE, D, leaves_equal, posix, run_python, said_by
+
+# isort: split
+from conftest import start_python
 
 pytestmark = pytest.mark.once  # no version of JAX changes these, or they take long
 LIBRARIES = {"tables": "sklearn.datasets"}  # asked for
@@ -307,7 +311,8 @@ def test_code_of_every_page_runs_and_prints_what_it_says(
     if name in ("dense", "tables", "uncertainty"):  # train longer than they compile
         request.getfixturevalue("optimized")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tm, "load_data", lambda *_: tm.generate_digits(0, 640, 64))
+    digits = md.generate_digits(0, 640, 64)
+    monkeypatch.setattr(tm, "load_data", lambda *_: digits)
     monkeypatch.setitem(tm.NETWORKS, "cnn", tm.NETWORKS["tiny"])
     for flags in re.findall(r"`python train_mnist\.py (.* runs/small)`", PAGES[name]):
         assert tm.main(flags.split()) == 0
@@ -324,7 +329,7 @@ def test_code_of_every_page_runs_and_prints_what_it_says(
             rows, loss = (names["x"][:50], names["y"][:50]), names[f"loss_{library}"]
             (one, new), (two, _) = (loss(params, old, key, *rows) for key in keys)
             assert abs(one - two) > 1e-4
-            assert not any(map(np.array_equal, *map(jax.tree.leaves, (old, new))))
+            assert not leaves_equal(old, new)
     if name == "dense":
         (flat, by_images), (more_flat, more) = names["missed"], names["over"]
         assert by_images < 0.1 < flat - 0.02 and more < 0.05 < more_flat - 0.1
@@ -508,6 +513,7 @@ def write_functions():
 
 
 def test_page_of_functions_says_what_the_docstrings_say():
-    write = "import test_pages as t; t.FUNCTIONS.write_text(t.write_functions())"
-    anew = f"write it anew: PYTHONPATH=.:benchmarks:docs:examples python -c '{write}'"
+    if os.environ.get("WRITE"):
+        FUNCTIONS.write_text(write_functions(), "utf-8")
+    anew = "write it anew: WRITE=1 python -m pytest -n 0 -k page_of_functions"
     assert write_functions() == FUNCTIONS.read_text("utf-8"), anew

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-import train_mnist
+import mnist_data
 
 
 def arguments(doc, flags=(), cases=None, **numbers):
@@ -51,8 +51,8 @@ def folder(variable):
 
 def load_mnist():
     try:
-        return train_mnist.load_mnist(folder("MNIST_DIR"))
-    except train_mnist.Failure as error:
+        return mnist_data.load_data("mnist", folder("MNIST_DIR"))
+    except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from error
 
 

@@ -23,7 +23,8 @@ def make_script_trainer(args):
     )
     if not keras:
         recipe = recipe._replace(learning_rate=0.1)
-    settings = recipe._replace(members=args.members, **common.load_mnist().form())
+    given = train_mnist.data_settings(common.load_mnist())
+    settings = recipe._replace(members=args.members, **given)
     return train_mnist.make_trainer(settings, args.devices)
 
 

@@ -29,8 +29,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from speed import print_head, print_row
 
+import mnist_data
 import pjax_ensemble as pe
-import train_mnist as tm
 
 ROOT = Path(__file__).resolve().parents[2]
 CORES = 1, 2, 3, 5, 6, 8, 10, 12, 16, 24, 64
@@ -128,8 +128,8 @@ def run_seeded(code: str, seed: int) -> str:
 
 def write_data(folder: Path) -> None:
     """Write 512 training and 128 test digits in MNIST's form."""
-    arrays = tm.generate_digits(seed=0)[1:]
-    for name, array, count in zip(tm.MNIST_FILES, arrays, (512, 512, 128, 128)):
+    arrays = mnist_data.generate_digits(seed=0)[1:]
+    for name, array, count in zip(mnist_data.FILES, arrays, (512, 512, 128, 128)):
         array = array[:count].squeeze().astype(np.uint8)
         header = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
         (folder / name).write_bytes(header + array.tobytes())

@@ -1,0 +1,54 @@
+"""Helpers for tests that need NumPy and pytest alone; conftest.py has the others."""
+
+import re
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose
+
+
+def refuses(*rows):
+    """Make a test of calls that raise ValueError: rows of (call, message pattern)."""
+
+    @pytest.mark.parametrize("call, message", rows)
+    def test(call, message):
+        said = said_by(ValueError, call)
+        assert re.search(message, said) and "\n" not in said
+
+    return test
+
+
+def said_by(kind, call, *args, **options):
+    """Return the message of the error that a call raises."""
+    with pytest.raises(kind) as error:
+        call(*args, **options)
+    return str(error.value)
+
+
+def cases(names, *rows):
+    """Run a test once per row; a row holds the arguments that are not fixtures."""
+    return pytest.mark.parametrize(names, rows)
+
+
+def random_probs(seed, *shape):
+    return np.random.default_rng(seed).dirichlet(0.3 * np.ones(shape[-1]), shape[:-1])
+
+
+def assert_close(actual, expected, tolerance=1e-5):
+    """Assert that two trees are equal up to rounding.
+
+    Every entry may be off by `tolerance` times the largest absolute entry of its leaf.
+    Processors add in different orders, with or without fused multiplication, so a sum
+    is off by some float32 epsilons (6e-8) of its largest terms, even where they cancel
+    and the sum is small.  A bound relative to each entry would hold only by luck.
+    """
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        for name in expected:
+            assert_close(actual[name], expected[name], tolerance)
+    elif isinstance(expected, (list, tuple)):
+        for pair in zip(actual, expected, strict=True):
+            assert_close(*pair, tolerance)
+    elif expected is not None:
+        a, b = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+        assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max(initial=0))
