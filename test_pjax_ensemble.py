@@ -1003,6 +1003,12 @@ def program_of(call, *args, **options):
     return program, given
 
 
+def exported(program, args, platform):
+    """Return a program for a platform as text; a CPU's options are left out."""
+    made = export.export(program._make({}), platforms=[platform])
+    return made(*shapes_of(args)).mlir_module()
+
+
 @every_way
 def test_programs_are_given_no_memory_of_the_users(way):
     """A call may return before its program has read its arguments."""
@@ -1494,8 +1500,7 @@ def test_programs_lowered_for_other_platforms_keep_their_convolutions():
         if old:
             expected = dict.fromkeys(("cuda", "tpu"), 2 * count + apart)
         for name, number in expected.items():
-            lowered = export.export(program, platforms=[name])(*shapes_of(given))
-            text = lowered.mlir_module()
+            text = exported(program, given, name)
             assert text.count("stablehlo.convolution") == number
             # But on TPUs, two members at once convolve one after another.
             assert ("_group_count = 2" in text) == (name == "tpu" or old)
@@ -1506,7 +1511,7 @@ def test_a_step_that_is_skipped_takes_a_branch_on_cpus_and_selects_elsewhere():
     with on("cpu"):
         trainer, state = begin(net_trainer.__wrapped__(1, 1, skip_nonfinite=True))
         program, args = program_of(trainer.update, state, *image_data())
-    cuda = export.export(program, platforms=["cuda"])(*shapes_of(args)).mlir_module()
+    cuda = exported(program, args, "cuda")
     old = jax.__version_info__ < (0, 10)  # programs have the branches of all platforms
     assert old or "optimization_barrier" not in cuda
     cpu = program.lower(*args).compile().as_text()
