@@ -2339,7 +2339,8 @@ class _Predictions:
         """Raise ValueError if the outputs of an example depend on other examples.
 
         The first and the last example of a chunk are tried, each among copies of
-        itself, until a chunk of such a form has outputs that differ.
+        itself, until a chunk of such a form has outputs that differ by more than
+        rounding.
         """
         inputs = jax.tree.map(functools.partial(_array, "inputs"), inputs)
         if (key := str(_described(inputs, first=1))) in self.independent:
@@ -2362,8 +2363,8 @@ class _Predictions:
                         "predicting uses no batch statistics: train=False"
                     )
         for x in jax.tree.leaves(made):
-            same = np.broadcast_to(x[:, :1], x.shape)
-            if not np.array_equal(x[:, :count], same[:, :count], equal_nan=True):
+            x = x[:, :count]
+            if not _near(x, np.broadcast_to(x[:, :1], x.shape), like=x):
                 self.independent.add(key)
 
 
