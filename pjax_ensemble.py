@@ -43,6 +43,7 @@ Each section uses only the sections above it.  An import touches no device.
 from __future__ import annotations
 
 import argparse
+import atexit
 import collections
 import contextlib
 import dataclasses
@@ -1006,11 +1007,15 @@ def train_state(
 # ---------------------------------------------------------------------------------
 
 
+# Errors of functions that are given other arguments than they expect.
+_MISFITS = TypeError, ValueError, AttributeError, LookupError, NotImplementedError
+
+
 def _user_call(what: str, advice: str, function: Callable, *args) -> Any:
     """Call a user's function; name it in a ValueError if it refuses the arguments."""
     try:
         return function(*args)
-    except (TypeError, ValueError, AttributeError) as error:
+    except _MISFITS as error:
         found = " ".join(str(error).split())  # JAX's may have several lines
         raise ValueError(f"{what}: {found}; {advice}") from error
 
@@ -1036,16 +1041,30 @@ def _check_axes(what, tree, *lengths, expected=_ANY):
         )
 
 
+def _check_outside(*args: Any) -> None:
+    """Raise ValueError for arguments that JAX traces."""
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+        remedy = "call it outside, and give loss_fn or apply_fn to jax.jit or jax.grad"
+        raise ValueError(f"arguments are traced, inside jax.jit or jax.grad; {remedy}")
+
+
 def _array(what: str, x: Any) -> Any:
-    """Return a leaf as an array of JAX or NumPy; raise ValueError if it has none."""
+    """Return a leaf as an array of JAX or NumPy; raise ValueError if it has none.
+
+    An array whose type says how a mesh divides it, and so cannot be cut, is copied to
+    the host.
+    """
     if isinstance(x, (Array, jax.ShapeDtypeStruct)):
-        return x
+        _check_outside(x)
+        kinds = getattr(getattr(x.sharding, "mesh", None), "axis_types", None) or ()
+        divided = any(kind.name == "Explicit" for kind in kinds)
+        return _on_data(np.asarray, x) if divided else x
     try:
         array = np.asarray(x)
     except (TypeError, ValueError, RuntimeError) as error:  # torch raises the last
         raise ValueError(f"{what}: {error}; expected numbers of NumPy's") from error
     masked, kind = isinstance(x, np.ma.MaskedArray), array.dtype
-    if masked or kind.kind in "OSUMm" or kind.type is np.void:
+    if masked or kind.kind in "OSTUMm" or issubclass(kind.type, np.void):
         found = f"{type(x).__name__} of {kind}"
         raise ValueError(f"{what}: found {found}; expected numbers, none masked")
     return array
@@ -1197,11 +1216,12 @@ def _check_made(made: PyTree, stateful: bool) -> None:
         expected = "with stateful=True, expected the tuple (params, model_state)"
         raise ValueError(f"init_fn returns {type(made).__name__}; {expected}")
     for name, leaf in _named(made):
-        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+        if isinstance(leaf, (np.ndarray, np.generic)):
+            _numbers("leaves that init_fn returns", leaf)
+        elif not isinstance(leaf, Array):
             expected = "a tree of arrays: split off other leaves (equinox.partition, "
             found = f"init_fn returns {type(leaf).__name__} at '{name}'"
             raise ValueError(f"{found}; expected {expected}flax.nnx.split)")
-        _numbers("leaves that init_fn returns", leaf)
 
 
 def _two(found: Any, expected: str) -> Any:
@@ -1287,7 +1307,9 @@ class _Member:
             raise ValueError(f"{found}; expected {expected}")
         if self.stateful:
             model_state, rest = _two(rest, expected) if self.has_aux else (rest, ())
-        return value, (model_state, jax.tree.map(_floats, rest))
+        advice = "expected numbers, which are averaged; the model state may hold keys"
+        aux = _user_call("loss_fn's aux", advice, jax.tree.map, _floats, rest)
+        return value, (model_state, aux)
 
     def gradients(self, state, key, batch, part, extras):
         """Return gradients, loss, aux and model state: means over micro-batches."""
@@ -1514,14 +1536,13 @@ def _identity(tree: PyTree) -> tuple:
     return [*map(id, leaves)], structure
 
 
-def _check_state(state: Any) -> None:
-    """Raise ValueError unless it is a state, outside of `jax.jit`."""
-    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state))
+def _check_state(state: Any, given: tuple = ()) -> None:
+    """Raise ValueError unless it is a state, and is given outside of `jax.jit`."""
+    _check_outside(state, given)
     # Fields are compared, since a reloaded module has another class.
-    if traced or getattr(state, "_fields", ()) != TrainState._fields:
-        found = "traced, so inside jax.jit" if traced else type(state).__name__
+    if getattr(state, "_fields", ()) != TrainState._fields:
         expected = "a TrainState, as returned by init, or by load with like"
-        raise ValueError(f"the state is {found}; expected {expected}")
+        raise ValueError(f"the state is {type(state).__name__}; expected {expected}")
 
 
 def _check_apart(state: PyTree) -> None:
@@ -1538,17 +1559,16 @@ def _check_apart(state: PyTree) -> None:
             raise ValueError(f"{both} share one buffer, {remedy}")
 
 
-def _admit(owner: Any, state: Any, fit: Callable, trains: bool = True) -> Any:
+def _admit(owner: Any, state: Any, given: Any, fit: Callable, trains=True) -> Any:
     """Let a state in: the one door for states, of updates and of trainers.
 
-    The owner's latest needs no check.  For any other, fit(state) raises ValueError if
-    it does not fit, and returns it on its devices.  Where a state is to be trained, no
-    two leaves may share a buffer.
+    It comes with the other arguments, `given`.  The owner's latest needs few checks.
+    For any other, fit(state) raises ValueError if it does not fit, and returns it on
+    its devices.  Where a state is to be trained, no two leaves may share a buffer.
     """
     latest = owner.latest
     known = latest and (state is latest or _identity(state) == _identity(latest))
-    if not known:
-        _check_state(state)
+    _check_state(state, given)
     if _is_consumed(state):
         raise ValueError(
             "the state was consumed by an earlier update or epoch; go on with the one "
@@ -1590,7 +1610,7 @@ def _make_update(axis: str, member: _Member) -> Callable:
 
     def update(state, *batch):
         """Take a step: (state, metrics).  `state` is consumed."""
-        state = _admit(update, state, fit)
+        state = _admit(update, state, batch, fit)
         _check_axes("state and the batch", (state, batch), expected=form)
         alone = meet and jax.default_backend() == "cpu"
         program = functools.partial(_run, pmapped, alone)
@@ -1996,6 +2016,14 @@ else:  # JAX 0.5
     _shard_map = functools.partial(shard_map, check_rep=False)
 
 
+def _in_slots(f: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> Callable:
+    """Map f over the slots of a mesh, over whose shards XLA divides it."""
+    specs: dict = dict(in_specs=in_specs, out_specs=out_specs)
+    if "shards" in mesh.axis_names:
+        specs["axis_names"] = {*mesh.axis_names} - {"shards"}
+    return _shard_map(f, mesh=mesh, **specs)
+
+
 def _fits(program: Any, args: tuple, by_slot: Any) -> bool:
     """Return whether a program leaves a fifth of the memory that its devices have free.
 
@@ -2065,6 +2093,8 @@ def _over_members(f: Callable, places: _Places, at_once: int, train: bool) -> Ca
     by_slot, everywhere = places.shardings(train)
     inputs = by_slot, by_slot, everywhere
     how: dict = dict(in_shardings=inputs, out_shardings=by_slot)
+    if places.shards > 1:  # XLA divides the work of a slot as its arrays are divided
+        how = {}
 
     def on_device(fast, state, of_slot, of_all):
         def in_slot(state, of_slot):
@@ -2073,9 +2103,7 @@ def _over_members(f: Callable, places: _Places, at_once: int, train: bool) -> Ca
         both = _in_turn(in_slot, state, of_slot, places, train, at_once)
         return both if train else both[1]
 
-    specs = dict(in_specs=tuple(x.spec for x in inputs), out_specs=by_slot.spec)
-    if places.shards > 1:  # XLA divides the work of a slot as its arrays are divided
-        specs, how = specs | {"axis_names": {*by_slot.mesh.axis_names} - {"shards"}}, {}
+    specs = tuple(x.spec for x in inputs), by_slot.spec
 
     def divided(mapped, *args):
         states, metrics = mapped(*args) if train else (mapped(*args), ())
@@ -2089,7 +2117,7 @@ def _over_members(f: Callable, places: _Places, at_once: int, train: bool) -> Ca
     def make(options):
         fast = _fast_cpu.fast(f, options)  # on CPUs, whatever f takes gradients of
         each = functools.partial(on_device, fast)
-        mapped = _shard_map(each, mesh=by_slot.mesh, **specs)
+        mapped = _in_slots(each, by_slot.mesh, *specs)
         whole = functools.partial(divided, mapped) if places.shards > 1 else mapped
         return jax.jit(whole, compiler_options=options, **how)
 
@@ -2192,7 +2220,8 @@ class _Programs:
 
     @functools.cached_property
     def _loss(self) -> Any:  # which is traced once per form of its arguments
-        return jax.jit(self.member.loss)
+        mesh, all_alike = self.places.by_slot.mesh, jax.sharding.PartitionSpec()
+        return jax.jit(_in_slots(self.member.loss, mesh, all_alike, all_alike))
 
     def shared_steps(self, state: TrainState, data: tuple, size: int) -> int:
         """Return up to how many steps of `size` examples share a program of `epoch`.
@@ -2202,7 +2231,12 @@ class _Programs:
         if not self.member.has_aux:
             return _STEPS
         params, _, *model = jax.tree.map(_like, state)  # of a member
+        # The loss sees the rows of a micro-batch of a replica's part.
+        places, most = self.places, self.member.microbatch
+        size //= math.gcd(size, places.layout.replicas)
         batch = jax.tree.map(lambda x: _like(_numbers("data", x), size), data)
+        size //= _num_parts(batch, model[0], most, places.platform)
+        batch = jax.tree.map(lambda x: _like(x, size), batch)
         extras = *jax.tree.map(_like, self.hyper), *self.frozen
         args = params, *model, batch, extras
         _, (_, aux) = _apart(self._loss.eval_shape, *args)
@@ -2558,9 +2592,9 @@ class Trainer:
         self._check_members(state, members, expected, trains)
         return places.put(state, places.by_slot, divide=True) if moves else state
 
-    def _admit(self, state, trains=False):
+    def _admit(self, state, *given, trains=False):
         fit = functools.partial(self._fit, trains=trains)
-        return _admit(self, state, fit, trains)
+        return _admit(self, state, given, fit, trains)
 
     # `_init`, `_update`, `_epoch` and `_predict` check a method's arguments and return
     # its work, which `_programs` runs, or lowers.
@@ -2586,6 +2620,7 @@ class Trainer:
         return self._programs.run(self, self._init(key))
 
     def _init(self, key):
+        _check_outside(key)
         expected = "expected one random key, such as jax.random.key(0), for all members"
         _user_call("key", expected, jax.random.split, key)
         _check_draws(key, self.at_once)
@@ -2679,7 +2714,7 @@ class Trainer:
         Raises ValueError for a batch that is empty or does not divide into
         micro-batches.
         """
-        state = self._admit(state, trains=True)
+        state = self._admit(state, *batch, trains=True)
         work = self._update(state, *batch, per_member=per_member)
         self._warn_if_equal(state, differ=per_member)
         state, metrics = self._programs.run(self, work)
@@ -2714,7 +2749,7 @@ class Trainer:
         Raises ValueError for an order that is empty or has rows outside the data, and
         for data of several lengths.
         """
-        state = self._admit(state, trains=True)
+        state = self._admit(state, data, order, trains=True)
         work = self._epoch(state, data, order, self.place)
         order = np.asarray(order)
         differ = order.ndim == 3 and (order != order[:1]).any()
@@ -2799,7 +2834,7 @@ class Trainer:
         devices are a block ahead of the loop, so the state may be consumed only after
         the last block.  Inputs and errors are those of `predict`.
         """
-        state = self._admit(state)
+        state = self._admit(state, inputs)
         return self._predictions.blocks(self._model(state), inputs)
 
     def _predict(self, state, inputs):
@@ -2887,6 +2922,9 @@ def epoch_order(
     return order[0] if members is None else order
 
 
+_LAST_ITEM = 5  # seconds that the end of Python waits for an item in the making
+
+
 def prefetch(batches: Iterable, size: int = 2) -> Iterator:
     """Yield the items of `batches`, of which a thread makes up to `size` in advance.
 
@@ -2911,26 +2949,36 @@ def prefetch(batches: Iterable, size: int = 2) -> Iterator:
         left = False  # by the loop
 
         def make():
-            while room.acquire() and not left:
-                try:
+            try:
+                while room.acquire() and not left:
                     made.put((next(items), None))
-                except BaseException as error:  # the loop's, or its end
-                    return made.put((None, error))
+            except BaseException as error:  # the loop's, or its end
+                made.put((None, error))
+            atexit.unregister(leave)
+            atexit.unregister(thread.join)
 
-        # A process can end although a daemon waits for an item that never comes.
-        threading.Thread(target=make, daemon=True).start()
+        def leave():
+            nonlocal left
+            left = True
+            room.release()
+
+        thread = threading.Thread(target=make, daemon=True)
+        thread.start()
+        # Python ends a daemon wherever it is, which within XLA aborts the process.  But
+        # a daemon need not end by itself: it may wait for an item that never comes.
+        atexit.register(thread.join, _LAST_ITEM)
+        atexit.register(leave)  # is called before
         try:
             while True:
                 item, error = made.get()
                 if isinstance(error, StopIteration):
                     return
-                if error:
+                if error is not None:  # it may be false
                     raise error
                 room.release()
                 yield item
         finally:
-            left = True
-            room.release()
+            leave()
 
     return ahead()
 
@@ -3007,8 +3055,10 @@ def _by_path(tree: PyTree) -> dict[str, Any]:
     return leaves
 
 
-def _storable(leaf: Any) -> np.ndarray:
+def _storable(name: str, leaf: Any) -> np.ndarray:
     """Return a leaf as it is stored: keys as their data, exotic types as bytes."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise ValueError(f"leaf '{name}' is a form, without numbers; expected an array")
     leaf = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
     leaf = np.asarray(leaf, leaf.dtype.newbyteorder("<"), order="C")
     return leaf if leaf.dtype.name in _CODES else leaf[..., None].view(np.uint8)
@@ -3054,7 +3104,7 @@ def save(path: str | os.PathLike, tree: PyTree) -> None:
     """
     leaves = _by_path(tree)
     kinds = {name: _kind(leaf) for name, leaf in leaves.items()}
-    arrays = {name: _storable(leaf) for name, leaf in leaves.items()}
+    arrays = {name: _storable(name, leaf) for name, leaf in leaves.items()}
     parts = [x.reshape(-1).view(np.uint8).data for x in arrays.values()]
     digest = hashlib.sha256(_head(arrays, kinds, "0" * 64)[_DIGEST.stop :])
     for part in parts:
