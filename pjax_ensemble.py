@@ -942,7 +942,7 @@ def _like(leaf: Any, *axes: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((*axes, *leaf.shape[1:]), leaf.dtype)
 
 
-def _on_data(function: Callable, leaf: Array) -> Array:
+def _on_data(function: Callable, leaf: Any) -> Any:
     """Apply a function of an array to a leaf, or to the data of a typed random key."""
     if not _is_key(leaf):
         return function(leaf)
@@ -1274,16 +1274,27 @@ class _Member:
     output: Callable | None = None
     shards: int = 1
     platform: str | None = None  # None is JAX's default, asked for in the first call
+    last: tuple = ()  # names of the extras
 
     def __post_init__(self) -> None:
         if self.microbatch not in (None, "auto"):
             _count("microbatch", self.microbatch)
 
+    def call(self, name: str, given: Sequence[str], more: str, *args) -> Any:
+        """Call a user's function of arguments with these names, and the extras."""
+        advice = f"it is called as {name}({', '.join([*given, *self.last])}){more}"
+        return _user_call(name, advice, getattr(self, name), *args)
+
     def optimizer_of(self, *hyper: PyTree) -> OptimizerLike:
         """Return the member's optimizer.  Raises ValueError if it is none."""
         made, both = self.optimizer, operator.attrgetter("init", "update")
         if hyper and callable(made) and not hasattr(made, "update"):
-            advice = "with hyper, expected a function, such as lambda h: sgd(h)"
+            advice = (
+                "it is called as optimizer(hyper), such as lambda h: sgd(h), and its "
+            )
+            advice += (
+                "numbers are traced; a schedule that compares them takes 1, times h"
+            )
             made = _user_call("optimizer", advice, made, *hyper)
         advice = "expected one with init and update, such as sgd(0.1)"
         _user_call("optimizer", advice, both, made)
@@ -1291,11 +1302,12 @@ class _Member:
 
     def loss(self, params, model_state, key, batch, extras):
         """Bring the four forms of a `LossFn` into one: (loss, (model_state, aux))."""
-        model = (params, model_state, key) if self.stateful else (params,)
-        advice = f"it is given {len(batch)} arguments from the batch or data"
-        if not self.stateful:
-            advice += "; with stateful=True, also model_state and key before them"
-        value = _user_call("loss_fn", advice, self.loss_fn, *model, *batch, *extras)
+        count = 3 if self.stateful else 1
+        names = ["params", "model_state", "key"][:count]
+        names += [f"batch[{i}]" for i in range(len(batch))]
+        args = *(params, model_state, key)[:count], *batch, *extras
+        more = "" if self.stateful else "; stateful=True adds model_state and key"
+        value = self.call("loss_fn", names, more, *args)
         second = "(model_state, aux)" if self.has_aux else "model_state"
         expected, rest = f"(loss, {second if self.stateful else 'aux'})", ()
         if self.stateful or self.has_aux:
@@ -1387,7 +1399,8 @@ class _Member:
 
     def init(self, _, hyper, frozen, number, key):
         init_key, key = jax.random.split(jax.random.fold_in(key, number))
-        made = self.init_fn(*_hidden((init_key, *hyper, *frozen)))
+        args = _hidden((init_key, *hyper, *frozen))
+        made = self.call("init_fn", ["key"], "", *args)
         _check_made(made, self.stateful)
         made = _hidden(made)
         params, model_state = made if self.stateful else (made, ())
@@ -1413,7 +1426,8 @@ class _Member:
         advice = f"for inputs {_described(inputs)}, filled up to a chunk"
         advice += "; one example x is given as x[None]"
         args = _hidden((*model, inputs, *hyper, *frozen))
-        outputs = _user_call("apply_fn", advice, self.apply_fn, *args)
+        names = *("params", "model_state")[: len(model)], "inputs"
+        outputs = self.call("apply_fn", names, f" {advice}", *args)
         if self.output is jax.nn.softmax:
             logits = isinstance(outputs, Array) and outputs.ndim > 1
             if not (logits and outputs.shape[-1] > 1):
@@ -2079,13 +2093,16 @@ def _in_turn(f, states, of_slot, places, train, at_once) -> tuple:
     return jax.tree.map(lambda x, y: x.reshape(y.shape), kept, states), results
 
 
-def _over_members(f: Callable, places: _Places, at_once: int, train: bool) -> Callable:
+_LEVEL = "xla_backend_optimization_level"
+
+
+def _over_members(f, places, at_once, train, once) -> Callable:
     """Map f(state, **of_slot, **of_all), of one member on one device, over all slots.
 
     The result is a program of state, of_slot and of_all; the last two are dicts of f's
     arguments.  Leaves of state and of_slot are by slot, and so are the leaves that f
     returns; of_all is everywhere.  With `train`, the state's buffers are reused, and
-    replicas wait for each other.
+    replicas wait for each other.  On a CPU, a program that runs `once` compiles fast.
 
     This maps as `jax.pmap` does, but the program is freed with the function returned,
     while JAX (0.10, 0.12) keeps a program of `pmap` for good, with all that f holds.
@@ -2115,6 +2132,8 @@ def _over_members(f: Callable, places: _Places, at_once: int, train: bool) -> Ca
     how |= {"donate_argnums": (0,) if train else ()}
 
     def make(options):
+        if once and places.on_cpu and _LEVEL not in os.environ.get("XLA_FLAGS", ""):
+            options = {_LEVEL: 1, **(options or {})}
         fast = _fast_cpu.fast(f, options)  # on CPUs, whatever f takes gradients of
         each = functools.partial(on_device, fast)
         mapped = _in_slots(each, by_slot.mesh, *specs)
@@ -2170,7 +2189,8 @@ class _Programs:
     def _mapped(self, work: _Work, together: int) -> Callable:
         if (key := (work.f, together)) not in self.made:
             places, f = self.places, work.f
-            self.made[key] = _over_members(f, places, together, work.trains)
+            once = f == self.member.init
+            self.made[key] = _over_members(f, places, together, work.trains, once)
         return self.made[key]
 
     def _fitting(self, work: _Work, args: tuple) -> int:
@@ -2518,7 +2538,8 @@ class Trainer:
         places = _lay_out(self.members, self.devices, self.shards)
         options = self.has_aux, self.stateful, self.microbatch, self.skip_nonfinite
         functions = self.init_fn, self.apply_fn, self.output
-        where = self.shards, places.platform
+        last = tuple(x for x in ("hyper", "frozen") if getattr(self, x) is not None)
+        where: Any = self.shards, places.platform, last
         member = _Member(self.loss_fn, self.optimizer, *options, *functions, *where)
         hyper, frozen = (() if x is None else (x,) for x in (self.hyper, self.frozen))
         if hyper:
@@ -3146,7 +3167,8 @@ def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
     """Read a file of `save`: as a tree like `like`, or as a dict of leaves by path.
 
     `like` is a tree of the same structure; the paths, shapes and types of its leaves
-    matter, not their values.  The digest is verified before anything is returned.
+    matter, not their values.  If it is a dict, the file may have more keys, which are
+    left out.  The digest is verified before anything is returned.
     Leaves are NumPy arrays, which share the memory that the file is read into; typed
     random keys are JAX arrays.
 
@@ -3168,6 +3190,9 @@ def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
         raise ValueError(f"{path}: {error}") from error
     if like is None:
         return leaves
+    if isinstance(like, dict):
+        keys = tuple(f"[{key!r}]" for key in like)
+        leaves = {name: x for name, x in leaves.items() if name.startswith(keys)}
     ours = _by_path(like)
     remedy = "; gather a state before you save it, or give its kind of key to like"
     end = f"{remedy}: see help(load)" if isinstance(like, TrainState) else ""
