@@ -954,10 +954,9 @@ def _on_data(function: Callable, leaf: Any) -> Any:
 def _check_leaves(what: Any, found: dict, expected: dict, remedy: str = "") -> None:
     """Raise ValueError for the first leaf whose form is another, or that is absent."""
     for name in [*expected, *found]:
-        form, like = (x.get(name, "absent") for x in (found, expected))
-        if form != like:
-            text = f"leaf '{name}' is {form}; expected {like}{remedy}"
-            raise ValueError(f"{what}: {text}")
+        now, like = (x.get(name, "absent") for x in (found, expected))
+        if now != like:
+            raise ValueError(f"{what}: leaf '{name}' is {now}; expected {like}{remedy}")
 
 
 def _check_form(what, tree, like, remedy="", first=0, typed=True) -> None:
@@ -1280,21 +1279,18 @@ class _Member:
         if self.microbatch not in (None, "auto"):
             _count("microbatch", self.microbatch)
 
-    def call(self, name: str, given: Sequence[str], more: str, *args) -> Any:
-        """Call a user's function of arguments with these names, and the extras."""
-        advice = f"it is called as {name}({', '.join([*given, *self.last])}){more}"
-        return _user_call(name, advice, getattr(self, name), *args)
+    def call(self, name: str, args: dict, extras: tuple, more: str = "") -> Any:
+        """Call a user's function of arguments, by their names, and the extras."""
+        advice = f"it is called as {name}({', '.join([*args, *self.last])}){more}"
+        function = getattr(self, name)
+        return _user_call(name, advice, function, *args.values(), *extras)
 
     def optimizer_of(self, *hyper: PyTree) -> OptimizerLike:
         """Return the member's optimizer.  Raises ValueError if it is none."""
         made, both = self.optimizer, operator.attrgetter("init", "update")
         if hyper and callable(made) and not hasattr(made, "update"):
-            advice = (
-                "it is called as optimizer(hyper), such as lambda h: sgd(h), and its "
-            )
-            advice += (
-                "numbers are traced; a schedule that compares them takes 1, times h"
-            )
+            advice = "it is called as optimizer(hyper), of traced numbers; a schedule"
+            advice += " that compares them takes a peak of 1, and hyper's as a factor"
             made = _user_call("optimizer", advice, made, *hyper)
         advice = "expected one with init and update, such as sgd(0.1)"
         _user_call("optimizer", advice, both, made)
@@ -1302,12 +1298,11 @@ class _Member:
 
     def loss(self, params, model_state, key, batch, extras):
         """Bring the four forms of a `LossFn` into one: (loss, (model_state, aux))."""
-        count = 3 if self.stateful else 1
-        names = ["params", "model_state", "key"][:count]
-        names += [f"batch[{i}]" for i in range(len(batch))]
-        args = *(params, model_state, key)[:count], *batch, *extras
-        more = "" if self.stateful else "; stateful=True adds model_state and key"
-        value = self.call("loss_fn", names, more, *args)
+        model, more = {"params": params}, "; stateful=True adds model_state and key"
+        if self.stateful:
+            model, more = {**model, "model_state": model_state, "key": key}, ""
+        args = model | {f"batch[{i}]": x for i, x in enumerate(batch)}
+        value = self.call("loss_fn", args, extras, more)
         second = "(model_state, aux)" if self.has_aux else "model_state"
         expected, rest = f"(loss, {second if self.stateful else 'aux'})", ()
         if self.stateful or self.has_aux:
@@ -1399,8 +1394,8 @@ class _Member:
 
     def init(self, _, hyper, frozen, number, key):
         init_key, key = jax.random.split(jax.random.fold_in(key, number))
-        args = _hidden((init_key, *hyper, *frozen))
-        made = self.call("init_fn", ["key"], "", *args)
+        extras = *hyper, *frozen
+        made = self.call("init_fn", *_hidden(({"key": init_key}, extras)))
         _check_made(made, self.stateful)
         made = _hidden(made)
         params, model_state = made if self.stateful else (made, ())
@@ -1425,9 +1420,9 @@ class _Member:
         """Return what a member predicts for a chunk."""
         advice = f"for inputs {_described(inputs)}, filled up to a chunk"
         advice += "; one example x is given as x[None]"
-        args = _hidden((*model, inputs, *hyper, *frozen))
         names = *("params", "model_state")[: len(model)], "inputs"
-        outputs = self.call("apply_fn", names, f" {advice}", *args)
+        args, extras = _hidden(((*model, inputs), (*hyper, *frozen)))
+        outputs = self.call("apply_fn", dict(zip(names, args)), extras, f" {advice}")
         if self.output is jax.nn.softmax:
             logits = isinstance(outputs, Array) and outputs.ndim > 1
             if not (logits and outputs.shape[-1] > 1):
@@ -2022,20 +2017,15 @@ def _check_draws(key: Any, at_once: int | None) -> None:
         )
 
 
-if hasattr(jax, "shard_map"):
-    _shard_map = functools.partial(jax.shard_map, check_vma=False)
-else:  # JAX 0.5
-    from jax.experimental.shard_map import shard_map
-
-    _shard_map = functools.partial(shard_map, check_rep=False)
-
-
 def _in_slots(f: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> Callable:
     """Map f over the slots of a mesh, over whose shards XLA divides it."""
-    specs: dict = dict(in_specs=in_specs, out_specs=out_specs)
-    if "shards" in mesh.axis_names:
-        specs["axis_names"] = {*mesh.axis_names} - {"shards"}
-    return _shard_map(f, mesh=mesh, **specs)
+    specs = dict(mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    if not hasattr(jax, "shard_map"):  # JAX 0.5
+        from jax.experimental.shard_map import shard_map
+
+        return shard_map(f, check_rep=False, **specs)
+    names = {*mesh.axis_names} - {"shards"}
+    return jax.shard_map(f, axis_names=names, check_vma=False, **specs)
 
 
 def _fits(program: Any, args: tuple, by_slot: Any) -> bool:
@@ -2113,13 +2103,6 @@ def _over_members(f, places, at_once, train, once) -> Callable:
     if places.shards > 1:  # XLA divides the work of a slot as its arrays are divided
         how = {}
 
-    def on_device(fast, state, of_slot, of_all):
-        def in_slot(state, of_slot):
-            return fast(state, **of_slot, **of_all)
-
-        both = _in_turn(in_slot, state, of_slot, places, train, at_once)
-        return both if train else both[1]
-
     specs = tuple(x.spec for x in inputs), by_slot.spec
 
     def divided(mapped, *args):
@@ -2135,8 +2118,13 @@ def _over_members(f, places, at_once, train, once) -> Callable:
         if once and places.on_cpu and _LEVEL not in os.environ.get("XLA_FLAGS", ""):
             options = {_LEVEL: 1, **(options or {})}
         fast = _fast_cpu.fast(f, options)  # on CPUs, whatever f takes gradients of
-        each = functools.partial(on_device, fast)
-        mapped = _in_slots(each, by_slot.mesh, *specs)
+
+        def on_device(state, of_slot, of_all):
+            each = lambda state, of_slot: fast(state, **of_slot, **of_all)  # noqa: E731
+            both = _in_turn(each, state, of_slot, places, train, at_once)
+            return both if train else both[1]
+
+        mapped = _in_slots(on_device, by_slot.mesh, *specs)
         whole = functools.partial(divided, mapped) if places.shards > 1 else mapped
         return jax.jit(whole, compiler_options=options, **how)
 
@@ -2223,8 +2211,7 @@ class _Programs:
     def run(self, owner: Any, work: _Work) -> Any:
         """Do the work.  If it trains, it consumes its state: see `_run_consuming`."""
         if (places := self.places).absent:
-            found = "the devices are a topology's, which cannot run"
-            raise ValueError(f"{found}; use Trainer.lower")
+            raise ValueError("the devices are a topology's; use Trainer.lower")
         of_slot = places.give(work.of_slot, places.by_slot)
         of_all = places.give(work.of_all, places.everywhere)
         program, args = self._program(work._replace(of_slot=of_slot, of_all=of_all))
@@ -2265,8 +2252,8 @@ class _Programs:
 
     def lower(self, work: _Work) -> jax.stages.Lowered:
         """Lower the program of some work, whose arguments may be forms."""
-        forms = jax.eval_shape(lambda *args: args, work.of_slot, work.of_all)
-        of_slot, of_all = forms  # forms also of keys
+        # Keys have forms too.
+        of_slot, of_all = jax.eval_shape(lambda *x: x, work.of_slot, work.of_all)
         program, args = self._program(work._replace(of_slot=of_slot, of_all=of_all))
         return _apart(program.lower, *args)
 
@@ -2449,7 +2436,15 @@ class Trainer:
     Args:
       init_fn: init_fn(key) returns the parameters, a tree of arrays, or with `stateful`
         (params, model_state).
-      loss_fn, optimizer, has_aux, stateful, microbatch, skip_nonfinite: as in
+      loss_fn: the mean loss of a batch, a scalar, in the form that two flags choose:
+          loss_fn(params, *batch)                    loss
+          loss_fn(params, *batch)                    (loss, aux), has_aux
+          loss_fn(params, model_state, key, *batch)  (loss, model_state), stateful
+          loss_fn(params, model_state, key, *batch)  (loss, (model_state, aux)), both
+        `hyper` and `frozen`, where they are given, are its last arguments, in this
+        order.  Aux is a tree of means over the batch; the model state is not trained,
+        and `key` is the step's own.
+      optimizer, has_aux, stateful, microbatch, skip_nonfinite: as in
         `make_sync_update`; the step is the same.
       members: the number of models, K.  Each has to fit on one device, or on `shards`.
       devices: the largest number of devices to use, by default all, or the devices
@@ -2695,9 +2690,7 @@ class Trainer:
 
         Raises ValueError as the method does, and for another method.
         """
-        works: dict = dict(init=self._init, update=self._update)
-        works |= dict(epoch=self._epoch, predict=self._predict)
-        if method not in works:
+        if method not in ("init", "update", "epoch", "predict"):
             expected = "'init', 'update', 'epoch' or 'predict'"
             raise ValueError(f"method is {method!r}; expected {expected}")
 
@@ -2712,7 +2705,7 @@ class Trainer:
             places = self._places
             args, options = jax.tree.map(zeros, (args, options))
             args = places.put(self._made, places.by_slot, divide=True), *args
-        return self._programs.lower(works[method](*args, **options))
+        return self._programs.lower(getattr(self, f"_{method}")(*args, **options))
 
     # Training
 
