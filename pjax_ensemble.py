@@ -603,8 +603,7 @@ def _check_params(params: PyTree, kind: Any = jnp.floating) -> None:
     """Raise ValueError for parameters of another kind, by default than real floats."""
     for name, leaf in _named(params):
         if not jnp.issubdtype(dtype := jnp.result_type(leaf), kind):
-            expected = "floating point: split a complex one into two, and keep"
-            expected += " untrained arrays in model_state"
+            expected = "floating point: split complex ones, keep others in model_state"
             raise ValueError(f"parameter '{name}' is {dtype}; expected {expected}")
 
 
@@ -1033,11 +1032,10 @@ def _check_axes(what, tree, *lengths, expected=_ANY):
     first = min(axes, default=())
     fits = all(n in (None, m) for n, m in zip(lengths, first))
     if len(axes) != 1 or len(first) != len(lengths) or not fits or 0 in first:
-        numbers = "; a list holds numbers: numpy.array(...) of it is one leaf"
-        raise ValueError(
-            f"the first axes of the {what} have lengths {sorted(axes)}; expected "
-            f"{expected}{numbers if any(map(np.isscalar, leaves)) else ''}"
-        )
+        found = f"the first axes of the {what} have lengths {sorted(axes)}"
+        if any(map(np.isscalar, leaves)):
+            expected += "; a list holds numbers: numpy.array(...) of it is one leaf"
+        raise ValueError(f"{found}; expected {expected}")
 
 
 def _check_outside(*args: Any) -> None:
@@ -1128,9 +1126,8 @@ def _num_parts(batch: PyTree, model_state: PyTree, size: Any, platform: str) -> 
         found = f"a device's batch of {rows} does not divide into micro-batches of"
         raise ValueError(f"{found} {size}; use a divisor of {rows}")
     if jax.tree.leaves(model_state):
-        found = f"microbatch={size} would compute the model state, such as batch"
-        parts = f"from parts of a batch of {rows}"
-        raise ValueError(f"{found} statistics, {parts}; use microbatch=None")
+        found = f"microbatch={size} would compute the model state from parts of {rows}"
+        raise ValueError(f"{found}; use microbatch=None")
     return rows // size
 
 
@@ -1218,9 +1215,8 @@ def _check_made(made: PyTree, stateful: bool) -> None:
         if isinstance(leaf, (np.ndarray, np.generic)):
             _numbers("leaves that init_fn returns", leaf)
         elif not isinstance(leaf, Array):
-            expected = "a tree of arrays: split off other leaves (equinox.partition, "
             found = f"init_fn returns {type(leaf).__name__} at '{name}'"
-            raise ValueError(f"{found}; expected {expected}flax.nnx.split)")
+            raise ValueError(f"{found}; expected arrays: split off others (nnx.split)")
 
 
 def _two(found: Any, expected: str) -> Any:
@@ -1353,10 +1349,8 @@ class _Member:
         """Return params, opt_state and model_state after a step, or `old`."""
         optimizer = self.optimizer_of(*hyper)
         value = {"value": loss} if _takes_value(optimizer.update) else {}
-        advice = (
-            "it is given gradients, a state that its own init made, parameters and, by "
-            "name, value=loss; docs/coming-from.md#l-bfgs shows how to give it more"
-        )
+        advice = "it is given gradients, its own state, parameters and value=loss"
+        advice += "; docs/coming-from.md#l-bfgs shows how to give it more"
 
         def step(old, grads, model_state):
             params, opt_state, _ = old
@@ -1378,8 +1372,7 @@ class _Member:
         """
         _check_params(state.params, jnp.inexact)
         if self.stateful and state.key is None:
-            remedy = "make it with train_state(..., key=key)"
-            raise ValueError(f"stateful=True needs a state with a key; {remedy}")
+            raise ValueError("stateful=True needs a key: train_state(..., key=key)")
         key, used = jax.random.split(state.key) if self.stateful else (state.key, None)
         found = self.gradients(state, used, batch, part, (*hyper, *frozen))
         grads, loss, aux, model_state = _average(found)
@@ -1427,9 +1420,9 @@ class _Member:
             logits = isinstance(outputs, Array) and outputs.ndim > 1
             if not (logits and outputs.shape[-1] > 1):
                 found = f"apply_fn returns {_described(outputs)} {advice}"
+                remedy = "for others, output=None or a function of them"
                 raise ValueError(
-                    f"{found}; the softmax takes logits [B, ..., C]: make the trainer "
-                    "with output=None, or with a function of the outputs"
+                    f"{found}; the softmax takes logits [B, ..., C]; {remedy}"
                 )
             outputs = outputs.astype(_wide(outputs.dtype))
         outputs = outputs if self.output is None else self.output(outputs)
@@ -1579,11 +1572,8 @@ def _admit(owner: Any, state: Any, given: Any, fit: Callable, trains=True) -> An
     known = latest and (state is latest or _identity(state) == _identity(latest))
     _check_state(state, given)
     if _is_consumed(state):
-        raise ValueError(
-            "the state was consumed by an earlier update or epoch; go on with the one "
-            "that this call returned, state, metrics = update(state, ...), which a "
-            "trainer keeps as trainer.latest, or, if the call failed, with a saved one"
-        )
+        remedy = "go on with the one that it returned, trainer.latest, or a saved one"
+        raise ValueError(f"the state was consumed by an earlier call; {remedy}")
     if not known:
         state = fit(state)
         if trains:
@@ -1754,6 +1744,12 @@ def layout(members: int, num_devices: int, num_processes: int = 1) -> Layout:
     return Layout(members, -(-members // shared) * replicas, shared, replicas)
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def _joined(copies: list, lengths: tuple) -> Array:
+    """Join copies [M, ...], and cut the first axes."""
+    return jnp.concatenate(copies)[tuple(map(slice, lengths))]
+
+
 _WHOLE = 1024  # a leaf of fewer numbers is not divided over shards
 
 
@@ -1875,15 +1871,6 @@ class _Places:
 
         return jax.tree.map(give, arguments)
 
-    @functools.cached_property
-    def joined(self) -> Callable:
-        """The program that joins copies [M, ...] and cuts the first axes."""
-
-        def joined(copies, lengths):
-            return jnp.concatenate(copies)[tuple(map(slice, lengths))]
-
-        return jax.jit(joined, static_argnums=1)
-
     def to_slots(self, what: str, tree: PyTree) -> PyTree:
         """Lay members [K, ...] into their slots, [D * M, ...]."""
         member, _ = self.slots
@@ -1909,12 +1896,9 @@ class _Places:
         size = jax.tree.leaves(batch)[0].shape[axis]
         if (parts := math.gcd(size, replicas)) < replicas:
             whole = size - size % replicas or replicas
-            warnings.warn(
-                f"a batch of {size} is divided into {parts} parts, not {replicas}, "
-                f"so some of a member's replicas do the same work; multiples of "
-                f"{replicas}, such as {whole}, use them all",
-                stacklevel=4,
-            )
+            found = f"a batch of {size} is divided into {parts} parts, not {replicas}"
+            remedy = f"multiples of {replicas}, such as {whole}, use them all"
+            warnings.warn(f"{found}, so some replicas idle; {remedy}", stacklevel=4)
         part = np.int32(replica % parts)
         at = (member, part) if each else part
 
@@ -1948,7 +1932,7 @@ class _Places:
                 parts = np.concatenate([*map(_gather_devices, copies)])
                 return jax.device_put(parts[cut], *copies[0].devices())
             copies = jax.device_put(copies, *copies[0].devices())
-            return _apart(self.joined, copies, lengths)
+            return _apart(_joined, copies, lengths)
 
         return jax.tree.map(take, tree)
 
@@ -2011,10 +1995,10 @@ def _is_rbg(key: Any) -> bool:
 def _check_draws(key: Any, at_once: int | None) -> None:
     """Raise ValueError for keys whose draws change if members are together."""
     if at_once and at_once > 1 and _is_rbg(key):
-        raise ValueError(
-            f"at_once={at_once} with keys of {jax.random.key_impl(key)}: their draws "
-            "change under vmap; use threefry2x32, JAX's default, or at_once=1"
+        found = (
+            f"at_once={at_once} with keys of {jax.random.key_impl(key)}, whose draws"
         )
+        raise ValueError(f"{found} change under vmap; use threefry2x32, or at_once=1")
 
 
 def _in_slots(f: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> Callable:
@@ -2245,8 +2229,7 @@ class _Programs:
         size //= _num_parts(batch, model[0], most, places.platform)
         batch = jax.tree.map(lambda x: _like(x, size), batch)
         extras = *jax.tree.map(_like, self.hyper), *self.frozen
-        args = params, *model, batch, extras
-        _, (_, aux) = _apart(self._loss.eval_shape, *args)
+        _, (_, aux) = _apart(self._loss.eval_shape, params, *model, batch, extras)
         num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(aux))
         return max(1, min(_STEPS, _AUX_BYTES // max(1, num_bytes)))
 
@@ -2388,7 +2371,9 @@ class _Predictions:
             return
         most = self.programs.places.layout.replicas * jax.tree.leaves(made)[0].shape[2]
         count, made = min(most, n), self._members(n, made)
+        remedy = "inputs are [N, ...], x[None] for one x; use no batch statistics"
         for i, name in (0, "first"), (count - 1, "last"):
+            found = f"apply_fn's output for the {name} example changes with others"
 
             def repeat(x, i=i):
                 return np.repeat(np.asarray(x[i : i + 1]), count, axis=0)
@@ -2398,11 +2383,7 @@ class _Predictions:
             again = self._members(count, self.programs.run(None, work))
             for x, y in zip(*map(jax.tree.leaves, (made, again))):
                 if not _near(x[:, i], y[:, i], like=x):
-                    raise ValueError(
-                        f"apply_fn's output for the {name} example changes with the "
-                        "others; inputs are [N, ...], x[None] for one example x, and "
-                        "predicting uses no batch statistics: train=False"
-                    )
+                    raise ValueError(f"{found}; {remedy}: train=False")
         for x in jax.tree.leaves(made):
             x = x[:, :count]
             if not _near(x, np.broadcast_to(x[:, :1], x.shape), like=x):
@@ -2766,8 +2747,7 @@ class Trainer:
         state = self._admit(state, data, order, trains=True)
         work = self._epoch(state, data, order, self.place)
         order = np.asarray(order)
-        differ = order.ndim == 3 and (order != order[:1]).any()
-        self._warn_if_equal(state, differ)
+        self._warn_if_equal(state, order.ndim == 3 and (order != order[:1]).any())
         state, metrics = self._programs.run(self, work)
         return state, self._places.from_slots(metrics, order.shape[-2])
 
@@ -2829,8 +2809,7 @@ class Trainer:
             return x.mean(axis=0, dtype=_wide(x.dtype))
 
         with np.errstate(invalid="ignore", over="ignore"):
-            blocks = self.predict_blocks(state, inputs)
-            means = [jax.tree.map(mean, block) for block in blocks]
+            means = [jax.tree.map(mean, x) for x in self.predict_blocks(state, inputs)]
         return jax.tree.map(lambda *x: np.concatenate(x), *means)
 
     def predict_members(self, state: TrainState, inputs: PyTree) -> PyTree:
@@ -2960,11 +2939,11 @@ def prefetch(batches: Iterable, size: int = 2) -> Iterator:
     def ahead():
         room: Any = threading.Semaphore(size)
         made: Any = queue.SimpleQueue()
-        left = False  # by the loop
+        left = threading.Event()  # by the loop
 
         def make():
             try:
-                while room.acquire() and not left:
+                while room.acquire() and not left.is_set():
                     made.put((next(items), None))
             except BaseException as error:  # the loop's, or its end
                 made.put((None, error))
@@ -2972,8 +2951,7 @@ def prefetch(batches: Iterable, size: int = 2) -> Iterator:
             atexit.unregister(thread.join)
 
         def leave():
-            nonlocal left
-            left = True
+            left.set()
             room.release()
 
         thread = threading.Thread(target=make, daemon=True)
