@@ -43,6 +43,7 @@ Each section uses only the sections above it.  An import touches no device.
 from __future__ import annotations
 
 import argparse
+import atexit
 import collections
 import contextlib
 import dataclasses
@@ -602,8 +603,7 @@ def _check_params(params: PyTree, kind: Any = jnp.floating) -> None:
     """Raise ValueError for parameters of another kind, by default than real floats."""
     for name, leaf in _named(params):
         if not jnp.issubdtype(dtype := jnp.result_type(leaf), kind):
-            expected = "floating point: split a complex one into two, and keep"
-            expected += " untrained arrays in model_state"
+            expected = "floating point: split complex ones, keep others in model_state"
             raise ValueError(f"parameter '{name}' is {dtype}; expected {expected}")
 
 
@@ -941,7 +941,7 @@ def _like(leaf: Any, *axes: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((*axes, *leaf.shape[1:]), leaf.dtype)
 
 
-def _on_data(function: Callable, leaf: Array) -> Array:
+def _on_data(function: Callable, leaf: Any) -> Any:
     """Apply a function of an array to a leaf, or to the data of a typed random key."""
     if not _is_key(leaf):
         return function(leaf)
@@ -953,10 +953,9 @@ def _on_data(function: Callable, leaf: Array) -> Array:
 def _check_leaves(what: Any, found: dict, expected: dict, remedy: str = "") -> None:
     """Raise ValueError for the first leaf whose form is another, or that is absent."""
     for name in [*expected, *found]:
-        form, like = (x.get(name, "absent") for x in (found, expected))
-        if form != like:
-            text = f"leaf '{name}' is {form}; expected {like}{remedy}"
-            raise ValueError(f"{what}: {text}")
+        now, like = (x.get(name, "absent") for x in (found, expected))
+        if now != like:
+            raise ValueError(f"{what}: leaf '{name}' is {now}; expected {like}{remedy}")
 
 
 def _check_form(what, tree, like, remedy="", first=0, typed=True) -> None:
@@ -1006,11 +1005,15 @@ def train_state(
 # ---------------------------------------------------------------------------------
 
 
+# Errors of functions that are given other arguments than they expect.
+_MISFITS = TypeError, ValueError, AttributeError, LookupError, NotImplementedError
+
+
 def _user_call(what: str, advice: str, function: Callable, *args) -> Any:
     """Call a user's function; name it in a ValueError if it refuses the arguments."""
     try:
         return function(*args)
-    except (TypeError, ValueError, AttributeError) as error:
+    except _MISFITS as error:
         found = " ".join(str(error).split())  # JAX's may have several lines
         raise ValueError(f"{what}: {found}; {advice}") from error
 
@@ -1029,23 +1032,36 @@ def _check_axes(what, tree, *lengths, expected=_ANY):
     first = min(axes, default=())
     fits = all(n in (None, m) for n, m in zip(lengths, first))
     if len(axes) != 1 or len(first) != len(lengths) or not fits or 0 in first:
-        numbers = "; a list holds numbers: numpy.array(...) of it is one leaf"
-        raise ValueError(
-            f"the first axes of the {what} have lengths {sorted(axes)}; expected "
-            f"{expected}{numbers if any(map(np.isscalar, leaves)) else ''}"
-        )
+        found = f"the first axes of the {what} have lengths {sorted(axes)}"
+        if any(map(np.isscalar, leaves)):
+            expected += "; a list holds numbers: numpy.array(...) of it is one leaf"
+        raise ValueError(f"{found}; expected {expected}")
+
+
+def _check_outside(*args: Any) -> None:
+    """Raise ValueError for arguments that JAX traces."""
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+        remedy = "call it outside, and give loss_fn or apply_fn to jax.jit or jax.grad"
+        raise ValueError(f"arguments are traced, inside jax.jit or jax.grad; {remedy}")
 
 
 def _array(what: str, x: Any) -> Any:
-    """Return a leaf as an array of JAX or NumPy; raise ValueError if it has none."""
+    """Return a leaf as an array of JAX or NumPy; raise ValueError if it has none.
+
+    An array whose type says how a mesh divides it, and so cannot be cut, is copied to
+    the host.
+    """
     if isinstance(x, (Array, jax.ShapeDtypeStruct)):
-        return x
+        _check_outside(x)
+        kinds = getattr(getattr(x.sharding, "mesh", None), "axis_types", None) or ()
+        divided = any(kind.name == "Explicit" for kind in kinds)
+        return _on_data(np.asarray, x) if divided else x
     try:
         array = np.asarray(x)
     except (TypeError, ValueError, RuntimeError) as error:  # torch raises the last
         raise ValueError(f"{what}: {error}; expected numbers of NumPy's") from error
     masked, kind = isinstance(x, np.ma.MaskedArray), array.dtype
-    if masked or kind.kind in "OSUMm" or kind.type is np.void:
+    if masked or kind.kind in "OSTUMm" or issubclass(kind.type, np.void):
         found = f"{type(x).__name__} of {kind}"
         raise ValueError(f"{what}: found {found}; expected numbers, none masked")
     return array
@@ -1110,9 +1126,8 @@ def _num_parts(batch: PyTree, model_state: PyTree, size: Any, platform: str) -> 
         found = f"a device's batch of {rows} does not divide into micro-batches of"
         raise ValueError(f"{found} {size}; use a divisor of {rows}")
     if jax.tree.leaves(model_state):
-        found = f"microbatch={size} would compute the model state, such as batch"
-        parts = f"from parts of a batch of {rows}"
-        raise ValueError(f"{found} statistics, {parts}; use microbatch=None")
+        found = f"microbatch={size} would compute the model state from parts of {rows}"
+        raise ValueError(f"{found}; use microbatch=None")
     return rows // size
 
 
@@ -1197,11 +1212,11 @@ def _check_made(made: PyTree, stateful: bool) -> None:
         expected = "with stateful=True, expected the tuple (params, model_state)"
         raise ValueError(f"init_fn returns {type(made).__name__}; {expected}")
     for name, leaf in _named(made):
-        if not isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
-            expected = "a tree of arrays: split off other leaves (equinox.partition, "
+        if isinstance(leaf, (np.ndarray, np.generic)):
+            _numbers("leaves that init_fn returns", leaf)
+        elif not isinstance(leaf, Array):
             found = f"init_fn returns {type(leaf).__name__} at '{name}'"
-            raise ValueError(f"{found}; expected {expected}flax.nnx.split)")
-        _numbers("leaves that init_fn returns", leaf)
+            raise ValueError(f"{found}; expected arrays: split off others (nnx.split)")
 
 
 def _two(found: Any, expected: str) -> Any:
@@ -1254,16 +1269,24 @@ class _Member:
     output: Callable | None = None
     shards: int = 1
     platform: str | None = None  # None is JAX's default, asked for in the first call
+    last: tuple = ()  # names of the extras
 
     def __post_init__(self) -> None:
         if self.microbatch not in (None, "auto"):
             _count("microbatch", self.microbatch)
 
+    def call(self, name: str, args: dict, extras: tuple, more: str = "") -> Any:
+        """Call a user's function of arguments, by their names, and the extras."""
+        advice = f"it is called as {name}({', '.join([*args, *self.last])}){more}"
+        function = getattr(self, name)
+        return _user_call(name, advice, function, *args.values(), *extras)
+
     def optimizer_of(self, *hyper: PyTree) -> OptimizerLike:
         """Return the member's optimizer.  Raises ValueError if it is none."""
         made, both = self.optimizer, operator.attrgetter("init", "update")
         if hyper and callable(made) and not hasattr(made, "update"):
-            advice = "with hyper, expected a function, such as lambda h: sgd(h)"
+            advice = "it is called as optimizer(hyper), of traced numbers; a schedule"
+            advice += " that compares them takes a peak of 1, and hyper's as a factor"
             made = _user_call("optimizer", advice, made, *hyper)
         advice = "expected one with init and update, such as sgd(0.1)"
         _user_call("optimizer", advice, both, made)
@@ -1271,11 +1294,11 @@ class _Member:
 
     def loss(self, params, model_state, key, batch, extras):
         """Bring the four forms of a `LossFn` into one: (loss, (model_state, aux))."""
-        model = (params, model_state, key) if self.stateful else (params,)
-        advice = f"it is given {len(batch)} arguments from the batch or data"
-        if not self.stateful:
-            advice += "; with stateful=True, also model_state and key before them"
-        value = _user_call("loss_fn", advice, self.loss_fn, *model, *batch, *extras)
+        model, more = {"params": params}, "; stateful=True adds model_state and key"
+        if self.stateful:
+            model, more = {**model, "model_state": model_state, "key": key}, ""
+        args = model | {f"batch[{i}]": x for i, x in enumerate(batch)}
+        value = self.call("loss_fn", args, extras, more)
         second = "(model_state, aux)" if self.has_aux else "model_state"
         expected, rest = f"(loss, {second if self.stateful else 'aux'})", ()
         if self.stateful or self.has_aux:
@@ -1287,7 +1310,9 @@ class _Member:
             raise ValueError(f"{found}; expected {expected}")
         if self.stateful:
             model_state, rest = _two(rest, expected) if self.has_aux else (rest, ())
-        return value, (model_state, jax.tree.map(_floats, rest))
+        advice = "expected numbers, which are averaged; the model state may hold keys"
+        aux = _user_call("loss_fn's aux", advice, jax.tree.map, _floats, rest)
+        return value, (model_state, aux)
 
     def gradients(self, state, key, batch, part, extras):
         """Return gradients, loss, aux and model state: means over micro-batches."""
@@ -1324,10 +1349,8 @@ class _Member:
         """Return params, opt_state and model_state after a step, or `old`."""
         optimizer = self.optimizer_of(*hyper)
         value = {"value": loss} if _takes_value(optimizer.update) else {}
-        advice = (
-            "it is given gradients, a state that its own init made, parameters and, by "
-            "name, value=loss; docs/coming-from.md#l-bfgs shows how to give it more"
-        )
+        advice = "it is given gradients, its own state, parameters and value=loss"
+        advice += "; docs/coming-from.md#l-bfgs shows how to give it more"
 
         def step(old, grads, model_state):
             params, opt_state, _ = old
@@ -1349,8 +1372,7 @@ class _Member:
         """
         _check_params(state.params, jnp.inexact)
         if self.stateful and state.key is None:
-            remedy = "make it with train_state(..., key=key)"
-            raise ValueError(f"stateful=True needs a state with a key; {remedy}")
+            raise ValueError("stateful=True needs a key: train_state(..., key=key)")
         key, used = jax.random.split(state.key) if self.stateful else (state.key, None)
         found = self.gradients(state, used, batch, part, (*hyper, *frozen))
         grads, loss, aux, model_state = _average(found)
@@ -1365,7 +1387,8 @@ class _Member:
 
     def init(self, _, hyper, frozen, number, key):
         init_key, key = jax.random.split(jax.random.fold_in(key, number))
-        made = self.init_fn(*_hidden((init_key, *hyper, *frozen)))
+        extras = *hyper, *frozen
+        made = self.call("init_fn", *_hidden(({"key": init_key}, extras)))
         _check_made(made, self.stateful)
         made = _hidden(made)
         params, model_state = made if self.stateful else (made, ())
@@ -1390,15 +1413,16 @@ class _Member:
         """Return what a member predicts for a chunk."""
         advice = f"for inputs {_described(inputs)}, filled up to a chunk"
         advice += "; one example x is given as x[None]"
-        args = _hidden((*model, inputs, *hyper, *frozen))
-        outputs = _user_call("apply_fn", advice, self.apply_fn, *args)
+        names = *("params", "model_state")[: len(model)], "inputs"
+        args, extras = _hidden(((*model, inputs), (*hyper, *frozen)))
+        outputs = self.call("apply_fn", dict(zip(names, args)), extras, f" {advice}")
         if self.output is jax.nn.softmax:
             logits = isinstance(outputs, Array) and outputs.ndim > 1
             if not (logits and outputs.shape[-1] > 1):
                 found = f"apply_fn returns {_described(outputs)} {advice}"
+                remedy = "for others, output=None or a function of them"
                 raise ValueError(
-                    f"{found}; the softmax takes logits [B, ..., C]: make the trainer "
-                    "with output=None, or with a function of the outputs"
+                    f"{found}; the softmax takes logits [B, ..., C]; {remedy}"
                 )
             outputs = outputs.astype(_wide(outputs.dtype))
         outputs = outputs if self.output is None else self.output(outputs)
@@ -1514,14 +1538,13 @@ def _identity(tree: PyTree) -> tuple:
     return [*map(id, leaves)], structure
 
 
-def _check_state(state: Any) -> None:
-    """Raise ValueError unless it is a state, outside of `jax.jit`."""
-    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state))
+def _check_state(state: Any, given: tuple = ()) -> None:
+    """Raise ValueError unless it is a state, and is given outside of `jax.jit`."""
+    _check_outside(state, given)
     # Fields are compared, since a reloaded module has another class.
-    if traced or getattr(state, "_fields", ()) != TrainState._fields:
-        found = "traced, so inside jax.jit" if traced else type(state).__name__
+    if getattr(state, "_fields", ()) != TrainState._fields:
         expected = "a TrainState, as returned by init, or by load with like"
-        raise ValueError(f"the state is {found}; expected {expected}")
+        raise ValueError(f"the state is {type(state).__name__}; expected {expected}")
 
 
 def _check_apart(state: PyTree) -> None:
@@ -1538,23 +1561,19 @@ def _check_apart(state: PyTree) -> None:
             raise ValueError(f"{both} share one buffer, {remedy}")
 
 
-def _admit(owner: Any, state: Any, fit: Callable, trains: bool = True) -> Any:
+def _admit(owner: Any, state: Any, given: Any, fit: Callable, trains=True) -> Any:
     """Let a state in: the one door for states, of updates and of trainers.
 
-    The owner's latest needs no check.  For any other, fit(state) raises ValueError if
-    it does not fit, and returns it on its devices.  Where a state is to be trained, no
-    two leaves may share a buffer.
+    It comes with the other arguments, `given`.  The owner's latest needs few checks.
+    For any other, fit(state) raises ValueError if it does not fit, and returns it on
+    its devices.  Where a state is to be trained, no two leaves may share a buffer.
     """
     latest = owner.latest
     known = latest and (state is latest or _identity(state) == _identity(latest))
-    if not known:
-        _check_state(state)
+    _check_state(state, given)
     if _is_consumed(state):
-        raise ValueError(
-            "the state was consumed by an earlier update or epoch; go on with the one "
-            "that this call returned, state, metrics = update(state, ...), which a "
-            "trainer keeps as trainer.latest, or, if the call failed, with a saved one"
-        )
+        remedy = "go on with the one that it returned, trainer.latest, or a saved one"
+        raise ValueError(f"the state was consumed by an earlier call; {remedy}")
     if not known:
         state = fit(state)
         if trains:
@@ -1590,7 +1609,7 @@ def _make_update(axis: str, member: _Member) -> Callable:
 
     def update(state, *batch):
         """Take a step: (state, metrics).  `state` is consumed."""
-        state = _admit(update, state, fit)
+        state = _admit(update, state, batch, fit)
         _check_axes("state and the batch", (state, batch), expected=form)
         alone = meet and jax.default_backend() == "cpu"
         program = functools.partial(_run, pmapped, alone)
@@ -1725,6 +1744,12 @@ def layout(members: int, num_devices: int, num_processes: int = 1) -> Layout:
     return Layout(members, -(-members // shared) * replicas, shared, replicas)
 
 
+@functools.partial(jax.jit, static_argnums=1)
+def _joined(copies: list, lengths: tuple) -> Array:
+    """Join copies [M, ...], and cut the first axes."""
+    return jnp.concatenate(copies)[tuple(map(slice, lengths))]
+
+
 _WHOLE = 1024  # a leaf of fewer numbers is not divided over shards
 
 
@@ -1846,15 +1871,6 @@ class _Places:
 
         return jax.tree.map(give, arguments)
 
-    @functools.cached_property
-    def joined(self) -> Callable:
-        """The program that joins copies [M, ...] and cuts the first axes."""
-
-        def joined(copies, lengths):
-            return jnp.concatenate(copies)[tuple(map(slice, lengths))]
-
-        return jax.jit(joined, static_argnums=1)
-
     def to_slots(self, what: str, tree: PyTree) -> PyTree:
         """Lay members [K, ...] into their slots, [D * M, ...]."""
         member, _ = self.slots
@@ -1880,12 +1896,9 @@ class _Places:
         size = jax.tree.leaves(batch)[0].shape[axis]
         if (parts := math.gcd(size, replicas)) < replicas:
             whole = size - size % replicas or replicas
-            warnings.warn(
-                f"a batch of {size} is divided into {parts} parts, not {replicas}, "
-                f"so some of a member's replicas do the same work; multiples of "
-                f"{replicas}, such as {whole}, use them all",
-                stacklevel=4,
-            )
+            found = f"a batch of {size} is divided into {parts} parts, not {replicas}"
+            remedy = f"multiples of {replicas}, such as {whole}, use them all"
+            warnings.warn(f"{found}, so some replicas idle; {remedy}", stacklevel=4)
         part = np.int32(replica % parts)
         at = (member, part) if each else part
 
@@ -1919,7 +1932,7 @@ class _Places:
                 parts = np.concatenate([*map(_gather_devices, copies)])
                 return jax.device_put(parts[cut], *copies[0].devices())
             copies = jax.device_put(copies, *copies[0].devices())
-            return _apart(self.joined, copies, lengths)
+            return _apart(_joined, copies, lengths)
 
         return jax.tree.map(take, tree)
 
@@ -1982,18 +1995,21 @@ def _is_rbg(key: Any) -> bool:
 def _check_draws(key: Any, at_once: int | None) -> None:
     """Raise ValueError for keys whose draws change if members are together."""
     if at_once and at_once > 1 and _is_rbg(key):
-        raise ValueError(
-            f"at_once={at_once} with keys of {jax.random.key_impl(key)}: their draws "
-            "change under vmap; use threefry2x32, JAX's default, or at_once=1"
+        found = (
+            f"at_once={at_once} with keys of {jax.random.key_impl(key)}, whose draws"
         )
+        raise ValueError(f"{found} change under vmap; use threefry2x32, or at_once=1")
 
 
-if hasattr(jax, "shard_map"):
-    _shard_map = functools.partial(jax.shard_map, check_vma=False)
-else:  # JAX 0.5
-    from jax.experimental.shard_map import shard_map
+def _in_slots(f: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> Callable:
+    """Map f over the slots of a mesh, over whose shards XLA divides it."""
+    specs = dict(mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    if not hasattr(jax, "shard_map"):  # JAX 0.5
+        from jax.experimental.shard_map import shard_map
 
-    _shard_map = functools.partial(shard_map, check_rep=False)
+        return shard_map(f, check_rep=False, **specs)
+    names = {*mesh.axis_names} - {"shards"}
+    return jax.shard_map(f, axis_names=names, check_vma=False, **specs)
 
 
 def _fits(program: Any, args: tuple, by_slot: Any) -> bool:
@@ -2051,13 +2067,16 @@ def _in_turn(f, states, of_slot, places, train, at_once) -> tuple:
     return jax.tree.map(lambda x, y: x.reshape(y.shape), kept, states), results
 
 
-def _over_members(f: Callable, places: _Places, at_once: int, train: bool) -> Callable:
+_LEVEL = "xla_backend_optimization_level"
+
+
+def _over_members(f, places, at_once, train, once) -> Callable:
     """Map f(state, **of_slot, **of_all), of one member on one device, over all slots.
 
     The result is a program of state, of_slot and of_all; the last two are dicts of f's
     arguments.  Leaves of state and of_slot are by slot, and so are the leaves that f
     returns; of_all is everywhere.  With `train`, the state's buffers are reused, and
-    replicas wait for each other.
+    replicas wait for each other.  On a CPU, a program that runs `once` compiles fast.
 
     This maps as `jax.pmap` does, but the program is freed with the function returned,
     while JAX (0.10, 0.12) keeps a program of `pmap` for good, with all that f holds.
@@ -2065,17 +2084,10 @@ def _over_members(f: Callable, places: _Places, at_once: int, train: bool) -> Ca
     by_slot, everywhere = places.shardings(train)
     inputs = by_slot, by_slot, everywhere
     how: dict = dict(in_shardings=inputs, out_shardings=by_slot)
-
-    def on_device(fast, state, of_slot, of_all):
-        def in_slot(state, of_slot):
-            return fast(state, **of_slot, **of_all)
-
-        both = _in_turn(in_slot, state, of_slot, places, train, at_once)
-        return both if train else both[1]
-
-    specs = dict(in_specs=tuple(x.spec for x in inputs), out_specs=by_slot.spec)
     if places.shards > 1:  # XLA divides the work of a slot as its arrays are divided
-        specs, how = specs | {"axis_names": {*by_slot.mesh.axis_names} - {"shards"}}, {}
+        how = {}
+
+    specs = tuple(x.spec for x in inputs), by_slot.spec
 
     def divided(mapped, *args):
         states, metrics = mapped(*args) if train else (mapped(*args), ())
@@ -2087,9 +2099,16 @@ def _over_members(f: Callable, places: _Places, at_once: int, train: bool) -> Ca
     how |= {"donate_argnums": (0,) if train else ()}
 
     def make(options):
+        if once and places.on_cpu and _LEVEL not in os.environ.get("XLA_FLAGS", ""):
+            options = {_LEVEL: 1, **(options or {})}
         fast = _fast_cpu.fast(f, options)  # on CPUs, whatever f takes gradients of
-        each = functools.partial(on_device, fast)
-        mapped = _shard_map(each, mesh=by_slot.mesh, **specs)
+
+        def on_device(state, of_slot, of_all):
+            each = lambda state, of_slot: fast(state, **of_slot, **of_all)  # noqa: E731
+            both = _in_turn(each, state, of_slot, places, train, at_once)
+            return both if train else both[1]
+
+        mapped = _in_slots(on_device, by_slot.mesh, *specs)
         whole = functools.partial(divided, mapped) if places.shards > 1 else mapped
         return jax.jit(whole, compiler_options=options, **how)
 
@@ -2142,7 +2161,8 @@ class _Programs:
     def _mapped(self, work: _Work, together: int) -> Callable:
         if (key := (work.f, together)) not in self.made:
             places, f = self.places, work.f
-            self.made[key] = _over_members(f, places, together, work.trains)
+            once = f == self.member.init
+            self.made[key] = _over_members(f, places, together, work.trains, once)
         return self.made[key]
 
     def _fitting(self, work: _Work, args: tuple) -> int:
@@ -2175,8 +2195,7 @@ class _Programs:
     def run(self, owner: Any, work: _Work) -> Any:
         """Do the work.  If it trains, it consumes its state: see `_run_consuming`."""
         if (places := self.places).absent:
-            found = "the devices are a topology's, which cannot run"
-            raise ValueError(f"{found}; use Trainer.lower")
+            raise ValueError("the devices are a topology's; use Trainer.lower")
         of_slot = places.give(work.of_slot, places.by_slot)
         of_all = places.give(work.of_all, places.everywhere)
         program, args = self._program(work._replace(of_slot=of_slot, of_all=of_all))
@@ -2192,7 +2211,8 @@ class _Programs:
 
     @functools.cached_property
     def _loss(self) -> Any:  # which is traced once per form of its arguments
-        return jax.jit(self.member.loss)
+        mesh, all_alike = self.places.by_slot.mesh, jax.sharding.PartitionSpec()
+        return jax.jit(_in_slots(self.member.loss, mesh, all_alike, all_alike))
 
     def shared_steps(self, state: TrainState, data: tuple, size: int) -> int:
         """Return up to how many steps of `size` examples share a program of `epoch`.
@@ -2202,17 +2222,21 @@ class _Programs:
         if not self.member.has_aux:
             return _STEPS
         params, _, *model = jax.tree.map(_like, state)  # of a member
+        # The loss sees the rows of a micro-batch of a replica's part.
+        places, most = self.places, self.member.microbatch
+        size //= math.gcd(size, places.layout.replicas)
         batch = jax.tree.map(lambda x: _like(_numbers("data", x), size), data)
+        size //= _num_parts(batch, model[0], most, places.platform)
+        batch = jax.tree.map(lambda x: _like(x, size), batch)
         extras = *jax.tree.map(_like, self.hyper), *self.frozen
-        args = params, *model, batch, extras
-        _, (_, aux) = _apart(self._loss.eval_shape, *args)
+        _, (_, aux) = _apart(self._loss.eval_shape, params, *model, batch, extras)
         num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(aux))
         return max(1, min(_STEPS, _AUX_BYTES // max(1, num_bytes)))
 
     def lower(self, work: _Work) -> jax.stages.Lowered:
         """Lower the program of some work, whose arguments may be forms."""
-        forms = jax.eval_shape(lambda *args: args, work.of_slot, work.of_all)
-        of_slot, of_all = forms  # forms also of keys
+        # Keys have forms too.
+        of_slot, of_all = jax.eval_shape(lambda *x: x, work.of_slot, work.of_all)
         program, args = self._program(work._replace(of_slot=of_slot, of_all=of_all))
         return _apart(program.lower, *args)
 
@@ -2339,14 +2363,17 @@ class _Predictions:
         """Raise ValueError if the outputs of an example depend on other examples.
 
         The first and the last example of a chunk are tried, each among copies of
-        itself, until a chunk of such a form has outputs that differ.
+        itself, until a chunk of such a form has outputs that differ by more than
+        rounding.
         """
         inputs = jax.tree.map(functools.partial(_array, "inputs"), inputs)
         if (key := str(_described(inputs, first=1))) in self.independent:
             return
         most = self.programs.places.layout.replicas * jax.tree.leaves(made)[0].shape[2]
         count, made = min(most, n), self._members(n, made)
+        remedy = "inputs are [N, ...], x[None] for one x; use no batch statistics"
         for i, name in (0, "first"), (count - 1, "last"):
+            found = f"apply_fn's output for the {name} example changes with others"
 
             def repeat(x, i=i):
                 return np.repeat(np.asarray(x[i : i + 1]), count, axis=0)
@@ -2356,14 +2383,10 @@ class _Predictions:
             again = self._members(count, self.programs.run(None, work))
             for x, y in zip(*map(jax.tree.leaves, (made, again))):
                 if not _near(x[:, i], y[:, i], like=x):
-                    raise ValueError(
-                        f"apply_fn's output for the {name} example changes with the "
-                        "others; inputs are [N, ...], x[None] for one example x, and "
-                        "predicting uses no batch statistics: train=False"
-                    )
+                    raise ValueError(f"{found}; {remedy}: train=False")
         for x in jax.tree.leaves(made):
-            same = np.broadcast_to(x[:, :1], x.shape)
-            if not np.array_equal(x[:, :count], same[:, :count], equal_nan=True):
+            x = x[:, :count]
+            if not _near(x, np.broadcast_to(x[:, :1], x.shape), like=x):
                 self.independent.add(key)
 
 
@@ -2394,7 +2417,15 @@ class Trainer:
     Args:
       init_fn: init_fn(key) returns the parameters, a tree of arrays, or with `stateful`
         (params, model_state).
-      loss_fn, optimizer, has_aux, stateful, microbatch, skip_nonfinite: as in
+      loss_fn: the mean loss of a batch, a scalar, in the form that two flags choose:
+          loss_fn(params, *batch)                    loss
+          loss_fn(params, *batch)                    (loss, aux), has_aux
+          loss_fn(params, model_state, key, *batch)  (loss, model_state), stateful
+          loss_fn(params, model_state, key, *batch)  (loss, (model_state, aux)), both
+        `hyper` and `frozen`, where they are given, are its last arguments, in this
+        order.  Aux is a tree of means over the batch; the model state is not trained,
+        and `key` is the step's own.
+      optimizer, has_aux, stateful, microbatch, skip_nonfinite: as in
         `make_sync_update`; the step is the same.
       members: the number of models, K.  Each has to fit on one device, or on `shards`.
       devices: the largest number of devices to use, by default all, or the devices
@@ -2483,7 +2514,8 @@ class Trainer:
         places = _lay_out(self.members, self.devices, self.shards)
         options = self.has_aux, self.stateful, self.microbatch, self.skip_nonfinite
         functions = self.init_fn, self.apply_fn, self.output
-        where = self.shards, places.platform
+        last = tuple(x for x in ("hyper", "frozen") if getattr(self, x) is not None)
+        where: Any = self.shards, places.platform, last
         member = _Member(self.loss_fn, self.optimizer, *options, *functions, *where)
         hyper, frozen = (() if x is None else (x,) for x in (self.hyper, self.frozen))
         if hyper:
@@ -2557,9 +2589,9 @@ class Trainer:
         self._check_members(state, members, expected, trains)
         return places.put(state, places.by_slot, divide=True) if moves else state
 
-    def _admit(self, state, trains=False):
+    def _admit(self, state, *given, trains=False):
         fit = functools.partial(self._fit, trains=trains)
-        return _admit(self, state, fit, trains)
+        return _admit(self, state, given, fit, trains)
 
     # `_init`, `_update`, `_epoch` and `_predict` check a method's arguments and return
     # its work, which `_programs` runs, or lowers.
@@ -2585,6 +2617,7 @@ class Trainer:
         return self._programs.run(self, self._init(key))
 
     def _init(self, key):
+        _check_outside(key)
         expected = "expected one random key, such as jax.random.key(0), for all members"
         _user_call("key", expected, jax.random.split, key)
         _check_draws(key, self.at_once)
@@ -2638,9 +2671,7 @@ class Trainer:
 
         Raises ValueError as the method does, and for another method.
         """
-        works: dict = dict(init=self._init, update=self._update)
-        works |= dict(epoch=self._epoch, predict=self._predict)
-        if method not in works:
+        if method not in ("init", "update", "epoch", "predict"):
             expected = "'init', 'update', 'epoch' or 'predict'"
             raise ValueError(f"method is {method!r}; expected {expected}")
 
@@ -2655,7 +2686,7 @@ class Trainer:
             places = self._places
             args, options = jax.tree.map(zeros, (args, options))
             args = places.put(self._made, places.by_slot, divide=True), *args
-        return self._programs.lower(works[method](*args, **options))
+        return self._programs.lower(getattr(self, f"_{method}")(*args, **options))
 
     # Training
 
@@ -2678,7 +2709,7 @@ class Trainer:
         Raises ValueError for a batch that is empty or does not divide into
         micro-batches.
         """
-        state = self._admit(state, trains=True)
+        state = self._admit(state, *batch, trains=True)
         work = self._update(state, *batch, per_member=per_member)
         self._warn_if_equal(state, differ=per_member)
         state, metrics = self._programs.run(self, work)
@@ -2713,11 +2744,10 @@ class Trainer:
         Raises ValueError for an order that is empty or has rows outside the data, and
         for data of several lengths.
         """
-        state = self._admit(state, trains=True)
+        state = self._admit(state, data, order, trains=True)
         work = self._epoch(state, data, order, self.place)
         order = np.asarray(order)
-        differ = order.ndim == 3 and (order != order[:1]).any()
-        self._warn_if_equal(state, differ)
+        self._warn_if_equal(state, order.ndim == 3 and (order != order[:1]).any())
         state, metrics = self._programs.run(self, work)
         return state, self._places.from_slots(metrics, order.shape[-2])
 
@@ -2779,8 +2809,7 @@ class Trainer:
             return x.mean(axis=0, dtype=_wide(x.dtype))
 
         with np.errstate(invalid="ignore", over="ignore"):
-            blocks = self.predict_blocks(state, inputs)
-            means = [jax.tree.map(mean, block) for block in blocks]
+            means = [jax.tree.map(mean, x) for x in self.predict_blocks(state, inputs)]
         return jax.tree.map(lambda *x: np.concatenate(x), *means)
 
     def predict_members(self, state: TrainState, inputs: PyTree) -> PyTree:
@@ -2798,7 +2827,7 @@ class Trainer:
         devices are a block ahead of the loop, so the state may be consumed only after
         the last block.  Inputs and errors are those of `predict`.
         """
-        state = self._admit(state)
+        state = self._admit(state, inputs)
         return self._predictions.blocks(self._model(state), inputs)
 
     def _predict(self, state, inputs):
@@ -2886,6 +2915,9 @@ def epoch_order(
     return order[0] if members is None else order
 
 
+_LAST_ITEM = 5  # seconds that the end of Python waits for an item in the making
+
+
 def prefetch(batches: Iterable, size: int = 2) -> Iterator:
     """Yield the items of `batches`, of which a thread makes up to `size` in advance.
 
@@ -2907,29 +2939,38 @@ def prefetch(batches: Iterable, size: int = 2) -> Iterator:
     def ahead():
         room: Any = threading.Semaphore(size)
         made: Any = queue.SimpleQueue()
-        left = False  # by the loop
+        left = threading.Event()  # by the loop
 
         def make():
-            while room.acquire() and not left:
-                try:
+            try:
+                while room.acquire() and not left.is_set():
                     made.put((next(items), None))
-                except BaseException as error:  # the loop's, or its end
-                    return made.put((None, error))
+            except BaseException as error:  # the loop's, or its end
+                made.put((None, error))
+            atexit.unregister(leave)
+            atexit.unregister(thread.join)
 
-        # A process can end although a daemon waits for an item that never comes.
-        threading.Thread(target=make, daemon=True).start()
+        def leave():
+            left.set()
+            room.release()
+
+        thread = threading.Thread(target=make, daemon=True)
+        thread.start()
+        # Python ends a daemon wherever it is, which within XLA aborts the process.  But
+        # a daemon need not end by itself: it may wait for an item that never comes.
+        atexit.register(thread.join, _LAST_ITEM)
+        atexit.register(leave)  # is called before
         try:
             while True:
                 item, error = made.get()
                 if isinstance(error, StopIteration):
                     return
-                if error:
+                if error is not None:  # it may be false
                     raise error
                 room.release()
                 yield item
         finally:
-            left = True
-            room.release()
+            leave()
 
     return ahead()
 
@@ -3006,8 +3047,10 @@ def _by_path(tree: PyTree) -> dict[str, Any]:
     return leaves
 
 
-def _storable(leaf: Any) -> np.ndarray:
+def _storable(name: str, leaf: Any) -> np.ndarray:
     """Return a leaf as it is stored: keys as their data, exotic types as bytes."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise ValueError(f"leaf '{name}' is a form, without numbers; expected an array")
     leaf = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
     leaf = np.asarray(leaf, leaf.dtype.newbyteorder("<"), order="C")
     return leaf if leaf.dtype.name in _CODES else leaf[..., None].view(np.uint8)
@@ -3053,7 +3096,7 @@ def save(path: str | os.PathLike, tree: PyTree) -> None:
     """
     leaves = _by_path(tree)
     kinds = {name: _kind(leaf) for name, leaf in leaves.items()}
-    arrays = {name: _storable(leaf) for name, leaf in leaves.items()}
+    arrays = {name: _storable(name, leaf) for name, leaf in leaves.items()}
     parts = [x.reshape(-1).view(np.uint8).data for x in arrays.values()]
     digest = hashlib.sha256(_head(arrays, kinds, "0" * 64)[_DIGEST.stop :])
     for part in parts:
@@ -3095,7 +3138,8 @@ def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
     """Read a file of `save`: as a tree like `like`, or as a dict of leaves by path.
 
     `like` is a tree of the same structure; the paths, shapes and types of its leaves
-    matter, not their values.  The digest is verified before anything is returned.
+    matter, not their values.  If it is a dict, the file may have more keys, which are
+    left out.  The digest is verified before anything is returned.
     Leaves are NumPy arrays, which share the memory that the file is read into; typed
     random keys are JAX arrays.
 
@@ -3117,6 +3161,9 @@ def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
         raise ValueError(f"{path}: {error}") from error
     if like is None:
         return leaves
+    if isinstance(like, dict):
+        keys = tuple(f"[{key!r}]" for key in like)
+        leaves = {name: x for name, x in leaves.items() if name.startswith(keys)}
     ours = _by_path(like)
     remedy = "; gather a state before you save it, or give its kind of key to like"
     end = f"{remedy}: see help(load)" if isinstance(like, TrainState) else ""
