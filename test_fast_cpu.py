@@ -888,6 +888,63 @@ def test_gradients_of_weights_sum_over_one_axis_and_are_not_transposed():
         assert (found == plain) == (name != "cpu")
 
 
+def affine(params, x):
+    return jnp.tanh(x @ params["w"] + params["b"][None, None])
+
+
+def affine_loss(params, x):
+    return jnp.square(affine(params, x)).mean()
+
+
+AFFINE = {"w": randn(1, 4, 5), "b": randn(2, 5)}
+ROWS = randn(0, 32, 512, 4)
+LAYOUTS = {
+    "K = D = 1": dict(members=1, devices=1),
+    "K = D = 2": dict(members=2, devices=2),
+    "K = 1 on D = 2": dict(members=1, devices=2),
+    "at once": dict(members=2, devices=1, at_once=2),
+    "shards": dict(members=1, devices=2, shards=2),
+    "sync": pe.make_sync_update,
+    "ensemble": pe.make_ensemble_update,
+}
+
+
+def lowered_steps(how):
+    """Yield the programs of a trainer, or of an update by hand, as text."""
+    if isinstance(how, dict):
+        how = how | dict(apply_fn=lambda *args: affine(*args).mean(1))
+        trainer = pe.make_trainer(lambda key: AFFINE, affine_loss, SGD, **how)
+        order = np.zeros((2, len(ROWS)), np.int32)
+        for call in ("update", ROWS), ("epoch", (ROWS,), order), ("predict", ROWS):
+            yield trainer.lower(*call).as_text()
+    else:
+        state = pe.replicate(pe.train_state(AFFINE, SGD), 2)
+        with mock.patch.object(pe, "_run", side_effect=InterruptedError) as run:
+            with pytest.raises(InterruptedError):
+                how(affine_loss, SGD)(state, pe.split(ROWS, 2))
+        program, _, *given = run.call_args.args
+        yield program.lower(*given).as_text()
+
+
+@new
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_trainers_products_and_sums_are_fast(layout, monkeypatch):
+    """The programs are those that run: in `shard_map`, gradients name a mesh.
+
+    Shards keep their shardings, and XLA divides their products.
+    """
+    monkeypatch.setattr(fc, "_version", lambda: (0, 10))  # whose sums are of eighths
+    how, automatic = LAYOUTS[layout], layout == "shards"
+    if automatic and not hasattr(jax, "set_mesh"):
+        pytest.skip("shards take JAX 0.8 and newer")
+    for text in lowered_steps(how):
+        left = [made for _, made in dots(text) if made.endswith("5x4")]
+        large = r"stablehlo.reduce\(.*\) : \(tensor<((?:\d+x)+)f32>"
+        sizes = [eval(f"{x}1".replace("x", "*")) for x in re.findall(large, text)]
+        assert dots(text) and bool(left) <= automatic
+        assert automatic or max(sizes, default=0) < fc._LARGE
+
+
 @cases("axes", None, (0,), (1,), (2,), (0, 1), (1, 2), (0, 2))
 @cases("reduce", jnp.sum, jnp.max)
 def test_sums_of_eighths_are_the_sums(reduce, axes, monkeypatch):
