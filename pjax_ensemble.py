@@ -2099,7 +2099,9 @@ def _over_members(f, places, at_once, train, once) -> Callable:
     how |= {"donate_argnums": (0,) if train else ()}
 
     def make(options):
-        if once and places.on_cpu and _LEVEL not in os.environ.get("XLA_FLAGS", ""):
+        chosen = jax.config.values["jax_disable_most_optimizations"]
+        chosen = chosen or _LEVEL in os.environ.get("XLA_FLAGS", "")  # by the user
+        if once and places.on_cpu and not chosen:
             options = {_LEVEL: 1, **(options or {})}
         fast = _fast_cpu.fast(f, options)  # on CPUs, whatever f takes gradients of
 

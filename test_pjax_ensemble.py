@@ -1544,6 +1544,7 @@ def test_a_lowered_program_is_the_one_that_runs(devices, make):
         assert trainer.lower(method, *lowered, **named).as_text() == text
 
 
+@pytest.mark.usefixtures("optimized")
 def test_init_compiles_fast_unless_the_environment_says_otherwise(monkeypatch):
     for flags, times in ("", 1), (f"--{pe._LEVEL}=3", 0):
         monkeypatch.setenv("XLA_FLAGS", flags)
@@ -1750,7 +1751,7 @@ needs_mesh = pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="a newer JA
 def on(platform):
     """Have trainers take the ways of a platform on this CPU, always without oneDNN."""
     there = mock.patch.multiple(pe._Places, platform=platform, absent=False)
-    with there, mock.patch.object(fc, "compiler_options", lambda platform: None):
+    with there, mock.patch.object(fc, "_options", lambda *_, **__: {}):
         yield
 
 
