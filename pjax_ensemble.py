@@ -330,6 +330,10 @@ def _wide(dtype: np.dtype) -> np.dtype:
     return dtype if dtype.kind in "fc" and dtype.itemsize > 2 else np.dtype(np.float32)
 
 
+def _num_bytes(x: Any) -> int:
+    return x.size * x.dtype.itemsize if hasattr(x, "dtype") else 0
+
+
 def _average(tree: PyTree) -> PyTree:
     """Average over replicas, in float32 at least; leaves keep their types.
 
@@ -2232,7 +2236,7 @@ class _Programs:
         batch = jax.tree.map(lambda x: _like(x, size), batch)
         extras = *jax.tree.map(_like, self.hyper), *self.frozen
         _, (_, aux) = _apart(self._loss.eval_shape, params, *model, batch, extras)
-        num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(aux))
+        num_bytes = sum(map(_num_bytes, jax.tree.leaves(aux)))
         return max(1, min(_STEPS, _AUX_BYTES // max(1, num_bytes)))
 
     def lower(self, work: _Work) -> jax.stages.Lowered:
@@ -2267,10 +2271,11 @@ def _near(x: np.ndarray, y: np.ndarray, like: np.ndarray) -> bool:
     return np.allclose(x, y, rtol=0, atol=rounding * size, equal_nan=True)
 
 
-# A chunk has so many examples on a CPU, and more elsewhere, up to the second number.
-_CHUNK = 32, 4096
+# A chunk has from so many examples to so many, on a CPU and elsewhere.
+_CHUNKS = {True: (8, 256), False: (32, 4096)}
 # A block has at most _BLOCK_CHUNKS chunks, whose inputs and outputs take about
-# _BLOCK_BYTES on a CPU.  Elsewhere, a chunk may take so many, and a block four times.
+# _BLOCK_BYTES on a CPU, where the largest array of a chunk takes no more.  Elsewhere,
+# inputs and outputs of a chunk may take so many, and a block four times.
 _BLOCK_CHUNKS, _BLOCK_BYTES = 128, 2**22
 
 
@@ -2296,7 +2301,7 @@ class _Predictions:
         places, replicas = self.programs.places, self.programs.places.layout.replicas
         # Few rows fill one chunk of a power of two; all larger numbers share a program.
         chunk, chunks = 2 ** math.ceil(math.log2(-(-num_rows // replicas))), 1
-        if chunk >= (self.chunk or _CHUNK[0]):
+        if chunk >= (self.chunk or _CHUNKS[places.on_cpu][0]):
             most, several = self._sizes(model, inputs)
             chunk, chunks = (most, several) if chunk >= most else (chunk, 1)
         turn, size = replicas * chunk, replicas * chunk * chunks
@@ -2324,16 +2329,24 @@ class _Predictions:
         if (key := str(_described(inputs, first=1))) in self.sizes:
             return self.sizes[key]
         programs, places = self.programs, self.programs.places
-        least, most = (self.chunk,) * 2 if self.chunk else _CHUNK
-        rows = jax.tree.map(lambda x: _like(_numbers("inputs", x[:1]), least), inputs)
+        least, most = (self.chunk,) * 2 if self.chunk else _CHUNKS[places.on_cpu]
         one = jax.tree.map(_like, (model, programs.hyper))  # of a member
-        outputs = functools.partial(jax.eval_shape, programs.member.outputs)
-        made = _apart(outputs, *one, programs.frozen, rows)
-        arrays = jax.tree.leaves((rows, [made] * places.layout.members_per_device))
-        chunk, size = least, sum(x.size * x.dtype.itemsize for x in arrays) or 1
-        while 2 * chunk <= most and 2 * size <= _BLOCK_BYTES and not places.on_cpu:
-            chunk, size = 2 * chunk, 2 * size
-        chunks = _BLOCK_BYTES * (1 if places.on_cpu else 4) // size
+        outputs = jax.make_jaxpr(programs.member.outputs, return_shape=True)
+
+        def trace(n):  # returns the bytes of inputs and outputs, and of all arrays
+            rows = jax.tree.map(lambda x: _like(_numbers("inputs", x[:1]), n), inputs)
+            program, made = _apart(outputs, *one, programs.frozen, rows)
+            ends = jax.tree.leaves((rows, [made] * places.layout.members_per_device))
+            found = [v.aval for eqn in program.eqns for v in eqn.outvars]
+            return sum(map(_num_bytes, ends)) or 1, [*map(_num_bytes, found)]
+
+        chunk, (size, few) = least, trace(least)
+        largest = size
+        if places.on_cpu and most > least:  # what grows with the examples
+            largest = max(map(operator.sub, trace(2 * least)[1], few), default=0)
+        while 2 * chunk <= most and 2 * largest * chunk <= _BLOCK_BYTES * least:
+            chunk *= 2
+        chunks = _BLOCK_BYTES * (1 if places.on_cpu else 4) * least // (size * chunk)
         self.sizes[key] = chunk, max(1, min(_BLOCK_CHUNKS, chunks))
         return self.sizes[key]
 
@@ -2455,8 +2468,9 @@ class Trainer:
         Results are those of one device, to rounding.  A function may divide its arrays
         otherwise, by `jax.lax.with_sharding_constraint` over the axis "shards".  This
         takes JAX 0.8 or newer.
-      chunk: how many examples a device predicts at a time.  None is 32 on a CPU, and
-        elsewhere 32 to 4,096, as many as keep inputs and outputs within 4 MiB.
+      chunk: how many examples a device predicts at a time.  None is 8 to 256 on a CPU,
+        as many as keep apply_fn's largest array within 4 MiB, and elsewhere 32 to
+        4,096, as many as keep inputs and outputs within these.
       at_once: how many of the members that share a device are computed together, by
         `vmap`; a number above M means all.  None is one on a CPU, in `init` and for
         keys of "rbg", and elsewhere all, or as many as fit in the device's memory.

@@ -919,9 +919,9 @@ def lowered_steps(how):
             yield trainer.lower(*call).as_text()
     else:
         state = pe.replicate(pe.train_state(AFFINE, SGD), 2)
-        with mock.patch.object(pe, "_run", side_effect=InterruptedError) as run:
-            with pytest.raises(InterruptedError):
-                how(affine_loss, SGD)(state, pe.split(ROWS, 2))
+        stop = mock.patch.object(pe, "_run", side_effect=InterruptedError)
+        with stop as run, pytest.raises(InterruptedError):
+            how(affine_loss, SGD)(state, pe.split(ROWS, 2))
         program, _, *given = run.call_args.args
         yield program.lower(*given).as_text()
 

@@ -2121,6 +2121,18 @@ def test_more_members_at_once_than_fit_are_named():
             net_trainer(2, 1).predict(state, image_data()[0])
 
 
+@cases("width, chunk", (1024, 256), (32_768, 32), (2**21, 8))
+def test_a_chunks_largest_array_fits_a_cpus_cache(width, chunk):
+    def apply(params, x):  # the weights' copies do not count, and numbers of x do
+        return jax.nn.relu(x @ (2 * params)[:4])[:, :2]
+
+    init = lambda key: jax.random.normal(key, (8, width))  # noqa: E731
+    how = dict(members=1, devices=1, apply_fn=apply)
+    trainer = pe.make_trainer(init, net_loss, SGD, **how)
+    trainer.lower("predict", np.ones((16, 4), np.float32))
+    assert trainer._predictions.sizes["float32[4]"][0] == chunk
+
+
 def test_accelerators_predict_larger_chunks_of_the_same_outputs():
     (trainer, state), images = begin(net_trainer.__wrapped__(3, 1)), image_data()[0]
     images = np.tile(images, (30, 1, 1, 1))  # 7,200 of 64 bytes each, 48 of outputs
@@ -2208,12 +2220,12 @@ def predicting(apply_fn, output=jax.nn.softmax, rows=128):
     return lambda: trainer.predict(net_trainer(2).init(KEY), inputs)
 
 
-ALONE = r"outputs have .*\[\(\)\]; expected 32, an entry .* of the chunk"
+ALONE = r"outputs have .*\[\(\)\]; expected 8, an entry .* of the chunk"
 
 test_predict_refuses_all_but_one_output_per_example = refuses(
-    (predicting(lambda _, x: (x, x)), r"\('float32\[32, 4\]', .*\) for .*=None"),
-    (predicting(lambda _, x: x[:, 0]), r"\[32\] for .* x\[None\]; the softmax takes"),
-    (predicting(lambda _, x: x[..., None]), r"float32\[32, 4, 1\] for .*; the soft"),
+    (predicting(lambda _, x: (x, x)), r"\('float32\[8, 4\]', .*\) for .*=None"),
+    (predicting(lambda _, x: x[:, 0]), r"\[8\] for .* x\[None\]; the softmax takes"),
+    (predicting(lambda _, x: x[..., None]), r"float32\[8, 4, 1\] for .*; the soft"),
     (predicting(lambda _, x: x.mean(), None), ALONE),
     (predicting(lambda _, x: x[0], rows=9), r"32\[4, 4\], filled up to a chunk; one"),
     (predicting(lambda _, x: x, jnp.mean), ALONE),
