@@ -32,8 +32,9 @@ x is images [N, H, W, I], a kernel is [kh, kw, I / groups, O], and `axes` has an
 for each of H and W.  There may be one axis, or three and more, in place of these two.
 `how` holds the other parameters of `lax.conv_general_dilated_p`.
 
-Contents: Windows, Convolutions, Gradients of kernels, Functions.  Each section uses
-only the sections above it.  An import touches no device.
+Contents: Windows, Convolutions, Gradients of kernels, Any convolution, Products and
+sums, Options of the compiler, Programs, Functions.  Each section uses only the sections
+above it.  An import touches no device.
 """
 
 from __future__ import annotations
@@ -197,7 +198,9 @@ def _library(x, kernel, axes, how):
     0.12) reads uninitialized memory where the stride of one window over one channel is
     above 1: there the stride becomes 1.  It takes no kernels that XLA reverses, and XLA
     (JAX 0.12) fails for half types that it left: a barrier hides how a kernel is made.
-    With AMX, it is wrong now and then for half types with strides, so float32 is taken.
+    It ends the process for many windows of bfloat16 in padding alone: such zeros are
+    made.  With AMX, it is wrong now and then for half types with strides, so float32 is
+    taken.
     """
     *window, ins, outs = kernel.shape
     how, axes = {**how}, [*axes]
@@ -206,8 +209,9 @@ def _library(x, kernel, axes, how):
         spare = axis._replace(stride=1).num_windows(length, k) - 1
         if spare < axis.stride and not by_xla:
             axes[i] = axis._replace(high=axis.high - spare, stride=1)
-    if any(min(axis.low, axis.high) < 0 for axis in axes):
-        x = _pad(x, axes)
+    seen = ((k - 1) * axis.dilation for k, axis in zip(window, axes))  # at an edge
+    if any(not 0 <= n <= most for most, axis in zip(seen, axes) for n in axis[:2]):
+        x = lax.optimization_barrier(_pad(x, axes))
         axes = [axis._replace(low=0, high=0) for axis in axes]
     if not by_xla:
         strided = any(axis.stride > 1 for axis in axes) or x.dtype == np.float16
@@ -747,7 +751,7 @@ class Program:
 # ---------------------------------------------------------------------------------
 
 
-def _are_inexact(eqn: core.JaxprEqn) -> bool:
+def _are_inexact(eqn: Any) -> bool:
     return all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars[:2])
 
 
@@ -873,7 +877,7 @@ def _public_primitives() -> tuple[set, set]:
     return linear.union(*others), linear
 
 
-def _is_known(eqn: core.JaxprEqn) -> bool:
+def _is_known(eqn: Any) -> bool:
     """Return whether all products in an equation are in programs among its parameters.
 
     XLA expands linear algebra of half types, and symmetric products, to products.
@@ -942,17 +946,14 @@ class _Static(tuple):
     """A leaf, alone in a tuple, that `jit` does not trace: a flag or a function."""
 
 
-@functools.cache
-def _is_traced(kind: type) -> bool:
-    traced = jax.Array, jax.core.Tracer, np.ndarray, np.generic, int, float, complex
-    return issubclass(kind, traced) and kind is not bool
-
-
 def _hold(tree: Any) -> Any:
     """Wrap all leaves but arrays and numbers, so that `jit` takes and returns them."""
-    if all(map(_is_traced, map(type, jax.tree.leaves(tree)))):
+    traced = jax.Array, jax.core.Tracer, np.ndarray, np.generic, int, float, complex
+    kinds = {*map(type, jax.tree.leaves(tree))}
+    held = {kind for kind in kinds if kind is bool or not issubclass(kind, traced)}
+    if not held:
         return tree
-    return jax.tree.map(lambda x: x if _is_traced(type(x)) else _Static([x]), tree)
+    return jax.tree.map(lambda x: _Static([x]) if type(x) in held else x, tree)
 
 
 def _release(tree: Any) -> Any:

@@ -598,6 +598,16 @@ def test_factors_are_bfloat16_where_that_is_asked_for_and_fast(no_cache):
         assert not types_of_factors(groups, x, kernel[:, :, :1])
 
 
+@by_onednn
+def test_windows_of_bfloat16_may_lie_in_padding_alone(no_cache):
+    """With many of them, oneDNN (JAX 0.12) ends the process now and then."""
+    x, kernel = jnp.ones((1, 2, 48, 9), jnp.bfloat16), jnp.ones((2, 1, 9, 32))
+    step = fc.jit(functools.partial(dilated, padding=[(0, 0), (0, 48)]))
+    args = x, kernel.astype(x.dtype)
+    assert "pad = [[0, 0], [0, 0]]" in step.lower(*args).as_text()
+    assert_array_equal(step(*args)[0, 0, :, 0], np.repeat([18, 0], 48))
+
+
 def test_sums_of_half_types_stay_float32(no_cache):
     """oneDNN does an addition that follows, and would round the sum to bfloat16."""
     x = jnp.ones((300, 8, 8, 16), jnp.bfloat16)
