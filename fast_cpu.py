@@ -177,15 +177,15 @@ def _instructions() -> set[str]:
         return {"amx_tile"}
 
 
-def _asks_for_half(dtype, precision) -> bool:
-    """Return whether a product of float32 asks for bfloat16, and gains by it.
+def _asks_for_half(precision, *arrays) -> bool:
+    """Return whether a product of arrays of float32 asks for bfloat16, and gains by it.
 
     JAX's name for it is the precision "bfloat16" or "fastest", of a layer or by
     `jax.default_matmul_precision`.  Where nothing is asked for, `precision` is None.
     """
     asked = precision == (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
     gains = {"amx_bf16", "avx512_bf16"} & _instructions()
-    return asked and dtype == np.float32 and bool(gains)
+    return asked and bool(gains) and all(x.dtype == np.float32 for x in arrays)
 
 
 def _library(x, kernel, axes, how):
@@ -507,7 +507,7 @@ def _convolve(lhs, rhs, *, onednn, dimension_numbers, **how):
         wide = max(made.dtype, _wide(lhs.dtype), key=lambda dtype: dtype.itemsize)
         sums = made.dtype if onednn and lhs.dtype != np.float16 else wide
         apart = max(groups, how["feature_group_count"]) > 1
-        if onednn and not apart and _asks_for_half(x.dtype, how["precision"]):
+        if onednn and not apart and _asks_for_half(how["precision"], x, kernel):
             x, kernel = (y.astype(jnp.bfloat16) for y in (x, kernel))
             sums = x.dtype
         more = how | dict(preferred_element_type=sums, onednn=onednn)
@@ -614,8 +614,9 @@ def _multiply(*arrays, primitive, onednn, joined, left, small, **how):
             more |= dict(dimension_numbers=tuple(numbers))
         if onednn and made.dtype == np.float16:
             more |= dict(preferred_element_type=np.dtype(np.float32), precision=None)
-        if onednn and _asks_for_half(made.dtype, how.get("precision")):
-            arrays = [x.astype(jnp.bfloat16) for x in arrays]
+        x, y, *rest = arrays
+        if onednn and _asks_for_half(how["precision"], x, y, made):
+            arrays = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16), *rest
             more |= dict(preferred_element_type=jnp.bfloat16, precision=None)
         product = primitive.bind(*arrays, **more)
         product = lax.optimization_barrier(product) if onednn else product

@@ -595,6 +595,16 @@ def test_factors_are_bfloat16_where_that_is_asked_for_and_fast(no_cache):
     plain = found.pop(("plain", ("avx2",)))
     for name, processor in ("plain", ("amx_bf16",)), ("asked", ("avx2",)):
         jax.tree.map(np.testing.assert_array_equal, found[name, processor], plain)
+    ragged = lambda x, w: jax.lax.ragged_dot(x, w[None], jnp.array([16]))  # noqa: E731
+    exact = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+    whole = jnp.arange(256).reshape(16, 16)  # which bfloat16 has not
+    with on("amx_bf16"):
+        assert_close(
+            compiled(asked_for(ragged), w.T[:16], w)(w.T[:16], w), w.T[:16] @ w, 0.02
+        )
+        assert (
+            compiled(asked_for(exact), whole, whole)(whole, whole) == whole @ whole
+        ).all()
     groups = asked_for(functools.partial(dilated, feature_group_count=16))
     with on("amx_bf16"):  # depthwise ones are faster without a cast
         assert not types_of_factors(groups, x, kernel[:, :, :1])
