@@ -121,7 +121,7 @@ def _by_phase(x, strides):
 
 
 def _moved(x, move):
-    """Return move(x), which puts entries elsewhere: those of bfloat16 as integers.
+    """Return move(x), which puts entries elsewhere: bfloat16 as integers.
 
     For many loops that store bfloat16 in another order, LLVM ends the process (JAX
     0.12).  A barrier keeps XLA from making one loop of the move and the conversion.
@@ -635,8 +635,8 @@ def _add_up(x, *, primitive, eighths, axes, **how):
     XLA rounds sums of half types, such as gradients of biases, after each addition,
     which takes thirty times as long.  It adds the numbers of a sum one after another,
     and YNNPACK, which adds several at a time, is wrong in JAX 0.10 and 0.11.  There,
-    sums over axes in a row are those of eighths, as long as these are large: they are
-    fast too, and round less.  A barrier lets XLA compute all eighths and their sum in
+    eighths are added for sums over axes in a row, as long as eighths are large: that is
+    fast too, and rounds less.  A barrier lets XLA compute all eighths and their sum in
     one loop.
     """
     as_it_is = functools.partial(primitive.bind, axes=axes, **how)
@@ -870,7 +870,7 @@ _INTERNAL = {
 
 @functools.cache
 def _public_primitives() -> tuple[set, set]:
-    """Return JAX's public primitives, and those of linear algebra."""
+    """Return JAX's public primitives, and the ones for linear algebra."""
     linear, *others = (
         {x for x in vars(module).values() if isinstance(x, core.Primitive)}
         for module in (lax.linalg, lax, primitives)
