@@ -728,7 +728,7 @@ class Program:
     def __init__(self, make: Callable[[dict], Any], backend: str | None = None):
         self._make, self._backend, self._made = make, backend, None
 
-    def _do(self, name: str, args: tuple, kwargs: dict) -> Any:
+    def _do(self, name: str, *args, **kwargs) -> Any:
         if self._made is None:
             self._made = self._make(_options(self._backend, onednn=True))
         try:
@@ -737,14 +737,9 @@ class Program:
             self._made = self._make(_options(self._backend, onednn=False))
             return getattr(self._made, name)(*args, **kwargs)
 
-    def __call__(self, *args, **kwargs):
-        return self._do("__call__", args, kwargs)
-
-    def lower(self, *args, **kwargs):
-        return self._do("lower", args, kwargs)
-
-    def eval_shape(self, *args, **kwargs):
-        return self._do("eval_shape", args, kwargs)
+    __call__ = functools.partialmethod(_do, "__call__")
+    lower = functools.partialmethod(_do, "lower")
+    eval_shape = functools.partialmethod(_do, "eval_shape")
 
 
 # ---------------------------------------------------------------------------------
@@ -1031,10 +1026,10 @@ def jit(f: Callable, **how: Any) -> Callable:
     options are for whole programs: compile the outermost function by `fast_cpu.jit`.
     """
 
-    def make(options):
+    def make(options: dict | None):
         return jax.jit(_rewritten(f, options), compiler_options=options, **how)
 
-    program, inside = Program(make), jax.jit(_rewritten(f, None), **how)
+    program, inside = Program(make), make(None)
 
     @functools.wraps(f)
     def call(*args, **kwargs):
