@@ -161,41 +161,27 @@ def runs(name: str) -> dict:
     def ours(method, members=1):
         form = dict(members=members, devices=-(-members // 2))
         trainer = pe.make_trainer(init, loss_fn, optimizer, **form, **frozen)
-        state, placed = trainer.init(jax.random.key(0)), trainer.place(data)
-
-        def run():
-            nonlocal state
-            if method == "epoch":
-                state, _ = trainer.epoch(state, placed, order)
-            else:
-                for _ in range(STEPS):
-                    state, _ = trainer.update(state, *batch)
-            return state
-
-        return run
+        state, calls = trainer.init(jax.random.key(0)), [batch] * STEPS
+        if method == "epoch":
+            calls = [(trainer.place(data), order)]
+        take = speed.Training(state).take
+        return functools.partial(take, getattr(trainer, method), calls)
 
     def hand(function, *args, calls=1, members=1, jit=jax.jit):
         program, params = jit(function, donate_argnums=0), init(jax.random.key(0))
         start = params, optimizer.init(params)
-        devices = jax.devices()[: -(-members // 2)]
-        given = [jax.device_put((args, frozen), device) for device in devices]
-        carries = [
-            [jax.device_put(jax.tree.map(jnp.copy, start), device) for _ in range(each)]
-            for device, each in zip(devices, (min(2, members), 2))
-        ]
 
-        def on_device(own, given):
-            args, frozen = given
-            for i in range(len(own)):
-                for _ in range(calls):
-                    own[i], _ = program(own[i], *args, **frozen)
+        def on(device):
+            own, shared, given = jax.device_put((start, frozen, args), device)
+            step = functools.partial(program, **shared)
+            take = speed.Training(jax.tree.map(jnp.copy, own)).take
+            return functools.partial(take, step, [given] * calls)
 
-        def run():
-            list(threads.map(on_device, carries, given))
-            return carries
-
+        groups = [[on(jax.devices()[0])]]
+        if members > 1:
+            groups = [[on(device) for _ in "ab"] for device in jax.devices()[:2]]
         threads = ThreadPoolExecutor(2)
-        return run
+        return lambda: [*threads.map(lambda runs: [run() for run in runs], groups)]
 
     step = by_hand.make_step(loss_fn, optimizer)
     scan = by_hand.make_scan(step)
