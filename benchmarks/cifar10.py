@@ -2,7 +2,7 @@
 
     python -m pip install '.[bench,plot]'
     CIFAR10_DIR=... MNIST_DIR=... python benchmarks/cifar10.py [--epochs 4]
-        [--workdir DIR] [--json FILE] [--plot FILE]
+        [--json FILE] [--plot FILE]
 
 CIFAR10_DIR is a folder with files of CIFAR-10's binary version, data_batch_*.bin and
 test_batch.bin.  With E epochs, four members are trained for E epochs each; beside them
@@ -11,12 +11,9 @@ rises again, of which four snapshots are kept (Huang et al. 2017).  The first 2,
 images find thresholds.  All others are scored, and 2,000 of these under noise, blur,
 contrast and brightness (Hendrycks and Dietterich 2019).  Digits of MNIST, in color, are
 told apart from them.
-
-With --workdir, the trained states are saved there, and a second run loads them.
 """
 
 import argparse
-import functools
 import json
 import os
 import sys
@@ -179,43 +176,7 @@ def fit(trainer, state, data, epochs, seed):
     return state
 
 
-def train_members(trainer, data, epochs):
-    state = trainer.init(jax.random.key(0))
-    return trainer.gather(fit(trainer, state, data, range(epochs), seed=0))
-
-
-def train_long(trainer, data, epochs):
-    """Train the longer network and the one with snapshots: the end, and snapshots."""
-    state, kept = trainer.init(jax.random.key(1)), []
-    for i in range(MEMBERS):
-        state = fit(trainer, state, data, range(i * epochs, (i + 1) * epochs), seed=1)
-        end = trainer.gather(state)
-        kept.append(jax.tree.map(lambda x: x[1], end))
-    return {"end": end, "snapshots": jax.tree.map(lambda *x: jnp.stack(x), *kept)}
-
-
-def trained(folder, name, like, train):
-    """Return a saved tree, or train and save it; without a folder, train."""
-    path = folder and folder / f"{name}.safetensors"
-    if path and path.exists():
-        return pe.load(path, like)
-    tree = train()
-    if path:
-        pe.save(path, tree)
-    return tree
-
-
-def check_settings(folder, settings):
-    """Write the settings of the states in a folder; exit if it has others."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "settings.json"
-    if path.exists() and (old := json.loads(path.read_text())) != settings:
-        now = f"this run has {settings}: take another folder"
-        raise SystemExit(f"{path} has {old}; {now}")
-    path.write_text(json.dumps(settings))
-
-
-def train(net, data, epochs, folder):
+def train(net, data, epochs):
     """Train all; return a function of images that predicts for each system.
 
     A system is a list of models to average scores over, and a model the probabilities
@@ -224,12 +185,12 @@ def train(net, data, epochs, folder):
     period = epochs * (len(data.labels) // BATCH)
     trainer = make_trainer(net, [period] * MEMBERS)
     longer = make_trainer(net, [MEMBERS * period, period])
-    form = {"end": longer.like(), "snapshots": trainer.like()}
-    todo = functools.partial(train_members, trainer, data, epochs)
-    members = trainer.scatter(trained(folder, "members", trainer.like(), todo))
-    todo = functools.partial(train_long, longer, data, epochs)
-    both = trained(folder, "longer", form, todo)
-    end, snapshots = longer.scatter(both["end"]), trainer.scatter(both["snapshots"])
+    members = fit(trainer, trainer.init(jax.random.key(0)), data, range(epochs), seed=0)
+    end, kept = longer.init(jax.random.key(1)), []
+    for i in range(MEMBERS):
+        end = fit(longer, end, data, range(i * epochs, (i + 1) * epochs), seed=1)
+        kept.append(jax.tree.map(lambda x: x[1], longer.gather(end)))
+    snapshots = trainer.scatter(jax.tree.map(lambda *x: jnp.stack(x), *kept))
 
     def predict(images):
         four = trainer.predict_members(members, images)
@@ -365,7 +326,7 @@ def main(argv: list[str] | None = None, net: resnet.ResNet | None = None) -> Non
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("CIFAR10_DIR"))
     parser.add_argument("--epochs", type=int, default=4, help="E, of a member")
-    for name in "--workdir", "--json", "--plot":
+    for name in "--json", "--plot":
         parser.add_argument(name, type=Path)
     args = parser.parse_args(argv)
     if not args.data_dir:
@@ -374,11 +335,7 @@ def main(argv: list[str] | None = None, net: resnet.ResNet | None = None) -> Non
     pe.use_cpu_devices()
     training, test = load(Path(args.data_dir))
     digits = mnist_data.load_data("mnist").test_images
-    if args.workdir:
-        rows = len(training.labels)
-        settings = {"epochs": args.epochs, "net": str(net), "images": rows}
-        check_settings(args.workdir, settings)
-    predict = train(net, training, args.epochs, args.workdir)
+    predict = train(net, training, args.epochs)
     report = evaluate(predict, test, colored(digits[:CALIBRATE]))
     print_tables(report)
     if args.json:

@@ -34,17 +34,12 @@ import sys
 import time
 from pathlib import Path
 
+import accelerators
 import jax
 import numpy as np
 import speed
-from sklearn import datasets
+from sklearn import datasets, ensemble
 from sklearn.base import clone
-from sklearn.ensemble import (
-    HistGradientBoostingClassifier,
-    HistGradientBoostingRegressor,
-    RandomForestClassifier,
-    RandomForestRegressor,
-)
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import PredefinedSplit, RepeatedKFold, StratifiedKFold
 from sklearn.pipeline import make_pipeline
@@ -90,14 +85,14 @@ def ours(model, train, test):
 
 SYSTEMS = {
     "ensemble": (ours, EnsembleRegressor(random_state=0)),
-    "forest": (under_mapie, RandomForestRegressor(random_state=0, n_jobs=-1)),
-    "boosting": (under_mapie, HistGradientBoostingRegressor(random_state=0)),
+    "forest": (under_mapie, ensemble.RandomForestRegressor(random_state=0, n_jobs=-1)),
+    "boosting": (under_mapie, ensemble.HistGradientBoostingRegressor(random_state=0)),
 }
 CLASSIFIERS = {
     "ensemble": EnsembleClassifier(random_state=0),
     "logistic": make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000)),
-    "forest": RandomForestClassifier(random_state=0, n_jobs=-1),
-    "boosting": HistGradientBoostingClassifier(random_state=0),
+    "forest": ensemble.RandomForestClassifier(random_state=0, n_jobs=-1),
+    "boosting": ensemble.HistGradientBoostingClassifier(random_state=0),
 }
 
 
@@ -148,22 +143,14 @@ def measure_classes(model, data: Data) -> tuple[dict, list]:
 FOLDS, EACH, STEPS, BATCH = 5, 4, 3000, 50  # four networks leave out each fold
 
 
-def init(key, inputs):
-    sizes = inputs, 64, 64, 1
-    keys = jax.random.split(key, len(sizes) - 1)
-    return [pe.dense_init(*layer) for layer in zip(keys, sizes, sizes[1:])]
-
-
 def network(params, x):  # [B, F] -> [B]
-    for layer in params[:-1]:
-        x = jax.nn.relu(pe.dense(layer, x))
-    return pe.dense(params[-1], x)[:, 0]
+    return accelerators.mlp(params, x)[:, 0]
 
 
 @functools.cache
 def make_networks(inputs: int) -> pe.Trainer:
     return pe.make_trainer(
-        lambda key: init(key, inputs),
+        lambda key: accelerators.mlp_init(key, (inputs, 64, 64, 1)),
         lambda params, x, y: ((network(params, x) - y) ** 2).mean(),
         pe.adam(pe.cosine_schedule(0.003, STEPS)),
         members=FOLDS * EACH,
@@ -204,7 +191,7 @@ def fold_ends(data: Data, train: np.ndarray, test: np.ndarray) -> dict:
         train[folds == 0],
     )
     bound = em.conformal_quantile(np.abs(data.y - means)[held_out])
-    forest = RandomForestRegressor(random_state=0)
+    forest = ensemble.RandomForestRegressor(random_state=0)
     how = dict(confidence_level=0.9, method="plus", cv=PredefinedSplit(folds))
     conformal = CrossConformalRegressor(forest, **how)
     conformal.fit_conformalize(data.x[train], y)
