@@ -1,7 +1,7 @@
 """Compare random convolutions of any form, and their gradients, with sums in float64.
 
     python benchmarks/convolutions.py [300] [--first 0] [--programs] [--dtype TYPE]
-                                      [--isa AVX2] [--processes 1]
+                                      [--processes 1]
 
 With --programs, it compares random programs: products and convolutions followed by
 biases, residuals, activations, norms, casts, sums and attention, with several users of
@@ -11,16 +11,15 @@ A seed determines each case, and with --dtype, which also draws larger forms, th
 does.  The script compares as many cases as it is told, from the first seed on, prints
 the seeds of wrong ones, of those that raise an error, and of those that end the process
 (as XLA may), and fails if there are any.  For that it runs the cases in other
-processes, `--processes` of them at once, with instructions up to those that --isa
-names.  There, new memory is filled with huge numbers, so that uninitialized memory
-shows.
+processes, `--processes` of them at once.  There, new memory is filled with huge
+numbers, so that uninitialized memory shows.  The variables XLA_FLAGS, with
+--xla_cpu_max_isa, and ONEDNN_MAX_CPU_ISA set the instructions.
 """
 
 import argparse
 import functools
 import itertools
 import json
-import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -303,18 +302,20 @@ def follow(seed, kind, form, wide, ragged, x, weights, vectors):
         if kind == "integers" and own.random() < 0.5:
             return by_integers(own.random() < 0.5, wide, values[0], y, w)
         if form == "rows":
-            ways = [lambda y, w: y @ w, lambda y, w: jnp.einsum("nf,gf->ng", y, w)]
-            ways += [lambda y, w: lax.dot(y, w, preferred_element_type=wide)]
-            ways += [
-                lambda y, w: lax.ragged_dot(y, jnp.stack([w, w.T]), sizes)
-            ] * ragged
-            ways += [lambda y, w: jnp.einsum("abf,fg->abg", parts(y), w)]
+            two = lambda y, w: lax.ragged_dot(y, jnp.stack([w, w.T]), sizes)  # noqa: E731
             each = lambda w: split(w)[None] * scales  # noqa: E731
-            ways += [lambda y, w: jnp.einsum("abf,ahgf->abhg", parts(y), each(w))]
-            ways += [lambda y, w: jnp.einsum("nhf,hfg->ng", heads(y), split(w))]
-            ways += [lambda y, w: jnp.einsum("nf,hgf->nhg", y, split(w))]
-            ways += [lambda y, w: (w.T @ y.T).T]
-            return through(pick(*ways))(y, w).reshape(y.shape)
+            way = pick(
+                lambda y, w: y @ w,
+                lambda y, w: jnp.einsum("nf,gf->ng", y, w),
+                lambda y, w: lax.dot(y, w, preferred_element_type=wide),
+                *[two] * ragged,
+                lambda y, w: jnp.einsum("abf,fg->abg", parts(y), w),
+                lambda y, w: jnp.einsum("abf,ahgf->abhg", parts(y), each(w)),
+                lambda y, w: jnp.einsum("nhf,hfg->ng", heads(y), split(w)),
+                lambda y, w: jnp.einsum("nf,hgf->nhg", y, split(w)),
+                lambda y, w: (w.T @ y.T).T,
+            )
+            return through(way)(y, w).reshape(y.shape)
         if pick(False, False, True):
             pointwise = functools.partial(jnp.einsum, "nhwi,io->nhwo")
             return through(pointwise)(y, 3 * w[0, 0])
@@ -453,10 +454,8 @@ def compare(seed, args) -> dict:
     try:
         if args.programs:
             name, off, plain = difference(seed, kind_of(seed))
-            wrong, words = (
-                is_wrong(name, off, plain),
-                f"{off:.2g}, and {plain:.2g} by jit",
-            )
+            wrong = is_wrong(name, off, plain)
+            words = f"{off:.2g}, and {plain:.2g} by jit"
         else:
             name, off = error(seed, args.dtype)
             wrong, words = not off <= LIMITS[name], f"{off:.1f} times the unit"
@@ -466,9 +465,9 @@ def compare(seed, args) -> dict:
     return dict(seed=seed, verdict="wrong" if wrong else "right", words=words, off=off)
 
 
-def compare_apart(seeds: range, options: str, env: dict) -> list[dict]:
+def compare_apart(seeds: range, options: str) -> list[dict]:
     """Compare cases in another process, and in a new one after each that ends it."""
-    found, pipes = [], dict(env=env, stdout=subprocess.PIPE)
+    found, pipes = [], dict(env={"MALLOC_PERTURB_": "128"}, stdout=subprocess.PIPE)
     while seeds:
         command = f"{len(seeds)} --first {seeds[0]} --here {options}"
         process = speed.launch(f"../convolutions.py {command}", **pipes)
@@ -484,24 +483,12 @@ def compare_apart(seeds: range, options: str, env: dict) -> list[dict]:
     return found
 
 
-def environment(isa: str) -> dict[str, str]:
-    """Return variables for XLA and oneDNN, and one that fills new memory with 0x7f."""
-    names = {"AVX512": "AVX512_CORE", "SSE4_2": "SSE41"}
-    theirs = isa
-    for ours, other in names.items():
-        theirs = theirs.replace(ours, other)
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa={isa}"
-    limits = dict(XLA_FLAGS=flags, ONEDNN_MAX_CPU_ISA=theirs) if isa else {}
-    return dict(MALLOC_PERTURB_="128", **limits)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("count", type=int, nargs="?", default=300)
     parser.add_argument("--first", type=int, default=0, metavar="SEED")
     parser.add_argument("--programs", action="store_true")
     parser.add_argument("--dtype", choices=LIMITS)
-    parser.add_argument("--isa", default="", help="SSE4_2, AVX2, AVX512 and others")
     parser.add_argument("--processes", type=int, default=1, help="so many at once")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -513,7 +500,7 @@ def main() -> None:
     options = "--programs" * args.programs + f" --dtype {args.dtype}" * bool(args.dtype)
     size = min(AT_ONCE, -(-args.count // args.processes))
     parts = [seeds[i : i + size] for i in range(0, args.count, size)]
-    run = functools.partial(compare_apart, options=options, env=environment(args.isa))
+    run = functools.partial(compare_apart, options=options)
     verdicts, worst = {"wrong": [], "ended": [], "refused": []}, 0.0
     with ThreadPoolExecutor(args.processes) as pool:
         for case in itertools.chain.from_iterable(pool.map(run, parts)):

@@ -1,7 +1,7 @@
 """Compare networks that people bring, trained by us, by PyTorch and by `jit`, in turn.
 
     python -m pip install '.[bench]'
-    python benchmarks/networks.py [--networks NAME ...] [--rounds 5] [--json FILE]
+    python benchmarks/networks.py [--networks NAME ...] [--rounds 5]
                                   [--torch PYTHON] [--one] [--dtype TYPE]
                                   [--first-calls]
 
@@ -26,11 +26,9 @@ the first calls of one member, which compile.
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -144,18 +142,10 @@ def print_network(name: str, results: dict, what: str) -> None:
         best = max(found, key=found.get, default=None)
         cells.append(f"{found[best]:,.0f} ({best})" if best else "")
     best, alone = max(median.values()), max(v for k, v in median.items() if "1 x" in k)
-    rates = [f"{x:,.0f}" for x in (ours, hand, fast, other)]
-    ratios = fast / hand, ours / hand, ours / fast, ours / best, other / alone
-    more = [f"{x:.2f}" for x in ratios]
-    speed.print_row(
-        name,
-        *rates[:3],
-        *cells,
-        *more[:4],
-        rates[3],
-        more[4],
-        "; ".join(f"{x:.2f}" for x in peaks),
-    )
+    rates = (f"{x:,.0f}" for x in (ours, hand, fast))
+    ratios = fast / hand, ours / hand, ours / fast, ours / best
+    cells += [f"{x:.2f}" for x in ratios] + [f"{other:,.0f}", f"{other / alone:.2f}"]
+    speed.print_row(name, *rates, *cells, "; ".join(f"{x:.2f}" for x in peaks))
 
 
 def print_first_calls(name: str, options: str) -> None:
@@ -174,7 +164,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--networks", nargs="+", default=[""], metavar="NAME")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--torch", default=sys.executable, metavar="PYTHON")
     parser.add_argument("--one", action="store_true")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "on-request"))
@@ -194,8 +183,6 @@ def main() -> None:
     for name in chosen:
         print(f"measuring {name}", file=sys.stderr, flush=True)
         results[name] = measure(name, args.rounds, options, args.torch, args.one)
-        if args.json:
-            args.json.write_text(json.dumps(results, indent=2) + "\n")
     for what in "train", "predict":
         head = "ours", "by hand", "by hand, fast", "PyTorch, default", "channels_last"
         ratios = "fast / by hand", "ours / by hand", "ours / fast", "ours / PyTorch"
