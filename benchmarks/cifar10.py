@@ -34,6 +34,7 @@ import pjax_ensemble as pe
 MEMBERS, BATCH, RATE, DECAY, RISK = 4, 128, 0.1, 5e-4, 0.05
 CALIBRATE = SHIFTED = 2000  # test images that find thresholds, and that are changed
 RECORD = 1 + 3 * 32 * 32  # bytes: a label, and an image of three channels
+SHOWN = "a member", "4 members", "longer", "4 snapshots"
 ARCHIVE = "cifar-10-binary.tar.gz, https://www.cs.toronto.edu/~kriz/cifar.html"
 
 
@@ -58,13 +59,6 @@ def read(paths: list[Path]) -> Images:
     rows = np.concatenate(parts).reshape(-1, RECORD)
     images = rows[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     return Images(np.ascontiguousarray(images), rows[:, 0].astype(np.int32))
-
-
-def load(folder: Path) -> tuple[Images, Images]:
-    """Return the training images and the test images in a folder."""
-    training = sorted(folder.glob("data_batch_*.bin"))
-    training = training or [folder / "data_batch_1.bin"]
-    return read(training), read([folder / "test_batch.bin"])
 
 
 def colored(digits: np.ndarray, seed: int = 0) -> np.ndarray:
@@ -239,18 +233,17 @@ def score_all(systems, labels, found):
 
 def tell_apart(inside, outside):
     """Return the AUROC by which scores of uncertainty tell other images apart."""
+
+    def areas(uncertainty, name):
+        both = zip(inside[name], outside[name])
+        return [em.auroc(*map(uncertainty, pair)) for pair in both]
+
     result = {}
     for name, models in inside.items():
-        both = [*zip(models, outside[name])]
-        means = {"entropy": np.mean([by(em.predictive_entropy, *x) for x in both])}
+        result[name] = {"entropy": float(np.mean(areas(em.predictive_entropy, name)))}
         if len(models[0]) > 1:
-            means["mutual information"] = by(em.mutual_information, *both[0])
-        result[name] = {key: float(x) for key, x in means.items()}
+            result[name]["mutual information"] = areas(em.mutual_information, name)[0]
     return result
-
-
-def by(uncertainty, inside, outside):
-    return em.auroc(uncertainty(inside), uncertainty(outside))
 
 
 def evaluate(predict, test, digits):
@@ -282,17 +275,13 @@ def print_tables(report):
     print_head("system", "accuracy", "NLL", "Brier", "ECE", "kept", "wrong")
     for name, scores in report["as they are"].items():
         print_row(name, form.format(**scores))
-    shown = "a member", "4 members", "longer", "4 snapshots"
-    for title, form in {
-        "accuracy": "{accuracy:.1%}",
-        "NLL": "{negative_log_likelihood:.2f}",
-        "kept: wrong": "{kept:.0%}: {wrong:.1%}",
-    }.items():
+    forms = {"accuracy": "{accuracy:.1%}", "NLL": "{negative_log_likelihood:.2f}"}
+    for title, form in {**forms, "kept: wrong": "{kept:.0%}: {wrong:.1%}"}.items():
         print()
-        print_head(title, *shown)
+        print_head(title, *SHOWN)
         for shift, scores in report.items():
             if shift != "digits" and shift[-1] in "135d":
-                print_row(shift, *(form.format(**scores[name]) for name in shown))
+                print_row(shift, *(form.format(**scores[name]) for name in SHOWN))
     print()
     print_head("AUROC, digits in color", "entropy", "mutual information")
     for name, values in report["digits"].items():
@@ -306,12 +295,11 @@ def plot(report, path):
     figure = Figure(figsize=(11, 5.5), layout="constrained")
     grid = figure.subplots(2, len(SHIFTS), sharex=True, sharey="row")
     keys = {"accuracy": "accuracy", "negative_log_likelihood": "NLL, nats"}
-    names = "a member", "4 members", "longer", "4 snapshots"
     for row, (key, label) in zip(grid, keys.items()):
         row[0].set_ylabel(label)
         for axes, shift in zip(row, SHIFTS):
             places = "unchanged", *(f"{shift.__name__} {i}" for i in range(1, 6))
-            for name, style in zip(names, ("C7:", "C0-", "C1--", "C2-.")):
+            for name, style in zip(SHOWN, ("C7:", "C0-", "C1--", "C2-.")):
                 axes.plot([report[at][name][key] for at in places], style, label=name)
             axes.grid(alpha=0.3)
     for axes, shift in zip(grid[0], SHIFTS):
@@ -333,7 +321,10 @@ def main(argv: list[str] | None = None, net: resnet.ResNet | None = None) -> Non
         raise SystemExit(f"set CIFAR10_DIR to a folder of files from {ARCHIVE}")
     net = net or resnet.ResNet()
     pe.use_cpu_devices()
-    training, test = load(Path(args.data_dir))
+    folder = Path(args.data_dir)
+    test = read([folder / "test_batch.bin"])
+    parts = sorted(folder.glob("data_batch_*.bin")) or [folder / "data_batch_1.bin"]
+    training = read(parts)
     digits = mnist_data.load_data("mnist").test_images
     predict = train(net, training, args.epochs)
     report = evaluate(predict, test, colored(digits[:CALIBRATE]))
