@@ -40,6 +40,7 @@ K = 4, all at once on one H100, starts more than 850 kernels.
 import argparse
 import bisect
 import collections
+import functools
 import importlib.util
 import math
 import os
@@ -113,13 +114,18 @@ def form(*shape: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def small_init(key):
-    first, last = jax.random.split(key)
-    return pe.dense_init(first, 8, 50), pe.dense_init(last, 50, 2)
+def mlp_init(key, sizes):
+    keys = jax.random.split(key, len(sizes) - 1)
+    return [pe.dense_init(k, *each) for k, *each in zip(keys, sizes, sizes[1:])]
 
 
-def small(params, x):
-    return pe.dense(params[1], jax.nn.relu(pe.dense(params[0], x)))
+def mlp(params, x):
+    for layer in params[:-1]:
+        x = jax.nn.relu(pe.dense(layer, x))
+    return pe.dense(params[-1], x)
+
+
+small_init = functools.partial(mlp_init, sizes=(8, 50, 2))
 
 
 def cnn(params, images):
@@ -127,13 +133,11 @@ def cnn(params, images):
 
 
 def dense_init(key, width=2048):  # six square layers, 25 million parameters
-    return [pe.dense_init(k, width, width) for k in jax.random.split(key, 6)]
+    return mlp_init(key, [width] * 7)
 
 
 def dense(params, x):
-    for layer in params:
-        x = jax.nn.relu(pe.dense(layer, x))
-    return x
+    return jax.nn.relu(mlp(params, x))
 
 
 def wide_init(key, width=512):  # only kernels, 9 million parameters
@@ -237,7 +241,7 @@ MAPS = form(1000, 8, 8, 512, dtype=np.float32), form(1000)
 TEXTS, PLANS = (form(1000, 512),) * 2, ((2, 1, 1), (4, 1, 2), (2, 1, 4), (1, 1, 8))
 SHARED: dict = dict(plans=((8, 1, 1), (8, 1, 2), (8, 1, 8)), frozen=backbone)
 NETWORKS = {
-    "small": Network(small_init, small, ADAM, 100, TABLE, per_device=100),
+    "small": Network(small_init, mlp, ADAM, 100, TABLE, per_device=100),
     "cnn": Network(pe.cnn_init, cnn, SGD, 128, MNIST),
     "dense": Network(dense_init, dense, ADAM, 64, ROWS),
     "wide": Network(wide_init, wide, SGD, 8, MAPS),

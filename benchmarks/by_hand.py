@@ -13,9 +13,9 @@ from jax import lax
 def make_step(loss_fn, optimizer):
     """Return step((params, opt_state), *batch), which returns the new pair and loss."""
 
-    def step(carry, *batch, **frozen):
+    def step(carry, *batch, frozen=()):
         params, opt_state = carry
-        loss, grads = jax.value_and_grad(loss_fn)(params, *batch, **frozen)
+        loss, grads = jax.value_and_grad(loss_fn)(params, *batch, *frozen)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), loss
 
@@ -25,9 +25,9 @@ def make_step(loss_fn, optimizer):
 def make_scan(step):
     """Return scan(carry, order, *data), which takes a step for each row of order."""
 
-    def scan(carry, order, *data, **frozen):
+    def scan(carry, order, *data, **options):
         def body(carry, rows):
-            return step(carry, *(x[rows] for x in data), **frozen)
+            return step(carry, *(x[rows] for x in data), **options)
 
         return lax.scan(body, carry, order)
 

@@ -2,7 +2,7 @@
 
     python -m pip install '.[bench,plot]'
     CIFAR10_DIR=... MNIST_DIR=... python benchmarks/cifar10.py [--epochs 4]
-        [--workdir DIR] [--json FILE] [--plot FILE]
+        [--json FILE] [--plot FILE]
 
 CIFAR10_DIR is a folder with files of CIFAR-10's binary version, data_batch_*.bin and
 test_batch.bin.  With E epochs, four members are trained for E epochs each; beside them
@@ -11,12 +11,9 @@ rises again, of which four snapshots are kept (Huang et al. 2017).  The first 2,
 images find thresholds.  All others are scored, and 2,000 of these under noise, blur,
 contrast and brightness (Hendrycks and Dietterich 2019).  Digits of MNIST, in color, are
 told apart from them.
-
-With --workdir, the trained states are saved there, and a second run loads them.
 """
 
 import argparse
-import functools
 import json
 import os
 import sys
@@ -37,6 +34,7 @@ import pjax_ensemble as pe
 MEMBERS, BATCH, RATE, DECAY, RISK = 4, 128, 0.1, 5e-4, 0.05
 CALIBRATE = SHIFTED = 2000  # test images that find thresholds, and that are changed
 RECORD = 1 + 3 * 32 * 32  # bytes: a label, and an image of three channels
+SHOWN = "a member", "4 members", "longer", "4 snapshots"
 ARCHIVE = "cifar-10-binary.tar.gz, https://www.cs.toronto.edu/~kriz/cifar.html"
 
 
@@ -61,13 +59,6 @@ def read(paths: list[Path]) -> Images:
     rows = np.concatenate(parts).reshape(-1, RECORD)
     images = rows[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     return Images(np.ascontiguousarray(images), rows[:, 0].astype(np.int32))
-
-
-def load(folder: Path) -> tuple[Images, Images]:
-    """Return the training images and the test images in a folder."""
-    training = sorted(folder.glob("data_batch_*.bin"))
-    training = training or [folder / "data_batch_1.bin"]
-    return read(training), read([folder / "test_batch.bin"])
 
 
 def colored(digits: np.ndarray, seed: int = 0) -> np.ndarray:
@@ -179,43 +170,7 @@ def fit(trainer, state, data, epochs, seed):
     return state
 
 
-def train_members(trainer, data, epochs):
-    state = trainer.init(jax.random.key(0))
-    return trainer.gather(fit(trainer, state, data, range(epochs), seed=0))
-
-
-def train_long(trainer, data, epochs):
-    """Train the longer network and the one with snapshots: the end, and snapshots."""
-    state, kept = trainer.init(jax.random.key(1)), []
-    for i in range(MEMBERS):
-        state = fit(trainer, state, data, range(i * epochs, (i + 1) * epochs), seed=1)
-        end = trainer.gather(state)
-        kept.append(jax.tree.map(lambda x: x[1], end))
-    return {"end": end, "snapshots": jax.tree.map(lambda *x: jnp.stack(x), *kept)}
-
-
-def trained(folder, name, like, train):
-    """Return a saved tree, or train and save it; without a folder, train."""
-    path = folder and folder / f"{name}.safetensors"
-    if path and path.exists():
-        return pe.load(path, like)
-    tree = train()
-    if path:
-        pe.save(path, tree)
-    return tree
-
-
-def check_settings(folder, settings):
-    """Write the settings of the states in a folder; exit if it has others."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "settings.json"
-    if path.exists() and (old := json.loads(path.read_text())) != settings:
-        now = f"this run has {settings}: take another folder"
-        raise SystemExit(f"{path} has {old}; {now}")
-    path.write_text(json.dumps(settings))
-
-
-def train(net, data, epochs, folder):
+def train(net, data, epochs):
     """Train all; return a function of images that predicts for each system.
 
     A system is a list of models to average scores over, and a model the probabilities
@@ -224,12 +179,12 @@ def train(net, data, epochs, folder):
     period = epochs * (len(data.labels) // BATCH)
     trainer = make_trainer(net, [period] * MEMBERS)
     longer = make_trainer(net, [MEMBERS * period, period])
-    form = {"end": longer.like(), "snapshots": trainer.like()}
-    todo = functools.partial(train_members, trainer, data, epochs)
-    members = trainer.scatter(trained(folder, "members", trainer.like(), todo))
-    todo = functools.partial(train_long, longer, data, epochs)
-    both = trained(folder, "longer", form, todo)
-    end, snapshots = longer.scatter(both["end"]), trainer.scatter(both["snapshots"])
+    members = fit(trainer, trainer.init(jax.random.key(0)), data, range(epochs), seed=0)
+    end, kept = longer.init(jax.random.key(1)), []
+    for i in range(MEMBERS):
+        end = fit(longer, end, data, range(i * epochs, (i + 1) * epochs), seed=1)
+        kept.append(jax.tree.map(lambda x: x[1], longer.gather(end)))
+    snapshots = trainer.scatter(jax.tree.map(lambda *x: jnp.stack(x), *kept))
 
     def predict(images):
         four = trainer.predict_members(members, images)
@@ -278,18 +233,17 @@ def score_all(systems, labels, found):
 
 def tell_apart(inside, outside):
     """Return the AUROC by which scores of uncertainty tell other images apart."""
+
+    def areas(uncertainty, name):
+        both = zip(inside[name], outside[name])
+        return [em.auroc(*map(uncertainty, pair)) for pair in both]
+
     result = {}
     for name, models in inside.items():
-        both = [*zip(models, outside[name])]
-        means = {"entropy": np.mean([by(em.predictive_entropy, *x) for x in both])}
+        result[name] = {"entropy": float(np.mean(areas(em.predictive_entropy, name)))}
         if len(models[0]) > 1:
-            means["mutual information"] = by(em.mutual_information, *both[0])
-        result[name] = {key: float(x) for key, x in means.items()}
+            result[name]["mutual information"] = areas(em.mutual_information, name)[0]
     return result
-
-
-def by(uncertainty, inside, outside):
-    return em.auroc(uncertainty(inside), uncertainty(outside))
 
 
 def evaluate(predict, test, digits):
@@ -321,17 +275,13 @@ def print_tables(report):
     print_head("system", "accuracy", "NLL", "Brier", "ECE", "kept", "wrong")
     for name, scores in report["as they are"].items():
         print_row(name, form.format(**scores))
-    shown = "a member", "4 members", "longer", "4 snapshots"
-    for title, form in {
-        "accuracy": "{accuracy:.1%}",
-        "NLL": "{negative_log_likelihood:.2f}",
-        "kept: wrong": "{kept:.0%}: {wrong:.1%}",
-    }.items():
+    forms = {"accuracy": "{accuracy:.1%}", "NLL": "{negative_log_likelihood:.2f}"}
+    for title, form in {**forms, "kept: wrong": "{kept:.0%}: {wrong:.1%}"}.items():
         print()
-        print_head(title, *shown)
+        print_head(title, *SHOWN)
         for shift, scores in report.items():
             if shift != "digits" and shift[-1] in "135d":
-                print_row(shift, *(form.format(**scores[name]) for name in shown))
+                print_row(shift, *(form.format(**scores[name]) for name in SHOWN))
     print()
     print_head("AUROC, digits in color", "entropy", "mutual information")
     for name, values in report["digits"].items():
@@ -345,12 +295,11 @@ def plot(report, path):
     figure = Figure(figsize=(11, 5.5), layout="constrained")
     grid = figure.subplots(2, len(SHIFTS), sharex=True, sharey="row")
     keys = {"accuracy": "accuracy", "negative_log_likelihood": "NLL, nats"}
-    names = "a member", "4 members", "longer", "4 snapshots"
     for row, (key, label) in zip(grid, keys.items()):
         row[0].set_ylabel(label)
         for axes, shift in zip(row, SHIFTS):
             places = "unchanged", *(f"{shift.__name__} {i}" for i in range(1, 6))
-            for name, style in zip(names, ("C7:", "C0-", "C1--", "C2-.")):
+            for name, style in zip(SHOWN, ("C7:", "C0-", "C1--", "C2-.")):
                 axes.plot([report[at][name][key] for at in places], style, label=name)
             axes.grid(alpha=0.3)
     for axes, shift in zip(grid[0], SHIFTS):
@@ -365,20 +314,19 @@ def main(argv: list[str] | None = None, net: resnet.ResNet | None = None) -> Non
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("CIFAR10_DIR"))
     parser.add_argument("--epochs", type=int, default=4, help="E, of a member")
-    for name in "--workdir", "--json", "--plot":
+    for name in "--json", "--plot":
         parser.add_argument(name, type=Path)
     args = parser.parse_args(argv)
     if not args.data_dir:
         raise SystemExit(f"set CIFAR10_DIR to a folder of files from {ARCHIVE}")
     net = net or resnet.ResNet()
     pe.use_cpu_devices()
-    training, test = load(Path(args.data_dir))
+    folder = Path(args.data_dir)
+    test = read([folder / "test_batch.bin"])
+    parts = sorted(folder.glob("data_batch_*.bin")) or [folder / "data_batch_1.bin"]
+    training = read(parts)
     digits = mnist_data.load_data("mnist").test_images
-    if args.workdir:
-        rows = len(training.labels)
-        settings = {"epochs": args.epochs, "net": str(net), "images": rows}
-        check_settings(args.workdir, settings)
-    predict = train(net, training, args.epochs, args.workdir)
+    predict = train(net, training, args.epochs)
     report = evaluate(predict, test, colored(digits[:CALIBRATE]))
     print_tables(report)
     if args.json:

@@ -225,7 +225,7 @@ def timed(make, steps=1):
     run, times = make(), []
     for _ in range(1 + SIZES["rounds"]):
         begin = time.perf_counter()
-        run()
+        jax.block_until_ready(run())
         times.append(time.perf_counter() - begin)
     return statistics.median(times[1:]) / steps * 1e3
 
@@ -237,14 +237,7 @@ def hand(name, members, function, calls, at_once):
     program = by_hand.over_members(function(step), at_once=at_once)
     draw_all = jax.jit(jax.vmap(by_hand.start(init, optimizer)))
     state = draw_all(jax.random.split(key(0), members))
-
-    def run():
-        nonlocal state
-        for own, shared in calls:
-            state, losses = program(state, own, shared)
-        np.asarray(losses)
-
-    return run
+    return partial(speed.Training(state).take, program, calls)
 
 
 def predict(name, members, x):
@@ -264,17 +257,11 @@ def ours(name, members, method, calls, how):
     """Return a function that calls a trainer's method with each of some arguments."""
     trainer = make(name, members, **how)
     state, call = trainer.init(key(0)), getattr(trainer, method)
+    if method == "predict_members":
+        return partial(call, state, *calls[0])
     if method == "epoch":
         calls = [(trainer.place(data), order) for data, order in calls]
-
-    def run():
-        nonlocal state
-        for args in calls:
-            found = call(state, *args)
-            state, found = (state, found) if method == "predict_members" else found
-        np.asarray(found)
-
-    return run
+    return partial(speed.Training(state).take, call, calls)
 
 
 def measure(method, name, members, steps):

@@ -76,7 +76,7 @@ def peaks(args: argparse.Namespace) -> None:
     gathered = row("gather", trainer.gather, state)
     del state
     object.__setattr__(trainer, "latest", None)  # the states on the devices are gone
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "state.safetensors"
         row("save, of a gathered state", pe.save, file, gathered)
         del gathered
@@ -94,7 +94,6 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1, metavar="D")
     parser.add_argument("--at-once", type=int, default=1, metavar="N")
     parser.add_argument("--width", type=int, default=1500, help="of the six layers")
-    parser.add_argument("--folder", help="for a temporary checkpoint of all members")
     args = parser.parse_args()
     # So that freed memory returns to the system at once.
     if "MALLOC_MMAP_THRESHOLD_" not in os.environ:

@@ -1,7 +1,7 @@
 """Compare networks that people bring, trained by us, by PyTorch and by `jit`, in turn.
 
     python -m pip install '.[bench]'
-    python benchmarks/networks.py [--networks NAME ...] [--rounds 5] [--json FILE]
+    python benchmarks/networks.py [--networks NAME ...] [--rounds 5]
                                   [--torch PYTHON] [--one] [--dtype TYPE]
                                   [--first-calls]
 
@@ -26,14 +26,9 @@ the first calls of one member, which compile.
 """
 
 import argparse
-import functools
-import json
-import math
 import statistics
 import subprocess
 import sys
-import time
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -99,39 +94,8 @@ def draw(name: str) -> tuple[np.ndarray, np.ndarray]:
     return x, y.astype(np.int32)
 
 
-# The peers' part
-
-
+# Of the peers
 CASES = {name: {"batch": shape.batch} for name, shape in SHAPES.items()}
-
-
-def serve(args, members: int, train, predict) -> None:
-    """Run a round of train(steps) or predict(steps) for each line that names it.
-
-    A round takes about `args.seconds`; the first two calls of each are not counted.
-    """
-    rounds, hello = {"train": train, "predict": predict}, {}
-    steps = {}
-    for what, run in rounds.items():
-        begin = time.perf_counter()
-        hello[what] = run(2)
-        run(2)
-        second = time.perf_counter()
-        run(2)
-        took = time.perf_counter() - second
-        hello[f"{what}_compile"] = second - begin - took
-        steps[what] = max(2, math.ceil(2 * args.seconds / took))
-    print(json.dumps(hello), flush=True)
-    for line in sys.stdin:
-        what = line.strip()
-        begin = time.perf_counter()
-        rounds[what](steps[what])
-        seconds = time.perf_counter() - begin
-        rows = steps[what] * members * args.batch
-        print(json.dumps({"rows": rows, "seconds": seconds}), flush=True)
-
-
-# The comparison
 
 
 def systems(name: str, one: bool = False) -> dict[str, list[str]]:
@@ -157,27 +121,10 @@ def measure(
     name: str, rounds: int, options: str = "", torch=sys.executable, one: bool = False
 ) -> dict:
     """Return the rates of each system, its hello, and its peak memory in GB."""
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    peers, results = {}, {}
-    for system, commands in systems(name, one).items():
-        python = torch if "torch" in system else sys.executable
-        started = [speed.launch(f"{x} {options}", python, **pipes) for x in commands]
-        hello = [speed.answer(peer, system) for peer in started]
-        peers[system], results[system] = started, {"hello": hello}
-
-    def rate(system, what):  # of all processes at once, in rows per second
-        for peer in peers[system]:
-            speed.tell(peer, what)
-        said = [speed.answer(peer, system) for peer in peers[system]]
-        return sum(x["rows"] for x in said) / max(x["seconds"] for x in said)
-
-    for what in "train", "predict":
-        turns = {system: functools.partial(rate, system, what) for system in peers}
-        for system, rates in speed.take_turns(turns, rounds).items():
-            results[system][what] = rates
-    for system, started in peers.items():
-        results[system]["memory"] = sum(map(speed.finish, started))
-    return results
+    commands = systems(name, one).items()
+    given = {system: [f"{x} {options}" for x in each] for system, each in commands}
+    pythons = {system: torch for system in given if "torch" in system}
+    return speed.measure(given, rounds, ("train", "predict"), pythons)
 
 
 def print_network(name: str, results: dict, what: str) -> None:
@@ -195,18 +142,10 @@ def print_network(name: str, results: dict, what: str) -> None:
         best = max(found, key=found.get, default=None)
         cells.append(f"{found[best]:,.0f} ({best})" if best else "")
     best, alone = max(median.values()), max(v for k, v in median.items() if "1 x" in k)
-    rates = [f"{x:,.0f}" for x in (ours, hand, fast, other)]
-    ratios = fast / hand, ours / hand, ours / fast, ours / best, other / alone
-    more = [f"{x:.2f}" for x in ratios]
-    speed.print_row(
-        name,
-        *rates[:3],
-        *cells,
-        *more[:4],
-        rates[3],
-        more[4],
-        "; ".join(f"{x:.2f}" for x in peaks),
-    )
+    rates = (f"{x:,.0f}" for x in (ours, hand, fast))
+    ratios = fast / hand, ours / hand, ours / fast, ours / best
+    cells += [f"{x:.2f}" for x in ratios] + [f"{other:,.0f}", f"{other / alone:.2f}"]
+    speed.print_row(name, *rates, *cells, "; ".join(f"{x:.2f}" for x in peaks))
 
 
 def print_first_calls(name: str, options: str) -> None:
@@ -225,7 +164,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--networks", nargs="+", default=[""], metavar="NAME")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--torch", default=sys.executable, metavar="PYTHON")
     parser.add_argument("--one", action="store_true")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "on-request"))
@@ -245,8 +183,6 @@ def main() -> None:
     for name in chosen:
         print(f"measuring {name}", file=sys.stderr, flush=True)
         results[name] = measure(name, args.rounds, options, args.torch, args.one)
-        if args.json:
-            args.json.write_text(json.dumps(results, indent=2) + "\n")
     for what in "train", "predict":
         head = "ours", "by hand", "by hand, fast", "PyTorch, default", "channels_last"
         ratios = "fast / by hand", "ours / by hand", "ours / fast", "ours / PyTorch"
@@ -256,7 +192,7 @@ def main() -> None:
         for name, found in results.items():
             print_network(name, found, what)
         print()
-    found = speed.measure({speed.MATMUL: "matmul.py"}, 3)[speed.MATMUL]["rates"]
+    found = speed.measure({speed.MATMUL: ["matmul.py"]}, 3)[speed.MATMUL]["train"]
     print(f"{speed.MATMUL}: {statistics.median(found):.0f}")
 
 

@@ -11,18 +11,20 @@ or of all four.
 """
 
 import argparse
-import functools
 import itertools
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
+import accelerators
 import by_hand
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import speed
+from accelerators import loss_of
 
 import fast_cpu as fc
 import pjax_ensemble as pe
@@ -38,27 +40,21 @@ def normal(key, *shape):
     return jax.random.normal(key, shape) / np.sqrt(shape[0])
 
 
-def layers(key, sizes=SIZES):
-    keys = jax.random.split(key, len(sizes))
-    return [pe.dense_init(k, *ab) for k, *ab in zip(keys, sizes, sizes[1:])]
+mlp = partial(accelerators.mlp_init, sizes=SIZES)
+mlp_loss = loss_of(accelerators.mlp)
 
 
-def mlp_loss(params, x, y):
-    for layer in params[:-1]:
-        x = jax.nn.relu(pe.dense(layer, x))
-    return pe.softmax_cross_entropy(pe.dense(params[-1], x), y).mean()
-
-
-def adapters(key, frozen=None):  # of rank 8, for each layer of the backbone
+def adapters(key, frozen):  # of rank 8, for each layer of the backbone
     pairs = zip(jax.random.split(key, len(SIZES)), SIZES, SIZES[1:])
     return [(normal(k, a, RANK), jnp.zeros((RANK, b))) for k, a, b in pairs]
 
 
-def adapters_loss(params, x, y, frozen):
+@loss_of
+def adapters_loss(params, x, frozen):
     for (weight, bias), (down, up) in zip(frozen, params):
         z = x @ weight + bias + (x @ down) @ up
         x = jax.nn.relu(z)
-    return pe.softmax_cross_entropy(z, y).mean()
+    return z
 
 
 def embedding(key):
@@ -66,29 +62,25 @@ def embedding(key):
     return normal(words, WORDS, WIDTH), normal(last, WIDTH, 10)
 
 
-def embedding_loss(params, x, y):
-    return pe.softmax_cross_entropy(params[0][x].mean(axis=1) @ params[1], y).mean()
+@loss_of
+def embedding_loss(params, x):
+    return params[0][x].mean(axis=1) @ params[1]
 
 
 def language(key):
-    words, out, *keys = jax.random.split(key, 10)
-    block = dict(qkv=(MODEL, 3 * MODEL), out=(MODEL, MODEL))
-    block |= dict(up=(MODEL, 4 * MODEL), down=(4 * MODEL, MODEL))
-    each = iter(keys)
-    blocks = [{k: normal(next(each), *s) for k, s in block.items()} for _ in range(2)]
+    keys = jax.random.split(key, (3, 4))
+    blocks = [accelerators.block_init(each, MODEL) for each in keys[1:]]
+    words, out, *_ = keys[0]
     return normal(words, TOKENS, MODEL), blocks, normal(out, MODEL, TOKENS)
 
 
-def language_loss(params, x, y):
+@loss_of
+def language_loss(params, x):
     words, blocks, out = params
-    h = words[x]
+    x = words[x]
     for block in blocks:
-        z = jax.nn.standardize(h) @ block["qkv"]
-        qkv = jnp.split(z.reshape(*z.shape[:2], HEADS, -1), 3, axis=-1)
-        z = jax.nn.dot_product_attention(*qkv, is_causal=True).reshape(h.shape)
-        h = h + z @ block["out"]
-        h = h + jax.nn.gelu(jax.nn.standardize(h) @ block["up"]) @ block["down"]
-    return pe.softmax_cross_entropy(jax.nn.standardize(h) @ out, y).mean()
+        x = accelerators.block(x, HEADS, block)
+    return jax.nn.standardize(x) @ out
 
 
 def differences(key):
@@ -132,15 +124,17 @@ ADAM, MOMENTUM = optax.adam(1e-3), optax.sgd(1e-2, momentum=0.9)
 SGD = optax.sgd(1e-4)
 # The parameters, the loss, the optimizer, the data and the batch.
 CASES = {
-    "MLP of 9.5 M, Adam": (layers, mlp_loss, ADAM, images, 32),
-    "MLP of 9.5 M, momentum": (layers, mlp_loss, MOMENTUM, images, 32),
+    "MLP of 9.5 M, Adam": (mlp, mlp_loss, ADAM, images, 32),
+    "MLP of 9.5 M, momentum": (mlp, mlp_loss, MOMENTUM, images, 32),
     "embedding of 2.6 M, Adam": (embedding, embedding_loss, ADAM, bags, 256),
     "embedding of 2.6 M, momentum": (embedding, embedding_loss, MOMENTUM, bags, 256),
     "language model of 5.7 M, Adam": (language, language_loss, ADAM, texts, 4),
     "adapters of a frozen MLP, Adam": (adapters, adapters_loss, ADAM, images, 32),
     "differences of 2 M, SGD": (differences, differences_loss, SGD, zeros, 4),
-    "8 leaves of 4, SGD": (functools.partial(leaves, 8), leaves_loss, SGD, ones, 8),
-    "200 leaves of 4, SGD": (functools.partial(leaves, 200), leaves_loss, SGD, ones, 8),
+    **{
+        f"{n} leaves of 4, SGD": (partial(leaves, n), leaves_loss, SGD, ones, 8)
+        for n in (8, 200)
+    },
 }
 
 
@@ -153,49 +147,37 @@ def timed(run) -> float:
 def runs(name: str) -> dict:
     """Return functions that each take a round of steps, by name."""
     init, loss_fn, optimizer, draw, size = CASES[name]
-    frozen = {"frozen": layers(jax.random.key(1))} if loss_fn is adapters_loss else {}
+    frozen = [mlp(jax.random.key(1))] * (init is adapters)
     data = jax.tree.map(jnp.asarray, draw(np.random.default_rng(0)))
     order = np.arange(STEPS * size).reshape(STEPS, size)
     batch = tuple(x[:size] for x in data)
 
     def ours(method, members=1):
         form = dict(members=members, devices=-(-members // 2))
-        trainer = pe.make_trainer(init, loss_fn, optimizer, **form, **frozen)
-        state, placed = trainer.init(jax.random.key(0)), trainer.place(data)
-
-        def run():
-            nonlocal state
-            if method == "epoch":
-                state, _ = trainer.epoch(state, placed, order)
-            else:
-                for _ in range(STEPS):
-                    state, _ = trainer.update(state, *batch)
-            return state
-
-        return run
+        form["frozen"] = frozen[0] if frozen else None
+        trainer = pe.make_trainer(init, loss_fn, optimizer, **form)
+        state, calls = trainer.init(jax.random.key(0)), [batch] * STEPS
+        if method == "epoch":
+            calls = [(trainer.place(data), order)]
+        take = speed.Training(state).take
+        return partial(take, getattr(trainer, method), calls)
 
     def hand(function, *args, calls=1, members=1, jit=jax.jit):
-        program, params = jit(function, donate_argnums=0), init(jax.random.key(0))
+        program = jit(function, donate_argnums=0)
+        params = init(jax.random.key(0), *frozen)
         start = params, optimizer.init(params)
-        devices = jax.devices()[: -(-members // 2)]
-        given = [jax.device_put((args, frozen), device) for device in devices]
-        carries = [
-            [jax.device_put(jax.tree.map(jnp.copy, start), device) for _ in range(each)]
-            for device, each in zip(devices, (min(2, members), 2))
-        ]
 
-        def on_device(own, given):
-            args, frozen = given
-            for i in range(len(own)):
-                for _ in range(calls):
-                    own[i], _ = program(own[i], *args, **frozen)
+        def on(device):
+            own, shared, given = jax.device_put((start, frozen, args), device)
+            step = partial(program, frozen=shared)
+            take = speed.Training(jax.tree.map(jnp.copy, own)).take
+            return partial(take, step, [given] * calls)
 
-        def run():
-            list(threads.map(on_device, carries, given))
-            return carries
-
+        groups = [[on(jax.devices()[0])]]
+        if members > 1:
+            groups = [[on(device) for _ in "ab"] for device in jax.devices()[:2]]
         threads = ThreadPoolExecutor(2)
-        return run
+        return lambda: [*threads.map(lambda runs: [run() for run in runs], groups)]
 
     step = by_hand.make_step(loss_fn, optimizer)
     scan = by_hand.make_scan(step)
@@ -213,7 +195,7 @@ def runs(name: str) -> dict:
 
 def measure(name: str, rounds: int) -> dict:
     """Return the median ms per step of each system, in turn."""
-    systems = {what: functools.partial(timed, run) for what, run in runs(name).items()}
+    systems = {what: partial(timed, run) for what, run in runs(name).items()}
     found = speed.take_turns(systems, rounds + 1)  # the first compiles
     return {what: statistics.median(times[1:]) for what, times in found.items()}
 

@@ -13,6 +13,7 @@ process to its end, in seconds.  `gpu.py` is for accelerators.
 
 import argparse
 import contextlib
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -25,10 +26,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 # So that the scripts beside this one, which import it, find the modules.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -121,7 +122,7 @@ def fail(process: subprocess.Popen, name: str) -> NoReturn:
     raise SystemExit(f"{name} ended with status {process.wait()}: {words}")
 
 
-def tell(peer: subprocess.Popen, what: str = "round") -> None:
+def tell(peer: subprocess.Popen, what: str) -> None:
     """Send a peer a line of input."""
     with contextlib.suppress(BrokenPipeError):  # it ended, as `answer` reports
         peer.stdin.write(f"{what}\n")
@@ -154,22 +155,49 @@ def take_turns(systems: dict[str, Callable], rounds: int) -> dict[str, list]:
     return found
 
 
-def measure(systems: dict, rounds: int) -> dict:
-    """Run rounds in turn; return rates, peak memory and versions per system."""
-    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    peers = {name: launch(command, **pipes) for name, command in systems.items()}
-    hello = {name: answer(peer, name) for name, peer in peers.items()}
+def measure(
+    systems: dict[str, list[str]], rounds: int, whats=("train",), pythons=()
+) -> dict[str, dict]:
+    """Run rounds in turn; return each system's rates, its hello, and its memory in GB.
 
-    def rate(name):
-        tell(peers[name])
-        said = answer(peers[name], name)
-        return said["steps"] * hello[name]["images_per_step"] / said["seconds"]
+    A system is the commands of its processes, in the Python that `pythons` may have for
+    it.  A rate is of all its processes at once: rows per second, by kind of round.
+    """
+    pipes, pythons = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE), dict(pythons)
+    peers, results = {}, {}
+    for name, commands in systems.items():
+        python = pythons.get(name, sys.executable)
+        peers[name] = [launch(command, python, **pipes) for command in commands]
+        results[name] = {"hello": [answer(peer, name) for peer in peers[name]]}
 
-    rates = take_turns({name: partial(rate, name) for name in peers}, rounds)
-    return {
-        name: {"rates": rates[name], "peak_memory_gb": finish(peer), **hello[name]}
-        for name, peer in peers.items()
-    }
+    def rate(name, what):
+        for peer in peers[name]:
+            tell(peer, what)
+        said = [answer(peer, name) for peer in peers[name]]
+        return sum(x["rows"] for x in said) / max(x["seconds"] for x in said)
+
+    for what in whats:
+        turns = {name: partial(rate, name, what) for name in peers}
+        for name, rates in take_turns(turns, rounds).items():
+            results[name][what] = rates
+    for name, started in peers.items():
+        results[name]["memory"] = sum(map(finish, started))
+    return results
+
+
+@dataclasses.dataclass
+class Training:
+    """A state that steps move on: step(state, *args) gives the next one, and a loss."""
+
+    state: Any
+
+    def take(self, step: Callable, calls: Iterable) -> tuple[Any, list]:
+        """Take a step with each of some arguments; return the state and the losses."""
+        losses = []
+        for args in calls:
+            self.state, loss = step(self.state, *args)
+            losses.append(loss)
+        return self.state, losses
 
 
 def run_job(name: str, command: str) -> tuple[float, float]:
@@ -211,19 +239,17 @@ def print_head(*names: str) -> None:
 
 def print_group(results: dict) -> None:
     print_head("system", "median", "lowest to highest", "ours is")
-    ours = statistics.median(next(iter(results.values()))["rates"])
+    median = {name: statistics.median(x["train"]) for name, x in results.items()}
+    ours, *_ = median.values()
     for name, result in results.items():
-        ratio = ours / statistics.median(result["rates"])
-        cell = "" if name == MATMUL else f"{ratio:.2f}x"
-        print_row(name, spread(result["rates"]), cell)
+        cell = "" if name == MATMUL else f"{ours / median[name]:.2f}x"
+        print_row(name, spread(result["train"]), cell)
     print()
     if MATMUL in results:
-        share = ours * TRAINING_GFLOP / statistics.median(results[MATMUL]["rates"])
+        share = ours * TRAINING_GFLOP / median[MATMUL]
         print(f"ours at {share:.0%} of the matrix product's rate")
-    compiling = (
-        f"{name} {result['compile_seconds']:.1f} s" for name, result in results.items()
-    )
-    print("to compile: " + "; ".join(compiling))
+    compiling = {name: x["hello"][0]["train_compile"] for name, x in results.items()}
+    print("to compile: " + "; ".join(f"{x} {s:.1f} s" for x, s in compiling.items()))
 
 
 def print_jobs(results: dict) -> None:
@@ -275,7 +301,7 @@ def main() -> None:
             found = measure_jobs(min(2, args.rounds))
             print_jobs(found)
         else:
-            found = measure(systems, args.rounds)
+            found = measure({x: [y] for x, y in systems.items()}, args.rounds)
             print_group(found)
         results[title] = found
     if args.json:

@@ -1,6 +1,6 @@
 """Compare random programs on states with the same programs, one operation at a time.
 
-    python benchmarks/states.py [300] [--first 0] [--places model hyper]
+    python benchmarks/states.py [300] [--first 0]
 
 A program shifts, sorts, scatters and scans the leaves of a tree: histories, queues,
 rings, masks, counters, random keys.  The tree is a model state, an optimizer's state,
@@ -147,11 +147,8 @@ def data(x):
 def shown(tree):
     """Return a tree's leaves as numbers that float32 holds."""
 
-    def show(x):
-        x = data(x)
-        return x >> 9 if x.dtype == jnp.uint32 else x
-
-    return jax.tree.map(show, tree)
+    numbers = jax.tree.map(data, tree)
+    return jax.tree.map(lambda x: x >> 9 if x.dtype == jnp.uint32 else x, numbers)
 
 
 def stack(trees):
@@ -179,9 +176,9 @@ def read(tree):
 class Case:
     """A random tree in a random place, in functions as users write them."""
 
-    def __init__(self, seed, places=PLACES):
+    def __init__(self, seed):
         self.rng = np.random.default_rng([seed, 1])
-        self.place = str(self.rng.choice(places))
+        self.place = str(self.rng.choice(PLACES))
         self.stateful, self.aux = self.place == "model", self.rng.random() < 0.6
         self.skip = bool(self.rng.random() < 0.3)
         self.tree, self.move, self.steps = draw(seed, self.place)
@@ -331,19 +328,15 @@ def differs(found, expected):
 
 # Members, devices, and members at once.
 LAYOUTS = (1, 1, 1), (2, 1, 1), (3, 2, 1), (2, 1, 2), (3, 1, 2), (1, 2, 1), (2, 4, 1)
-WAYS = {
-    "model": ("update", "epoch", "predict", "sync", "ensemble"),
-    "optimizer": ("update", "epoch", "sync", "ensemble"),
-    "params": ("update", "epoch", "predict", "sync", "ensemble"),
-    "hyper": ("update", "epoch", "predict", "init"),
-    "frozen": ("update", "epoch", "predict", "init"),
-    "batch": ("update", "epoch", "sync", "ensemble"),
-}
+BOTH = "update", "epoch"
+WAYS = dict.fromkeys(("model", "params"), (*BOTH, "predict", "sync", "ensemble"))
+WAYS |= dict.fromkeys(("optimizer", "batch"), (*BOTH, "sync", "ensemble"))
+WAYS |= dict.fromkeys(("hyper", "frozen"), (*BOTH, "predict", "init"))
 
 
-def compare(seed, places=PLACES, count=2):
+def compare(seed, count=2):
     """Yield how a case ran, "right", "wrong" or "XLA's own", and its steps."""
-    case, rng, hand = Case(seed, places), np.random.default_rng([seed, 2]), {}
+    case, rng, hand = Case(seed), np.random.default_rng([seed, 2]), {}
     for way in rng.choice(WAYS[case.place], count, replace=False).tolist():
         members, devices, at_once = LAYOUTS[rng.integers(len(LAYOUTS))]
         micro, run = rng.choice([0, 0, 2]), case.by_trainer
@@ -371,12 +364,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("count", type=int, nargs="?", default=300)
     parser.add_argument("--first", type=int, default=0, metavar="SEED")
-    parser.add_argument("--places", nargs="+", default=PLACES, choices=PLACES)
     args = parser.parse_args()
     pe.use_cpu_devices(4)
     table: dict = collections.defaultdict(collections.Counter)
     for seed in range(args.first, args.first + args.count):
-        for (place, way, how), verdict, steps in compare(seed, args.places):
+        for (place, way, how), verdict, steps in compare(seed):
             table[place, way][verdict] += 1
             if verdict != "right":
                 print(f"seed {seed}, {verdict}: {place} by {way}, {how}, {steps}")

@@ -34,17 +34,12 @@ import sys
 import time
 from pathlib import Path
 
+import accelerators
 import jax
 import numpy as np
 import speed
-from sklearn import datasets
+from sklearn import datasets, ensemble
 from sklearn.base import clone
-from sklearn.ensemble import (
-    HistGradientBoostingClassifier,
-    HistGradientBoostingRegressor,
-    RandomForestClassifier,
-    RandomForestRegressor,
-)
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import PredefinedSplit, RepeatedKFold, StratifiedKFold
 from sklearn.pipeline import make_pipeline
@@ -90,14 +85,14 @@ def ours(model, train, test):
 
 SYSTEMS = {
     "ensemble": (ours, EnsembleRegressor(random_state=0)),
-    "forest": (under_mapie, RandomForestRegressor(random_state=0, n_jobs=-1)),
-    "boosting": (under_mapie, HistGradientBoostingRegressor(random_state=0)),
+    "forest": (under_mapie, ensemble.RandomForestRegressor(random_state=0, n_jobs=-1)),
+    "boosting": (under_mapie, ensemble.HistGradientBoostingRegressor(random_state=0)),
 }
 CLASSIFIERS = {
     "ensemble": EnsembleClassifier(random_state=0),
     "logistic": make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000)),
-    "forest": RandomForestClassifier(random_state=0, n_jobs=-1),
-    "boosting": HistGradientBoostingClassifier(random_state=0),
+    "forest": ensemble.RandomForestClassifier(random_state=0, n_jobs=-1),
+    "boosting": ensemble.HistGradientBoostingClassifier(random_state=0),
 }
 
 
@@ -112,10 +107,10 @@ def read(name: str, folder: Path) -> Data:
     return Data(table[:, :-1], table[:, -1], splits)
 
 
-def measure(predict, model, data: Data) -> np.ndarray:
+def measure(predict, model, data: Data, count: int | None = None) -> np.ndarray:
     """Return RMSE, NLL, coverage, width and seconds of each split, [splits, 5]."""
     scores = []
-    for split in data.splits:
+    for split in data.splits[:count]:
         train, (x, y) = ((data.x[rows], data.y[rows]) for rows in split)
         started = time.perf_counter()
         means, ends, nll = predict(model, train, (x, y))
@@ -132,15 +127,15 @@ def read_classes(name: str, folder: Path) -> Data:
     return Data(x, y, [*folds.split(x, y)])
 
 
-def measure_classes(model, data: Data) -> tuple[dict, list]:
+def measure_classes(model, data: Data, count: int | None = None) -> tuple[dict, list]:
     """Return the scores of all test rows together, and each split's seconds."""
     probs, seconds = [], []
-    for train, test in data.splits:
+    for train, test in data.splits[:count]:
         started = time.perf_counter()
         model.fit(data.x[train], data.y[train])
         probs.append(model.predict_proba(data.x[test]))
         seconds.append(time.perf_counter() - started)
-    tests = np.concatenate([test for _, test in data.splits])
+    tests = np.concatenate([test for _, test in data.splits[:count]])
     report = em.ensemble_report(np.concatenate(probs)[None], data.y[tests])
     return report["ensemble"], seconds
 
@@ -148,22 +143,14 @@ def measure_classes(model, data: Data) -> tuple[dict, list]:
 FOLDS, EACH, STEPS, BATCH = 5, 4, 3000, 50  # four networks leave out each fold
 
 
-def init(key, inputs):
-    sizes = inputs, 64, 64, 1
-    keys = jax.random.split(key, len(sizes) - 1)
-    return [pe.dense_init(*layer) for layer in zip(keys, sizes, sizes[1:])]
-
-
 def network(params, x):  # [B, F] -> [B]
-    for layer in params[:-1]:
-        x = jax.nn.relu(pe.dense(layer, x))
-    return pe.dense(params[-1], x)[:, 0]
+    return accelerators.mlp(params, x)[:, 0]
 
 
 @functools.cache
 def make_networks(inputs: int) -> pe.Trainer:
     return pe.make_trainer(
-        lambda key: init(key, inputs),
+        lambda key: accelerators.mlp_init(key, (inputs, 64, 64, 1)),
         lambda params, x, y: ((network(params, x) - y) ** 2).mean(),
         pe.adam(pe.cosine_schedule(0.003, STEPS)),
         members=FOLDS * EACH,
@@ -176,9 +163,8 @@ def make_networks(inputs: int) -> pe.Trainer:
 def train_networks(data: Data, learned: list) -> np.ndarray:
     """Return predictions [FOLDS, N], means of EACH networks that learned these rows."""
     seen = np.unique(np.concatenate(learned))
-    (mean, scale), (center, unit) = (
-        (z[seen].mean(0), z[seen].std(0)) for z in data[:2]
-    )
+    arrays = data.x[seen], data.y[seen]
+    (mean, scale), (center, unit) = ((z.mean(axis=0), z.std(axis=0)) for z in arrays)
     x, y = np.float32((data.x - mean) / scale), np.float32((data.y - center) / unit)
     draw, trainer = np.random.default_rng(0), make_networks(x.shape[1])
     orders = [draw.choice(rows, (EACH, STEPS, BATCH)) for rows in learned]
@@ -199,12 +185,9 @@ def fold_ends(data: Data, train: np.ndarray, test: np.ndarray) -> dict:
     ours = em.fold_interval(found[:, test], found[folds, train], y, folds)
     center = found[:, test].mean(axis=0)
     width = em.conformal_quantile(np.abs(y - found[folds, train]))
-    means, held_out = (
-        train_networks(data, learned[:1] * FOLDS).mean(0),
-        train[folds == 0],
-    )
-    bound = em.conformal_quantile(np.abs(data.y - means)[held_out])
-    forest = RandomForestRegressor(random_state=0)
+    means = train_networks(data, learned[:1] * FOLDS).mean(axis=0)
+    bound = em.conformal_quantile(np.abs(data.y - means)[train[folds == 0]])
+    forest = ensemble.RandomForestRegressor(random_state=0)
     how = dict(confidence_level=0.9, method="plus", cv=PredefinedSplit(folds))
     conformal = CrossConformalRegressor(forest, **how)
     conformal.fit_conformalize(data.x[train], y)
@@ -235,30 +218,14 @@ def compare_folds(args, folder: Path) -> None:
             speed.print_row(name, system, f"{inside:.1%}", f"{width:.3g}")
 
 
-def main(argv=None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sets", nargs="+", metavar="NAME", help="default: all")
-    parser.add_argument("--systems", nargs="+", choices=CLASSIFIERS, help="or all")
-    parser.add_argument("--splits", type=int, default=10, help="how many per set")
-    parser.add_argument("--classify", action="store_true", help="classes, not numbers")
-    parser.add_argument(
-        "--folds", action="store_true", help="networks of left-out folds"
-    )
-    args, folder = parser.parse_args(argv), Path(os.environ.get("UCI_DIR", "."))
-    pe.use_cpu_devices()
-    compare = compare_classes if args.classify else compare_numbers
-    (compare_folds if args.folds else compare)(args, folder)
-
-
 def compare_numbers(args, folder: Path) -> None:
     there = sorted(path.parent.name for path in folder.glob("*/test_rows.txt"))
     columns = "set", "system", "RMSE", "NLL", "in 90% intervals", "width"
     speed.print_head(*columns, "s, first split", "s, last split")
     for name in args.sets or [*DRAWN, *there]:
         data = read(name, folder)
-        data = data._replace(splits=data.splits[: args.splits])
         for system in args.systems or SYSTEMS:
-            found = measure(*SYSTEMS[system], data)
+            found = measure(*SYSTEMS[system], data, args.splits)
             rmse, nll, inside, width, _ = found.mean(axis=0)
             density = "-" if np.isnan(nll) else f"{nll:.3g}"
             cells = f"{rmse:.3g}", density, f"{inside:.1%}", f"{width:.3g}"
@@ -271,13 +238,25 @@ def compare_classes(args, folder: Path) -> None:
     speed.print_head(*columns, "s, first split", "s, last split")
     for name in args.sets or [*CLASSES, "wine-quality-red"]:
         data = read_classes(name, folder)
-        data = data._replace(splits=data.splits[: args.splits])
         for system in args.systems or CLASSIFIERS:
-            found, seconds = measure_classes(CLASSIFIERS[system], data)
+            found, seconds = measure_classes(CLASSIFIERS[system], data, args.splits)
             loss, ece = (found[key] for key in (NLL, "expected_calibration_error"))
             cells = f"{loss:.3g}", f"{found['accuracy']:.1%}", f"{ece:.3f}"
             cells += f"{seconds[0]:.1f}", f"{seconds[-1]:.1f}"
             speed.print_row(name, system, *cells)
+
+
+def main(argv=None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sets", nargs="+", metavar="NAME", help="default: all")
+    parser.add_argument("--systems", nargs="+", choices=CLASSIFIERS, help="or all")
+    parser.add_argument("--splits", type=int, default=10, help="how many per set")
+    parser.add_argument("--classify", action="store_true", help="classes, not numbers")
+    parser.add_argument("--folds", action="store_true", help="leave folds out")
+    args, folder = parser.parse_args(argv), Path(os.environ.get("UCI_DIR", "."))
+    pe.use_cpu_devices()
+    compare = compare_classes if args.classify else compare_numbers
+    (compare_folds if args.folds else compare)(args, folder)
 
 
 if __name__ == "__main__":

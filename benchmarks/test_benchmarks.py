@@ -29,23 +29,17 @@ from numpy.testing import assert_array_equal
 from trials import devices, faults, interrupts
 
 import pjax_ensemble as pe
-from conftest import (
-    ENVIRONMENT,
-    HERE,
-    cases,
-    linux,
-    posix,
-    said_by,
-    small_files,
-    write_files,
-)
+from conftest import ENVIRONMENT, HERE, cases, linux, posix, said_by
+
+# isort: split
+from conftest import small_files, write_files
 
 TORCH = importlib.util.find_spec("torch") is not None
 
 
 @linux
-def test_memory_has_a_row_for_each_call(tmp_path, capsys):
-    sizes = dict(members=2, devices=1, at_once=1, width=8, folder=tmp_path)
+def test_memory_has_a_row_for_each_call(capsys):
+    sizes = dict(members=2, devices=1, at_once=1, width=8)
     memory.peaks(argparse.Namespace(**sizes))
     rows = capsys.readouterr().out.splitlines()
     calls = [re.match(r"\| (\w+)[\w, ]* \| -?[\d.]+ \|$", row)[1] for row in rows[2:]]
@@ -129,9 +123,9 @@ def test_compiled_programs_are_counted_turn_by_turn():
 
 
 def test_members_fit_that_the_memory_holds(tmp_path, monkeypatch, capsys):
-    own = "from accelerators import form, loss_of, pe, small, small_init as init; "
+    own = "from accelerators import form, loss_of, mlp, pe, small_init as init; "
     own += "batch = form(9, 8, dtype='f4'), form(9); optimizer = pe.adam(1); "
-    (file := tmp_path / "own.py").write_text(own + "loss = loss_of(small)")
+    (file := tmp_path / "own.py").write_text(own + "loss = loss_of(mlp)")
     monkeypatch.setattr(accelerators, "devices_of", lambda name: jax.devices()[:2])
     monkeypatch.setattr(accelerators, "ROOM", 10 * 3 * 4 * 552)  # ten states under Adam
     accelerators.print_fit(str(file), "cpu:2")
@@ -168,10 +162,8 @@ def test_an_epochs_kernels_and_meetings_are_those_of_a_single_step():
     "row, endless, kernels, wrong",
     (("h100:1", "resnet", "update", 4, None, 1), 0, 850, False),
     (("h100:1", "resnet", "update", 4, None, 1), 0, 851, True),
-    (("h100:1", "resnet", "update", 4, 1, 1), 0, 1791, False),
     (("v5e:2x4", "cnn", "update", 64, 1, 1), 1, 9, True),
     (("h100:8", "cnn", "epoch", 64, None, 1), 2, 999, False),
-    (("h100:8", "cnn", "epoch", 64, None, 1), 3, 9, True),
     (("h100:8", "cnn", "epoch", 8, 1, 1), 3, 9, True),
     (("h100:8", "cnn", "epoch", 64, 1, 1), 16, 9, False),
     (("v5e:2x4", "cnn", "epoch", 64, None, 1), 3, 9, False),
@@ -217,12 +209,6 @@ def test_interrupted_loops_go_on_from_the_latest_state():
     assert counts["interrupts"] >= 8 and not counts["lost"] + counts["different"]
 
 
-def test_tables_score_classes_of_all_folds_together(tmp_path):
-    data = tables.read_classes("wine", tmp_path)
-    found, seconds = tables.measure_classes(tables.CLASSIFIERS["logistic"], data)
-    assert found["accuracy"] > 0.9 and len(seconds) == 5
-
-
 def test_tables_train_networks_on_the_rows_of_each_fold(monkeypatch):
     monkeypatch.setattr(tables, "STEPS", 200)
     x = np.linspace(-1, 1, 40)
@@ -250,6 +236,9 @@ def test_tables_score_each_split_on_its_test_rows(tmp_path):
 
     found = tables.measure(predict, "m", data)
     assert_array_equal(found[:, :4], [[2, 0, 0, 2], [2, 4, 0.5, 3.5]])
+    classes = tables.read_classes("wine", tmp_path)
+    found, seconds = tables.measure_classes(tables.CLASSIFIERS["logistic"], classes)
+    assert found["accuracy"] > 0.9 and len(seconds) == 5
 
 
 @posix
@@ -273,7 +262,9 @@ def test_speed_says_in_a_line_why_it_stops(tmp_path, monkeypatch):
         monkeypatch.delenv("UCI_DIR")
         assert refused("5").startswith("UCI_DIR is not set; set it to the folder")
     peer = "a peer", "../speed.py --nope"  # whose last line is quoted
-    for stopped in said(speed.measure, dict([peer]), 1), said(speed.run_job, *peer):
+    name, command = peer
+    measured = said(speed.measure, {name: [command]}, 1)
+    for stopped in measured, said(speed.run_job, *peer):
         words = "speed.py: error: unrecognized arguments: --nope"
         assert stopped == f"a peer ended with status 2: {words}"
 
@@ -315,8 +306,7 @@ def test_networks_take_turns_and_rates_are_of_all_members(monkeypatch, capsys):
         monkeypatch.setenv(*variable)
     every = networks.systems("LSTM", one=True)
     chosen = {name: every[name] for name in ("other", "by hand, fast")}
-    sizes = {len(networks.systems("U-Net", one)) for one in (False, True)}
-    assert len(every) == 5 and sizes == {8, 6}
+    assert len(every) == 5 and len(networks.systems("U-Net")) == 8
     monkeypatch.setattr(networks, "systems", lambda name, one: chosen)
     options = "--seconds 0.01 --batch 8 --bfloat16"
     found = networks.measure("LSTM", 1, options, one=True)
@@ -339,43 +329,33 @@ def test_networks_take_turns_and_rates_are_of_all_members(monkeypatch, capsys):
     assert said_by(SystemExit, networks.main).startswith("no network is 'VGG'; there")
 
 
-def draw_cifar10(folder, **files):
-    """Write files of the binary version: images that are brighter by label."""
-    rng = np.random.default_rng(0)
-    for name, rows in files.items():
-        labels = rng.integers(10, size=(rows, 1))
-        pixels = rng.integers(60, size=(rows, 3072)) + 18 * labels
-        records = np.concatenate([labels, pixels], axis=1).astype(np.uint8)
-        (folder / f"{name}.bin").write_bytes(records.tobytes())
-    return folder
-
-
 @pytest.mark.once
 def test_cifar10_is_trained_once_and_scored(tmp_path, monkeypatch, capsys):
-    draw_cifar10(tmp_path, data_batch_1=256, data_batch_2=128, test_batch=60)
+    rng = np.random.default_rng(0)
+    for name, rows in {
+        "data_batch_1": 256,
+        "data_batch_2": 128,
+        "test_batch": 60,
+    }.items():
+        labels = rng.integers(10, size=(rows, 1))  # images are brighter by label
+        pixels = rng.integers(60, size=(rows, 3072)) + 18 * labels
+        records = np.concatenate([labels, pixels], axis=1).astype(np.uint8)
+        (tmp_path / f"{name}.bin").write_bytes(records.tobytes())
     digits = write_files(tmp_path / "digits", small_files())
     monkeypatch.setenv("MNIST_DIR", str(digits))
     monkeypatch.setattr(cifar10, "CALIBRATE", 20)
     monkeypatch.setattr(cifar10, "SHIFTED", 20)
     net = resnet.ResNet(0, (4,))  # a convolution and a layer
 
-    def run(*options, name="report"):
-        files = [f"--json={tmp_path / name}", f"--plot={tmp_path / name}.png"]
-        workdir = f"--workdir={tmp_path / 'work'}"
-        cifar10.main([f"--data-dir={tmp_path}", workdir, *files, *options], net)
-        return json.loads((tmp_path / name).read_text())
-
-    report = run("--epochs=1")
+    files = [f"--json={tmp_path / 'report'}", f"--plot={tmp_path / 'report.png'}"]
+    cifar10.main([f"--data-dir={tmp_path}", "--epochs=1", *files], net)
+    report = json.loads((tmp_path / "report").read_text())
     out = capsys.readouterr().out
     assert out.count("epoch ") == 1 + 4 and "| 4 snapshots |" in out
     assert {*report["as they are"]} == {*report["digits"]} and len(report) == 23
     assert (tmp_path / "report.png").stat().st_size > 10_000
     for scores in [*report.values()][:-1]:
         assert np.isfinite([[*x.values()] for x in scores.values()]).all()
-    with mock.patch.object(pe.Trainer, "epoch", None):  # all is loaded
-        assert run("--epochs=1", name="again") == report
-    said = said_by(SystemExit, run, "--epochs=2")
-    assert "'epochs': 1" in said and "take another folder" in said
 
 
 @pytest.mark.parametrize("name", faults.TRIALS)
@@ -436,15 +416,11 @@ for seed in range(int(sys.argv[3]), int(sys.argv[1]) + int(sys.argv[3])):
     first, last = capsys.readouterr().out.splitlines()
     assert first.startswith("seed 2 is ended: the process ended with status -6: ")
     assert last == "7 cases; wrong none; ended [2]; refused none; largest error 0"
-    isa = convolutions.environment("AVX512_BF16")
-    assert "=AVX512_BF16" in isa["XLA_FLAGS"]
-    assert isa["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_BF16"
-    args = argparse.Namespace(programs=False, dtype="bfloat16")
-    assert convolutions.compare(3, args)["verdict"] == "right"
-    args = argparse.Namespace(programs=False, dtype="int8")  # which has no normal draws
-    assert convolutions.compare(3, args)["verdict"] == "refused"
-    monkeypatch.setattr(convolutions, "error", lambda *_: ("bfloat16", math.nan))
-    assert convolutions.compare(3, args)["verdict"] == "wrong"
+    ends = ("float32", 2), ("float32", math.nan), ValueError("no")
+    monkeypatch.setattr(convolutions, "error", mock.Mock(side_effect=ends))
+    args = argparse.Namespace(programs=False)
+    found = [convolutions.compare(3, args)["verdict"] for _ in ends]
+    assert found == ["right", "wrong", "refused"]
 
 
 def test_parameters_take_steps_by_trainers_and_by_hand():

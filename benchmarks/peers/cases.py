@@ -81,4 +81,4 @@ def serve_anew(train, args):
     def run(steps):
         return float(np.mean(train(next(seeds), order)[:, -EPOCH:]))
 
-    common.serve(run, args)
+    common.serve(args, run)

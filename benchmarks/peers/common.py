@@ -7,6 +7,7 @@ it reads, so that rounds of several systems can be timed in turn.
 import argparse
 import itertools
 import json
+import math
 import os
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import speed
 
 import mnist_data
 
@@ -77,58 +79,50 @@ def say(message):
 
 
 def timed(run, steps):
+    """Return the seconds of run(steps), and the number that it returns."""
     start = time.perf_counter()
     loss = run(steps)
-    return {"seconds": time.perf_counter() - start, "steps": steps, "loss": loss}
+    return time.perf_counter() - start, loss
 
 
-def serve(run, args, per_step=None):
-    """Run a round for each line of input, and print its seconds and mean loss.
+def serve(args, train, predict=None, rows=None):
+    """Run a round for each line of input, which names one; print rows and seconds.
 
-    `run(steps)` returns the mean loss once every result is ready.  A step takes
-    `per_step` images, or by default a batch per member.  Two rounds are not counted:
-    the first compiles, and `compile_seconds` is by how much it is longer.
+    `train(steps)` returns the mean loss, and `predict(steps)` a number, once every
+    result is ready.  A step takes so many rows, by default a batch per member; a round
+    takes `args.steps`, or as many as take `args.seconds`.  Two calls of each are not
+    counted: the first compiles, and the hello has by how much it is longer.
     """
-    first = timed(run, args.steps)
-    hello = {"warm_up_loss": first["loss"]}
-    hello["images_per_step"] = per_step or args.members * args.batch
-    hello["compile_seconds"] = first["seconds"] - timed(run, args.steps)["seconds"]
+    runs, steps, hello = {"train": train}, {}, {}
+    runs |= {"predict": predict} if predict else {}
+    for what, run in runs.items():
+        (first, hello[what]), (second, _) = (timed(run, args.steps) for _ in "ab")
+        hello[f"{what}_compile"], steps[what] = first - second, args.steps
+        if "seconds" in args:
+            steps[what] = max(2, math.ceil(args.steps * args.seconds / second))
     say(hello)
-    for _ in sys.stdin:
-        say(timed(run, args.steps))
+    for line in sys.stdin:
+        what = line.strip()
+        seconds, _ = timed(runs[what], steps[what])
+        taken = steps[what] * (rows or args.members * args.batch)
+        say({"rows": taken, "seconds": seconds})
+
+
+def serve_steps(step, state, calls, args, **options):
+    """Serve rounds of calls step(state, *call) of JAX, which return state and losses.
+
+    `calls(steps)` yields the arguments of a round's calls.  `serve` has the options.
+    """
+    training = speed.Training(state)
+
+    def run(steps):
+        _, losses = jax.block_until_ready(training.take(step, calls(steps)))
+        return float(np.mean(jax.device_get(losses)))
+
+    serve(args, run, **options)
 
 
 def serve_epochs(train, state, num_rows, args):
-    """Serve rounds; one call of `train(state, rows)` takes all steps of a round in JAX.
-
-    The call returns the state in which the next round begins, and losses.
-    """
+    """Serve rounds of one call train(state, rows) each, which takes all their steps."""
     order = endless_order(num_rows, args.batch, args.members)
-
-    def run(steps):
-        nonlocal state
-        state, losses = train(state, next_steps(order, steps))
-        jax.block_until_ready(state)
-        return float(np.mean(losses))
-
-    serve(run, args)
-
-
-def serve_steps(step, state, batches, args, wait=None, **options):
-    """Serve rounds of calls `step(state, *batch)` of JAX, which return state and loss.
-
-    The loop waits for every `wait`-th call.  `serve` has the other options.
-    """
-
-    def run(steps):
-        nonlocal state
-        losses = []
-        for batch in itertools.islice(batches, steps):
-            state, loss = step(state, *batch)
-            losses.append(loss)
-            if wait and len(losses) % wait == 0:
-                loss.block_until_ready()
-        jax.block_until_ready(state)
-        return float(np.mean(jax.device_get(losses)))
-
-    serve(run, args, **options)
+    serve_steps(train, state, lambda steps: [(next_steps(order, steps),)], args)

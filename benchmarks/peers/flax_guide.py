@@ -123,7 +123,7 @@ def main():
         jax.block_until_ready(state)
         return float(loss)
 
-    common.serve(run, args)
+    common.serve(args, run)
 
 
 if __name__ == "__main__":

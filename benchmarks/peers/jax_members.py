@@ -20,7 +20,7 @@ import pjax_ensemble as pe
 
 
 def small_loss(params, x, y):
-    mean, spread = accelerators.small(params, x).T
+    mean, spread = accelerators.mlp(params, x).T
     return pe.gaussian_nll(mean, jax.nn.softplus(spread) + 1e-6, y).mean()
 
 

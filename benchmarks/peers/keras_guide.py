@@ -10,6 +10,8 @@ omits it, so its batch normalization and dropout behave as in inference. And the
 waits for every eighth step.
 """
 
+import functools
+import itertools
 import os
 
 os.environ["KERAS_BACKEND"] = "jax"
@@ -82,12 +84,17 @@ def main():
     state = tuple([v.value for v in kind] for kind in (*kinds, optimizer.variables))
     state = jax.device_put(state, NamedSharding(mesh, PartitionSpec()))
 
+    count = itertools.count(1)
+
     def step(state, x, y):
-        return train_step(state, jax.device_put(x, data_sharding), y)
+        state, loss = train_step(state, jax.device_put(x, data_sharding), y)
+        if next(count) % 8 == 0:  # XLA:CPU aborts if too many steps pile up
+            loss.block_until_ready()
+        return state, loss
 
     batches = endless_batches(images, labels, args.batch)
-    # XLA:CPU aborts if too many steps pile up.
-    common.serve_steps(step, state, batches, args, wait=8, per_step=args.batch)
+    next_ones = functools.partial(itertools.islice, batches)
+    common.serve_steps(step, state, next_ones, args, rows=args.batch)
 
 
 if __name__ == "__main__":

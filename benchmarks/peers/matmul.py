@@ -17,7 +17,7 @@ def main():
             c = product(a, b)
         return float(c[0, 0])
 
-    common.serve(run, args, 2 * SIDE**3 / 1e9)
+    common.serve(args, run, rows=2 * SIDE**3 / 1e9)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ peer prints how long the first calls take, and ends.
 """
 
 import contextlib
-import itertools
 import time
 from unittest import mock
 
+import by_hand
 import common
 import equinox as eqx
 import flax.linen as nn
@@ -24,12 +24,17 @@ import networks
 import numpy as np
 import optax
 import resnet
+import speed
 
 import fast_cpu as fc
 import pjax_ensemble as pe
 import train_mnist
 
 MOMENTUM = 0.9  # of running statistics, as in PyTorch, where it is called 0.1
+
+
+def active(x, training, **how):
+    return nn.relu(nn.BatchNorm(not training, momentum=MOMENTUM, **how)(x))
 
 
 class ConvNorm(nn.Module):
@@ -42,7 +47,7 @@ class ConvNorm(nn.Module):
     def __call__(self, x, training):
         how = dict(feature_group_count=self.groups, use_bias=False)
         x = nn.Conv(self.width, self.window, self.stride, **how)(x)
-        return nn.relu(nn.BatchNorm(not training, momentum=MOMENTUM)(x))
+        return active(x, training)
 
 
 class WideBlock(nn.Module):
@@ -56,13 +61,10 @@ class WideBlock(nn.Module):
         def conv(x, size=3, stride=1):
             return nn.Conv(self.width, (size, size), stride, use_bias=False)(x)
 
-        def active(x):
-            return nn.relu(nn.BatchNorm(not training, momentum=MOMENTUM)(x))
-
-        y = active(x)
+        y = active(x, training)
         wider = x.shape[-1] < self.width
         shortcut = conv(y, 1, self.stride) if wider else x
-        return shortcut + conv(active(conv(y, stride=self.stride)))
+        return shortcut + conv(active(conv(y, stride=self.stride), training))
 
 
 class WideResNet(nn.Module):
@@ -72,7 +74,7 @@ class WideResNet(nn.Module):
         for width, stride in (32, 1), (64, 2), (128, 2):
             x = WideBlock(width, stride)(x, training)
             x = WideBlock(width, 1)(x, training)
-        x = nn.relu(nn.BatchNorm(not training, momentum=MOMENTUM)(x))
+        x = active(x, training)
         return nn.Dense(10)(x.mean((1, 2)))
 
 
@@ -142,7 +144,7 @@ class Decoder(nn.Module):
     def __call__(self, x, training):
         x = nn.Dense(4 * 4 * 128)(x).reshape(-1, 4, 4, 128)
         for width in 64, 32, 8:
-            x = nn.relu(nn.BatchNorm(not training, momentum=MOMENTUM)(x))
+            x = active(x, training)
             x = nn.ConvTranspose(width, (4, 4), (2, 2))(x)
         return x
 
@@ -170,8 +172,7 @@ class FlaxBatchNormCNN(nn.Module):
         for i, (width, window, stride, padding) in enumerate(layers):
             how = dict(padding=padding, use_bias=i == 2)
             x = nn.Conv(width, (window, window), stride, **how)(x)
-            how = dict(momentum=MOMENTUM, use_scale=False)
-            x = nn.relu(nn.BatchNorm(not training, **how)(x))
+            x = active(x, training, use_scale=False)
         return nn.Dense(10)(nn.relu(nn.Dense(256)(x.mean((1, 2)))))
 
 
@@ -379,6 +380,11 @@ def first_calls(**calls):
     common.say(found)
 
 
+def batches(data, order):
+    """Yield batches of the data: those of each row of an order, [steps, batch]."""
+    return ([x[rows] for x in data] for rows in order)
+
+
 def type_of(args):
     return jnp.bfloat16 if args.bfloat16 else jnp.float32
 
@@ -388,44 +394,35 @@ def serve_trainer(args, members, devices):
     how = dict(members=members, apply_fn=apply_fn, stateful=True, devices=devices)
     how["chunk"] = min(32, args.batch)
     trainer = pe.make_trainer(init, loss_fn, pe.sgd(0.01), **how)
-    placed, key = trainer.place(data), jax.random.key(0)
-    order, state = common.endless_order(len(data[0]), args.batch, 1), None
+    placed, training = trainer.place(data), speed.Training(None)
+    order = common.endless_order(len(data[0]), args.batch, 1)
 
     def begin():
-        nonlocal state
-        state = trainer.init(key)
-        return state
+        training.state = trainer.init(jax.random.key(0))
+        return training.state
 
-    def epoch(steps):
-        nonlocal state
-        state, losses = trainer.epoch(state, placed, common.next_steps(order, steps)[0])
-        return state, losses
-
-    def update(steps):
-        nonlocal state
-        losses = []
-        for (rows,) in itertools.islice(order, steps):
-            state, loss = trainer.update(state, *(x[rows] for x in data))
-            losses.append(loss)
-        return state, losses
+    def take(method, steps):
+        rows = common.next_steps(order, steps)[0]
+        calls = [(placed, rows)] if method == "epoch" else batches(data, rows)
+        return jax.block_until_ready(training.take(getattr(trainer, method), calls))
 
     def train(steps):
-        _, losses = jax.block_until_ready((update if args.update else epoch)(steps))
+        _, losses = take("update" if args.update else "epoch", steps)
         return float(np.mean(jax.device_get(losses)))
 
     def predict(steps):
         rows = np.arange(steps * args.batch) % len(data[0])
-        return trainer.predict_members(state, data[0][rows]).mean()
+        return float(trainer.predict_members(training.state, data[0][rows]).mean())
 
     if args.first_calls:
-        each = dict(update=lambda: update(1), epoch=lambda: epoch(2))
+        each = dict(update=lambda: take("update", 1), epoch=lambda: take("epoch", 2))
         return first_calls(init=begin, **each, predict=lambda: predict(1))
     begin()
-    return networks.serve(args, members, train, lambda steps: float(predict(steps)))
+    return common.serve(args, train, predict, rows=members * args.batch)
 
 
 def serve_by_hand(args, members):
-    init, loss_fn, apply_fn, (x, y) = make(args.case, type_of(args))
+    init, loss_fn, apply_fn, data = make(args.case, type_of(args))
     optimizer = optax.sgd(0.01, momentum=0.9)
 
     def compiled(f):
@@ -436,62 +433,58 @@ def serve_by_hand(args, members):
         params, state = init(key)
         return params, optimizer.init(params), state
 
-    def one_step(model, batch):
+    def one_step(model, *batch):
         params, opt_state, state = model
         gradient = jax.value_and_grad(loss_fn, has_aux=True)
         (loss, state), grads = gradient(params, state, None, *batch)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state, state), loss
 
-    step = compiled(one_step)
-
-    @compiled
-    def scan(model, rows, x, y):
-        def body(model, rows):
-            return one_step(model, (x[rows], y[rows]))
-
-        return jax.lax.scan(body, model, rows)
+    step, scan = compiled(one_step), compiled(by_hand.make_scan(one_step))
 
     @compiled
     def forward(params, state, x):
         return jax.nn.softmax(apply_fn(params, state, x))
 
-    models = [*jax.random.split(jax.random.key(0), members)]
-    order = common.endless_order(len(x), args.batch, 1)
+    training = speed.Training([*jax.random.split(jax.random.key(0), members)])
+    order = common.endless_order(len(data[0]), args.batch, 1)
 
     def begin_all():
-        models[:] = map(begin, models)
-        return models
+        training.state = [*map(begin, training.state)]
+        return training.state
+
+    def each_step(models, *batch):
+        return zip(*(step(model, *batch) for model in models))
 
     def train(steps):
-        losses = []
-        for (rows,) in itertools.islice(order, steps):
-            for i, model in enumerate(models):
-                models[i], loss = step(model, (x[rows], y[rows]))
-                losses.append(loss)
-        jax.block_until_ready(models)
+        calls = batches(data, common.next_steps(order, steps)[0])
+        _, losses = jax.block_until_ready(training.take(each_step, calls))
         return float(np.mean(jax.device_get(losses)))
 
     def predict(steps):
         made = [
-            np.asarray(forward(params, state, x[rows]))
-            for (rows,) in itertools.islice(order, steps)
-            for params, _, state in models
+            np.asarray(forward(params, state, x))
+            for x, _ in batches(data, common.next_steps(order, steps)[0])
+            for params, _, state in training.state
         ]
         return float(np.mean(made))
 
     if args.first_calls:
         rows = common.next_steps(order, 2)[0]
-        each = dict(update=lambda: train(1), epoch=lambda: scan(models[0], rows, x, y))
+
+        def epoch():
+            return scan(training.state[0], rows, *data)
+
+        each = dict(update=lambda: train(1), epoch=epoch)
         return first_calls(init=begin_all, **each, predict=lambda: predict(1))
     begin_all()
-    return networks.serve(args, members, train, predict)
+    return common.serve(args, train, predict, rows=members * args.batch)
 
 
 def main():
     flags = "sync", "one", "update", "by-hand", "fast", "bfloat16", "on-request"
     flags += ("first-calls",)
-    args = common.arguments(__doc__, flags, networks.CASES, seconds=1.0)
+    args = common.arguments(__doc__, flags, networks.CASES, steps=2, seconds=1.0)
     members = 1 if args.sync or args.one else networks.MEMBERS
     precision = jax.default_matmul_precision("bfloat16")
     with precision if args.on_request else contextlib.nullcontext():

@@ -324,7 +324,7 @@ def loss_of(name, made, labels):
 
 def main():
     flags = "alone", "one", "channels-last", "bfloat16", "on-request"
-    args = common.arguments(__doc__, flags, networks.CASES, seconds=1.0)
+    args = common.arguments(__doc__, flags, networks.CASES, steps=2, seconds=1.0)
     name, members = args.case, 1 if args.alone or args.one else networks.MEMBERS
     if args.on_request:
         torch.set_float32_matmul_precision("medium")
@@ -363,7 +363,7 @@ def main():
                     made += model.eval()(x[rows]).mean().item()
         return made
 
-    networks.serve(args, members, train, predict)
+    common.serve(args, train, predict, rows=members * args.batch)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,9 @@ calls `update` for each step, on batches from the host that `prefetch` makes in 
 of a device together.
 """
 
+import functools
+import itertools
+
 import cases
 import common
 import jax
@@ -56,12 +59,12 @@ def main():
     if args.case == "small":
         cases.serve_anew(train_anew, args)
     elif args.predict:
-        common.serve(predict, args)
+        common.serve(args, predict)
     elif args.host:
         order = common.endless_order(len(host[0]), args.batch, 1)
         batches = ([array[rows] for array in host] for (rows,) in order)  # for all
-        what = trainer.update, state, pe.prefetch(batches, size=2)
-        common.serve_steps(*what, args)
+        next_ones = functools.partial(itertools.islice, pe.prefetch(batches, size=2))
+        common.serve_steps(trainer.update, state, next_ones, args)
     else:
         common.serve_epochs(train, state, len(host[0]), args)
 

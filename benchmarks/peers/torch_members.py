@@ -139,7 +139,7 @@ def main():
     def run(steps):
         return losses(step, common.next_steps(order, steps)).mean().item()
 
-    return common.serve(run, args)
+    return common.serve(args, run)
 
 
 if __name__ == "__main__":

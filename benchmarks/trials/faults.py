@@ -17,13 +17,12 @@ import errno
 import hashlib
 import io
 import json
-import multiprocessing
 import os
 import random
 import re
+import shutil
 import signal
 import stat
-import subprocess
 import sys
 import tempfile
 import time
@@ -44,8 +43,6 @@ import pjax_ensemble as pe
 # The outcomes of a trial, in the words of the printed line.
 OTHER = "loaded with other values"
 FOREIGN = "foreign exceptions"  # or messages without the file or a reason
-SLOW = "slow"
-LARGE = "too much memory"
 EQUAL = "loaded with equal values"
 REFUSED = "refused"
 
@@ -125,8 +122,10 @@ def judge(
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     if seconds > SECONDS:
-        return SLOW, f"{seconds:.1f} s"
-    return (LARGE, f"{peak:,} of {most:,} bytes") if peak > most else (kind, detail)
+        return "slow", f"{seconds:.1f} s"
+    if peak > most:
+        return "too much memory", f"{peak:,} of {most:,} bytes"
+    return kind, detail
 
 
 def judge_loads(label: str, path: Path, tree: Any) -> Iterator[tuple]:
@@ -202,15 +201,15 @@ def mutate(content: bytes, header: int, name: str) -> bytes:
     return bytes(data)
 
 
-def mutations(content: bytes, trials: int) -> Iterator[tuple[str, bytes]]:
+def mutations(content: bytes, trials: int = 100_000) -> Iterator[tuple[str, bytes]]:
     header = 8 + int.from_bytes(content[:8], "little")
     for number in range(trials):
         yield f"mutation {number}", mutate(content, header, f"mutation {number}")
 
 
-def sealed(content: bytes, trials: int) -> Iterator[tuple[str, bytes]]:
+def sealed(content: bytes, **trials: int) -> Iterator[tuple[str, bytes]]:
     """Make the digest of mutations correct again, so that other values may load."""
-    for label, damaged in mutations(content, trials):
+    for label, damaged in mutations(content, **trials):
         yield label, seal(damaged)
 
 
@@ -307,99 +306,57 @@ def places(folder: Path) -> Iterator[tuple]:
 
 
 # ---------------------------------------------------------------------------------
-# Trials: a save that is killed or refused
+# Trials: a save that ends at any moment, or is refused
 # ---------------------------------------------------------------------------------
-
-
-def run_child(call: str) -> subprocess.CompletedProcess:
-    """Run a call of this file's functions in a new interpreter."""
-    command = [sys.executable, "-c", f"import faults; faults.{call}"]
-    env = os.environ | {"PYTHONPATH": os.path.dirname(os.path.abspath(__file__))}
-    env["JAX_PLATFORMS"] = "cpu"
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-
-
-def save_watched(path: str, seed: int, stop: tuple | None = None) -> None:
-    """Save a tree and print the system calls that `save` made, in order.
-
-    This runs in a child process, which kills itself at `stop`: the number of a call,
-    and "before" the call or "amid" it, after half of a write.
-    """
-    events = []
-
-    def step(event: str, call: Callable, *args: Any, **options: Any) -> Any:
-        if stop == (len(events), "before"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        events.append(event)
-        return call(*args, **options)
-
-    class File(io.FileIO):  # without a buffer: each write goes to the kernel
-        def write(self, content: Any) -> int:
-            if stop == (len(events), "amid"):
-                super().write(memoryview(content)[: len(content) // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
-            return step("write", super().write, content)
-
-    tree = make_tree(seed)
-    pe.open = partial(step, "create", File)
-    for name in ("open", "fsync", "replace"):
-        setattr(os, name, partial(step, name, getattr(os, name)))
-    pe.save(path, tree)
-    step("end", print, json.dumps(events))
-
-
-def save_each(saves: list[tuple]) -> None:
-    """Call `save_watched` with each tuple in a fork, and print the exit statuses.
-
-    This runs in a child process that has not run JAX and has no threads, so that it can
-    fork.
-    """
-    fork = multiprocessing.get_context("fork")
-    forks = [fork.Process(target=save_watched, args=args) for args in saves]
-    for each in forks:
-        each.start()
-        each.join()
-    print([each.exitcode for each in forks])
 
 
 SAVED = ("the old tree", "the new tree")
 
 
-def save_points(folder: Path, writes: int | None = None) -> Iterator[tuple]:
-    """Kill `save` at every step, while an older file has the name.
+def save_points(folder: Path) -> Iterator[tuple]:
+    """Copy the folder at each step of a `save` over an older file; load the copies.
 
-    `writes` limits the number of writes at which it is killed; they include the first
-    and the last.
+    A copy has what a kill at this moment would leave, since the file has no buffer.
     """
-    child = run_child(f"save_watched({str(folder / 'state')!r}, 0)")
-    events = [*json.loads(child.stdout), "end"]
-    at = [i for i, event in enumerate(events) if event == "write"]
-    order = ["create", "open", *["write"] * len(at)]
-    if events != [*order, "fsync", "replace", "open", "fsync", "end"]:
+    place, trees = folder / "now", (make_tree(0), make_tree(1))
+    events: list[str] = []
+    labels: list[str] = []
+
+    def step(event: str, call: Callable, *args: Any, **options: Any) -> Any:
+        labels.append(f"before {event} (call {len(events)})")
+        shutil.copytree(place, folder / str(len(events)))
+        events.append(event)
+        return call(*args, **options)
+
+    class File(io.FileIO):  # without a buffer: each write goes to the kernel
+        def write(self, content: Any) -> int:
+            half = step("write", super().write, content[: len(content) // 2])
+            return half + step("rest", super().write, content[half:])
+
+    def which(found: Any) -> str:
+        same = [values_of(found) == values_of(tree) for tree in trees]
+        return SAVED[same.index(True)] if any(same) else OTHER
+
+    place.mkdir()
+    saved(place / "state", trees[0])
+    calls = {name: getattr(os, name) for name in ("open", "fsync", "replace")}
+    calls = {name: partial(step, name, call) for name, call in calls.items()}
+    with (
+        mock.patch.object(pe, "open", partial(step, "create", File)),
+        mock.patch.multiple(os, **calls),
+    ):
+        pe.save(place / "state", trees[1])
+    step("the end", int)
+    order = ["create", "open", *["write", "rest"] * events.count("write")]
+    if events != [*order, "fsync", "replace", "open", "fsync", "the end"]:
         yield "the order of a save", OTHER, ", ".join(events)
-    points = [(i, "before") for i in range(len(events)) if i not in at]
-    if writes is not None:
-        at = [at[i * (len(at) - 1) // (writes - 1)] for i in range(writes)]
-    points += [(i, moment) for i in at for moment in ("before", "amid")]
-    paths = [folder / f"{number}.{moment}" / "state" for number, moment in points]
-    for path in paths:
-        path.parent.mkdir()
-        saved(path, make_tree(0))
-    child = run_child(f"save_each({[(str(p), 1, at) for p, at in zip(paths, points)]})")
-    for path, (number, moment), status in zip(paths, points, json.loads(child.stdout)):
-        label = f"{moment} {events[number]} (call {number} of {len(events)})"
-        if status != -signal.SIGKILL:
-            yield label, FOREIGN, f"status {status} {child.stderr[-300:]}"
-            continue
-        replaced = number > events.index("replace")
-        expected = make_tree(int(replaced))
-
-        def accept(tree: Any, replaced=replaced, expected=expected) -> str:
-            same = values_of(tree) == values_of(expected)
-            return SAVED[replaced] if same else OTHER
-
-        load = partial(pe.load, path, expected)
-        yield label, *judge(load, path, ValueError, accept)
+    for number, label in enumerate(labels):
+        path = folder / str(number) / "state"
+        load = partial(pe.load, path, trees[0])
+        kind, detail = judge(load, path, ValueError, which)
+        early = number <= events.index("replace")
+        wrong = kind == SAVED[early]
+        yield label, OTHER if wrong else kind, detail
 
 
 def failing(name: str, number: int, passing: int = 0) -> Callable:
@@ -493,24 +450,23 @@ def disk(folder: Path) -> Iterator[tuple]:
 
 class Trial(NamedTuple):
     outcomes: Callable  # folder -> tuples: label, outcome, detail
-    good: tuple[str, ...]  # the outcomes that pass
-    long: dict  # further arguments of `outcomes`
-    quick: dict
+    quick: dict  # further arguments of `outcomes`, for few cases
+    good: tuple[str, ...] = (REFUSED,)  # the outcomes that pass
 
 
-MANY, FEW = {"trials": 100_000}, {"trials": 1000}
+FEW = {"trials": 1000}
 TRIALS = {
-    "flips": Trial(partial(damage, make=flips), (REFUSED,), {}, {"step": 37}),
-    "lengths": Trial(partial(damage, make=lengths), (REFUSED,), {}, {"step": 11}),
-    "mutations": Trial(partial(damage, make=mutations), (REFUSED, EQUAL), MANY, FEW),
-    "sealed": Trial(partial(damage, make=sealed), (REFUSED, EQUAL, OTHER), MANY, FEW),
-    "hostile": Trial(partial(damage, make=hostile, size=10**6), (REFUSED,), {}, {}),
+    "flips": Trial(partial(damage, make=flips), {"step": 37}),
+    "lengths": Trial(partial(damage, make=lengths), {"step": 11}),
+    "mutations": Trial(partial(damage, make=mutations), FEW, (REFUSED, EQUAL)),
+    "sealed": Trial(partial(damage, make=sealed), FEW, (REFUSED, EQUAL, OTHER)),
+    "hostile": Trial(partial(damage, make=hostile, size=10**6), {}),
 }
-if os.name == "posix":  # Windows has no pipes in folders, no SIGKILL, no such limits
+if os.name == "posix":  # Windows has no pipes in folders, and no such limits
     TRIALS |= {
-        "places": Trial(places, (REFUSED,), {}, {}),
-        "save-points": Trial(save_points, SAVED, {}, {"writes": 2}),
-        "disk": Trial(disk, (REFUSED,), {}, {}),
+        "places": Trial(places, {}),
+        "save-points": Trial(save_points, {}, SAVED),
+        "disk": Trial(disk, {}),
     }
 
 
@@ -519,8 +475,8 @@ def run(name: str, quick: bool) -> tuple[dict[str, int], list[str]]:
     trial, memory = TRIALS[name], "/dev/shm"
     place = memory if os.access(memory, os.W_OK | os.X_OK) else None
     with tempfile.TemporaryDirectory(prefix="faults.", dir=place) as folder:
-        arguments = trial.quick if quick else trial.long
-        outcomes = list(trial.outcomes(Path(folder), **arguments))
+        options = trial.quick if quick else {}
+        outcomes = list(trial.outcomes(Path(folder), **options))
     counts = dict.fromkeys([*trial.good, OTHER, FOREIGN], 0)
     counts |= collections.Counter(kind for _, kind, _ in outcomes)
     bad = [outcome for outcome in outcomes if outcome[1] not in trial.good]

@@ -10,7 +10,6 @@ or ends a generator.
 """
 
 import argparse
-import collections
 import itertools
 import os
 import random
@@ -65,16 +64,15 @@ def make_loop(members: int, how: str, read: bool) -> tuple[pe.Trainer, Callable]
     return trainer, train
 
 
-def interrupt_loop(trainer: pe.Trainer, train: Callable) -> dict:
-    """Interrupt a loop at random moments until it ends; return the counts.
+def interrupt_loop(trainer: pe.Trainer, train: Callable, counts: dict) -> None:
+    """Interrupt a loop at random moments until it ends; add to the counts.
 
     A SIGINT comes within `LOOP_SECONDS` after the loop began or continued, unless the
     loop ends before.
     """
-    sent: list = []
 
     def send():
-        sent.append(signal.SIGINT)
+        counts["dropped"] += 1  # until it arrives
         os.kill(os.getpid(), signal.SIGINT)
 
     def bits(state):
@@ -83,7 +81,6 @@ def interrupt_loop(trainer: pe.Trainer, train: Callable) -> dict:
     def begin():  # sets `latest` before a signal comes
         return train(trainer.init(jax.random.key(0)), 4)
 
-    counts = {"interrupts": 0, "lost": 0}
     whole, state, ended = bits(train(begin())), begin(), False
     while not ended:
         timer = threading.Timer(random.uniform(0, LOOP_SECONDS), send)
@@ -96,12 +93,13 @@ def interrupt_loop(trainer: pe.Trainer, train: Callable) -> dict:
             ended = True
         except KeyboardInterrupt:
             counts["interrupts"] += 1
+            counts["dropped"] -= 1
             state = trainer.latest
             if any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
                 counts["lost"] += 1
                 state = begin()
-    counts["dropped"] = len(sent) - counts["interrupts"]
-    return counts | {"different": bits(state) != whole}
+    counts["loops"] += 1
+    counts["different"] += bits(state) != whole
 
 
 STAGES = itertools.cycle(("returns", "raises"))
@@ -122,7 +120,7 @@ def cell(trials: int) -> dict:
     """Interrupt loops of all forms, at least `trials` times in total."""
     pe.use_cpu_devices(2)
     names = "loops", "interrupts", "dropped", "lost", "different"
-    total = collections.Counter(dict.fromkeys(names, 0))
+    counts = dict.fromkeys(names, 0)
     handlers = signal.default_int_handler, raise_at_second
     forms = [*itertools.product((1, 4), ("update", "epoch"), (True, False), handlers)]
     # A shell lets its background processes ignore SIGINT.
@@ -130,10 +128,10 @@ def cell(trials: int) -> dict:
     for number, (*form, handler) in enumerate(forms, 1):
         signal.signal(signal.SIGINT, handler)
         trainer, train = make_loop(*form)
-        while total["interrupts"] < trials * number / len(forms):
-            total.update(loops=1, **interrupt_loop(trainer, train))
+        while counts["interrupts"] < trials * number / len(forms):
+            interrupt_loop(trainer, train, counts)
     signal.signal(signal.SIGINT, old)
-    return total
+    return counts
 
 
 def main() -> int:
