@@ -146,12 +146,10 @@ def test_public_names_are_in_file_order_and_dir_lists_no_others(module):
     assert {*dir(module)} - {"__version__"} == {*module.__all__, "__doc__"}
 
 
-@cases(
-    "module, arrays",
-    (pe, "images inputs logits"),
-    (fc, ""),
-    (em, "probs labels scores"),
-)
+ARRAYS = (pe, "images inputs logits"), (fc, ""), (em, "probs labels scores")
+
+
+@cases("module, arrays", *ARRAYS)
 def test_docstrings_give_shapes_and_errors(module, arrays):
     for thing in (getattr(module, name) for name in module.__all__):
         source = inspect.getsource(thing)
@@ -328,7 +326,6 @@ test_layers_refuse_arguments_that_do_not_fit = refuses(
     *out_of_range("channels", None, pe.batch_norm_init, 0, 2.0),
     (lambda: pe.dense(DENSE, ONES), r"expected \[..., 3\], as .* shape \(3, 1\) take"),
     (lambda: training(ONES), r"have shape \(1, 5, 5, 2\); expected \[..., 3\]"),
-    (lambda: training(ROWS[:0]), r"\(0, 4, 3\) have no row"),
     (lambda: training(ROWS[:, :0]), r"\(2, 0, 3\) have no row"),
     *out_of_range("rate", 1, lambda x: pe.dropout(None, ONES, x), 1, -0.1, "0.1"),
 )
@@ -504,10 +501,8 @@ SCORES, BELOW, THREE = np.eye(4)[:3], np.zeros((3, 1), int), np.ones(3)
 test_losses_refuse_arrays_that_do_not_fit = refuses(
     (lambda: cross_entropy(SCORES, BELOW), r"labels are int64\[3, 1\]; exp"),
     (lambda: cross_entropy(SCORES, SCORES), r"labels are float64\[3, 4\]"),
-    (lambda: pe.accuracy(SCORES, BELOW), r"labels are int64\[3, 1\]"),
     (lambda: pe.accuracy(SCORES, THREE), r"4\[3\]; expected integers \[3\], class"),
     (lambda: pe.gaussian_nll(THREE, THREE, BELOW), r"\(3,\), \(3, 1\)\]; expected"),
-    (lambda: pe.gaussian_nll(THREE, BELOW, THREE), r"\(3, 1\), \(3,\)\]; expected"),
 )
 
 
@@ -1115,7 +1110,6 @@ REFUSED_STEPS = [
     (sync, one_number, dict(stateful=True), (D, 1), r"train_state\(..., key=key\)"),
     (sync, integers, dict(optimizer=optax.sgd(0.1)), 8, r"'\[0\]' is int32; expect"),
     (sync, one_number, {}, 16, r"axes .* \[\(8,\), \(16,\)\]; expected the number of"),
-    (sync, lambda: one_number(2), {}, (D, 2), r"axes .* \[\(2,\), \(8,\)\]; expected"),
     (sync, lambda: one_number().params, {}, (D, 2), "state is ArrayImpl; expected a"),
     (sync, lambda: pe.train_state(jnp.ones(()), SGD), {}, (D, 2), "of the state have"),
 ]
@@ -1348,9 +1342,8 @@ def uses(trainer):
     return [update, epoch, (trainer.predict, data[0]), (trainer.gather,)]
 
 
-def orders(members, epoch=0, batch=24):
-    rngs = [np.random.default_rng([epoch, i]) for i in range(members)]
-    return np.stack([rng.permutation(NUM_IMAGES).reshape(-1, batch) for rng in rngs])
+def orders(members, batch=24):
+    return pe.epoch_order(NUM_IMAGES, batch, members=members)
 
 
 CALLS = """
@@ -1417,11 +1410,9 @@ def test_init_makes_member_i_from_the_key_and_i_alone():
     assert leaves_equal(member(ends[0].params, 3), jax.jit(net_init)(init_key))
 
 
-LINE = dict(
-    init_fn=lambda key: {"w": jax.random.normal(key, ()), "b": jnp.zeros(())},
-    loss_fn=lambda p, xs, ys: jnp.mean((p["w"] * xs + p["b"] - ys) ** 2),
-    optimizer=pe.adam(0.01),
-)
+LINE = dict(init_fn=lambda key: {"w": jax.random.normal(key, ()), "b": jnp.zeros(())})
+LINE["loss_fn"] = lambda p, xs, ys: jnp.mean((p["w"] * xs + p["b"] - ys) ** 2)
+LINE["optimizer"] = pe.adam(0.01)
 
 
 @pytest.mark.skipif(jax.__version_info__[:2] == (0, 10), reason="needs no such loop")
@@ -2436,12 +2427,10 @@ def test_functions_may_call_back_to_the_host(members, devices):
         return jax.pure_callback(double, x, x, vmap_method="expand_dims")
 
     def run(double):
-        options = dict(
-            init_fn=lambda key: double(jax.random.normal(key, (3,))),
-            loss_fn=lambda w, x: (double(x * 1.0).mean() * w).sum(),
-            apply_fn=lambda w, x: double(x * w.sum()),
-        )
-        trainer, state = begin(net_trainer(members, devices, output=None, **options))
+        options = dict(apply_fn=lambda w, x: double(x * w.sum()), output=None)
+        options["init_fn"] = lambda key: double(jax.random.normal(key, (3,)))
+        options["loss_fn"] = lambda w, x: (double(x * 1.0).mean() * w).sum()
+        trainer, state = begin(net_trainer(members, devices, **options))
         state, _ = trainer.update(state, np.arange(8))
         return trainer.predict_members(state, np.arange(3)), trainer.gather(state)
 
@@ -2648,11 +2637,11 @@ def test_deleting_a_trainer_frees_its_state_and_its_loss():
         gc.enable()
 
 
-@cases(
-    "field, message",
-    ("params", r"\.dense.bias on device {} .* {}; go on from a checkpoint$"),
-    ("model_state", r"state.* on device {} .* {}; .*, or, if it depends on the"),
-)
+DIFFERS = {"params": r"\.dense.bias on device {} .* {}; go on from a checkpoint$"}
+DIFFERS["model_state"] = r"state.* on device {} .* {}; .*, or, if it depends on the"
+
+
+@cases("field, message", *DIFFERS.items())
 def test_gather_names_the_leaf_and_device_of_a_replica_that_differs(field, message):
     trainer, state = begin(net_trainer(2, 4, **NOISY))
     leaves, structure = jax.tree.flatten(getattr(state, field))
@@ -2837,7 +2826,6 @@ ONE_KEY = r"^key: .*; expected one random key, such as jax.random.key\(0\)"
 test_init_refuses_bad_keys_and_models_that_are_not_arrays = refuses(
     *((initializing(key=key), ONE_KEY) for key in NO_KEYS),
     (initializing(lambda _: {"act": 1.0}), r"returns \w*float\w* at .*act.*array"),
-    (initializing(lambda _: {"act": len}), r"returns builtin\w* at .*act.*array"),
     (initializing(lambda _: {"act": "relu"}), r"returns str at .*act.*array"),
     (initializing(net_init, stateful=True), "init_fn returns Net; with stateful=True"),
     (initializing(lambda _: np.int64(2**40)), "init_fn returns: found 1099511627776"),
