@@ -44,7 +44,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -90,9 +89,7 @@ _beside = ".fast_cpu" if __package__ else "fast_cpu"
 try:
     _fast_cpu: Any = importlib.import_module(_beside, __package__)
 except ModuleNotFoundError:  # this file alone works too
-    _fast_cpu = types.SimpleNamespace(
-        fast=_by_xla, Program=lambda make, backend: make(None)
-    )
+    _fast_cpu = types.SimpleNamespace(fast=_by_xla, Program=lambda make, _: make(None))
 
 __version__ = "0.1.0"
 
@@ -345,10 +342,9 @@ def _average(tree: PyTree) -> PyTree:
     """
 
     def average(x):
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return x
         with contextlib.suppress(NameError):  # without the axis: there are no replicas
-            return lax.pmean(x.astype(_wide(x.dtype)), "replicas").astype(x.dtype)
+            if jnp.issubdtype(x.dtype, jnp.inexact):
+                return lax.pmean(x.astype(_wide(x.dtype)), "replicas").astype(x.dtype)
         return x
 
     return jax.tree.map(average, tree)
@@ -431,8 +427,7 @@ def batch_norm(
 def _check_range(name: str, value: Real, limit: float) -> None:
     """Raise ValueError unless 0 <= value < limit, or the value is traced."""
     known = not isinstance(value, jax.core.Tracer)
-    number = np.ndim(value) == 0 and not isinstance(value, str | None)
-    number = number and not np.iscomplexobj(value)
+    number = known and np.ndim(value) == 0 and np.asarray(value).dtype.kind in "biufV"
     if known and not (number and 0 <= value < limit):
         shown = value if number else repr(value)
         raise ValueError(f"{name} is {shown}; expected 0 <= {name} < {limit}")
@@ -975,11 +970,10 @@ def _check_form(what, tree, like, remedy="", first=0, typed=True) -> None:
     theirs, ours = (dict(_named(_described(x, first, typed))) for x in (tree, like))
     _check_leaves(what, theirs, ours, remedy)
     if found != expected:  # without a leaf, as an empty part of an optimizer's state
-        same = zip(str(found), str(expected))
-        at = next((i for i, (x, y) in enumerate(same) if x != y and i > 60), 60) - 60
-        found, expected = str(found)[at : at + 120], str(expected)[at : at + 120]
-        text = f"{what} has the structure ...{found}...; expected ...{expected}..."
-        raise ValueError(text + remedy)
+        both = str(found), str(expected)
+        at = next((i for i, (x, y) in enumerate(zip(*both)) if x != y), 60)
+        now, like = (f"...{x[max(0, at - 60) : at + 60]}..." for x in both)
+        raise ValueError(f"{what} has the structure {now}; expected {like}{remedy}")
 
 
 def train_state(
@@ -1104,35 +1098,6 @@ def _private(what: str, tree: PyTree) -> PyTree:
 # ---------------------------------------------------------------------------------
 # Member: what one model does on one device, written once
 # ---------------------------------------------------------------------------------
-
-
-def _num_parts(batch: PyTree, model_state: PyTree, size: Any, platform: str) -> int:
-    """Return the number of micro-batches in a device's batch [B, ...].
-
-    `size` is the option `microbatch`.  "auto" is for a CPU's cache, and divides only
-    leaves of one length.
-    """
-    lengths = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
-    if (0,) in lengths:
-        raise ValueError("the batch is empty; expected one or more examples")
-    if size == "auto":
-        (rows,) = min(lengths, default=()) or (0,)
-        divisible = len(lengths) == 1 and platform == "cpu"
-        sizes = range(16, 33) if divisible and not jax.tree.leaves(model_state) else ()
-        size = max((n for n in sizes if rows % n == 0), default=None)
-    if size is None:
-        return 1
-    _check_axes("batch", batch)
-    ((rows,),) = lengths
-    if rows <= size:
-        return 1
-    if rows % size:
-        found = f"a device's batch of {rows} does not divide into micro-batches of"
-        raise ValueError(f"{found} {size}; use a divisor of {rows}")
-    if jax.tree.leaves(model_state):
-        found = f"microbatch={size} would compute the model state from parts of {rows}"
-        raise ValueError(f"{found}; use microbatch=None")
-    return rows // size
 
 
 def _scan(f: Callable, carry: PyTree, xs: PyTree) -> tuple:
@@ -1279,11 +1244,10 @@ class _Member:
         if self.microbatch not in (None, "auto"):
             _count("microbatch", self.microbatch)
 
-    def call(self, name: str, args: dict, extras: tuple, more: str = "") -> Any:
-        """Call a user's function of arguments, by their names, and the extras."""
-        advice = f"it is called as {name}({', '.join([*args, *self.last])}){more}"
-        function = getattr(self, name)
-        return _user_call(name, advice, function, *args.values(), *extras)
+    def call(self, name: str, names: Sequence, args: tuple, more: str = "") -> Any:
+        """Call a user's function of arguments with these names, and of the extras."""
+        advice = f"it is called as {name}({', '.join([*names, *self.last])}){more}"
+        return _user_call(name, advice, getattr(self, name), *args)
 
     def optimizer_of(self, *hyper: PyTree) -> OptimizerLike:
         """Return the member's optimizer.  Raises ValueError if it is none."""
@@ -1298,11 +1262,12 @@ class _Member:
 
     def loss(self, params, model_state, key, batch, extras):
         """Bring the four forms of a `LossFn` into one: (loss, (model_state, aux))."""
-        model, more = {"params": params}, "; stateful=True adds model_state and key"
+        names, more = ["params"], "; stateful=True adds model_state and key"
         if self.stateful:
-            model, more = {**model, "model_state": model_state, "key": key}, ""
-        args = model | {f"batch[{i}]": x for i, x in enumerate(batch)}
-        value = self.call("loss_fn", args, extras, more)
+            names, more = ["params", "model_state", "key"], ""
+        args = *(params, model_state, key)[: len(names)], *batch, *extras
+        names += [f"batch[{i}]" for i in range(len(batch))]
+        value = self.call("loss_fn", names, args, more)
         second = "(model_state, aux)" if self.has_aux else "model_state"
         expected, rest = f"(loss, {second if self.stateful else 'aux'})", ()
         if self.stateful or self.has_aux:
@@ -1318,11 +1283,39 @@ class _Member:
         aux = _user_call("loss_fn's aux", advice, jax.tree.map, _floats, rest)
         return value, (model_state, aux)
 
+    def num_parts(self, batch: PyTree, model_state: PyTree) -> int:
+        """Return the number of micro-batches in a device's batch [B, ...].
+
+        The size "auto" is for a CPU's cache, and divides only leaves of one length.
+        """
+        lengths = {np.shape(x)[:1] for x in jax.tree.leaves(batch)}
+        if (0,) in lengths:
+            raise ValueError("the batch is empty; expected one or more examples")
+        size: Any = self.microbatch
+        if size == "auto":
+            (rows,) = min(lengths, default=()) or (0,)
+            on_cpu = (self.platform or jax.default_backend()) == "cpu"
+            divides = on_cpu and len(lengths) == 1 and not jax.tree.leaves(model_state)
+            sizes = (n for n in range(16, 33) if divides and rows % n == 0)
+            size = max(sizes, default=None)
+        if size is None:
+            return 1
+        _check_axes("batch", batch)
+        ((rows,),) = lengths
+        if rows <= size:
+            return 1
+        if rows % size:
+            found = f"a device's batch of {rows} does not divide into micro-batches of"
+            raise ValueError(f"{found} {size}; use a divisor of {rows}")
+        if jax.tree.leaves(model_state):
+            parts = f"microbatch={size} would compute the model state from parts"
+            raise ValueError(f"{parts} of {rows}; use microbatch=None")
+        return rows // size
+
     def gradients(self, state, key, batch, part, extras):
         """Return gradients, loss, aux and model state: means over micro-batches."""
         params, _, model_state, _ = state
-        platform = self.platform or jax.default_backend()
-        count = _num_parts(batch, model_state, self.microbatch, platform)
+        count = self.num_parts(batch, model_state)
         loss_and_grads = jax.value_and_grad(self.loss, has_aux=True)
 
         def add(total, numbered_rows):
@@ -1336,14 +1329,11 @@ class _Member:
             total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
             return total, result
 
-        def mean(x):  # over the parts
-            return x.astype(_wide(x.dtype)).mean(axis=0)
-
         rows = jax.tree.map(lambda x: x[None], batch)
         rows = split(batch, count) if count > 1 else rows
         parts = jnp.arange(count, dtype=jnp.int32), rows
         total, (loss, (model_state, aux)) = _scan(add, _zeros(params), parts)
-        loss, aux = jax.tree.map(mean, (loss, aux))
+        loss, aux = jax.tree.map(lambda x: x.mean(0, _wide(x.dtype)), (loss, aux))
         model_state = jax.tree.map(lambda x: x[0], model_state)  # of one part
         grads = jax.tree.map(lambda g: g / count, total)
         _check_form("the model state of loss_fn", model_state, state.model_state)
@@ -1391,8 +1381,7 @@ class _Member:
 
     def init(self, _, hyper, frozen, number, key):
         init_key, key = jax.random.split(jax.random.fold_in(key, number))
-        extras = *hyper, *frozen
-        made = self.call("init_fn", *_hidden(({"key": init_key}, extras)))
+        made = self.call("init_fn", ["key"], _hidden((init_key, *hyper, *frozen)))
         _check_made(made, self.stateful)
         made = _hidden(made)
         params, model_state = made if self.stateful else (made, ())
@@ -1418,16 +1407,14 @@ class _Member:
         advice = f"for inputs {_described(inputs)}, filled up to a chunk"
         advice += "; one example x is given as x[None]"
         names = *("params", "model_state")[: len(model)], "inputs"
-        args, extras = _hidden(((*model, inputs), (*hyper, *frozen)))
-        outputs = self.call("apply_fn", dict(zip(names, args)), extras, f" {advice}")
+        args = _hidden((*model, inputs, *hyper, *frozen))
+        outputs = self.call("apply_fn", names, args, f" {advice}")
         if self.output is jax.nn.softmax:
             logits = isinstance(outputs, Array) and outputs.ndim > 1
             if not (logits and outputs.shape[-1] > 1):
                 found = f"apply_fn returns {_described(outputs)} {advice}"
-                remedy = "for others, output=None or a function of them"
-                raise ValueError(
-                    f"{found}; the softmax takes logits [B, ..., C]; {remedy}"
-                )
+                takes = "the softmax takes logits [B, ..., C]; for others, output=None"
+                raise ValueError(f"{found}; {takes} or a function of them")
             outputs = outputs.astype(_wide(outputs.dtype))
         outputs = outputs if self.output is None else self.output(outputs)
         chunk = jax.tree.leaves(inputs)[0].shape[0]
@@ -1553,15 +1540,14 @@ def _check_state(state: Any, given: tuple = ()) -> None:
 
 def _check_apart(state: PyTree) -> None:
     """Raise ValueError where two leaves of a state on devices share a buffer."""
-    first: dict[int, int] = {}
-    for i, x in enumerate(jax.tree.leaves(state)):
+    first: dict[int, str] = {}
+    for name, x in _named(state):
         buffer = id(x)
         if x.size and not _is_key(x):
             buffer = x.addressable_data(0).unsafe_buffer_pointer()
-        if (j := first.setdefault(buffer, i)) < i:
-            names = [name for name, _ in _named(state)]
+        if (other := first.setdefault(buffer, name)) is not name:
             remedy = "which cannot be reused for both; copy one with jax.numpy.copy"
-            both = f"leaves '{names[j]}' and '{names[i]}' of the state"
+            both = f"leaves '{other}' and '{name}' of the state"
             raise ValueError(f"{both} share one buffer, {remedy}")
 
 
@@ -1576,8 +1562,8 @@ def _admit(owner: Any, state: Any, given: Any, fit: Callable, trains=True) -> An
     known = latest and (state is latest or _identity(state) == _identity(latest))
     _check_state(state, given)
     if _is_consumed(state):
-        remedy = "go on with the one that it returned, trainer.latest, or a saved one"
-        raise ValueError(f"the state was consumed by an earlier call; {remedy}")
+        found = "the state was consumed by an earlier call; go on with the one that it"
+        raise ValueError(f"{found} returned, trainer.latest; if it failed, a saved one")
     if not known:
         state = fit(state)
         if trains:
@@ -1599,16 +1585,14 @@ def _make_update(axis: str, member: _Member) -> Callable:
     def on_device(state, *batch):
         return member.update(state, (), (), batch, lax.axis_index(axis) if meet else 0)
 
-    fast = _fast_cpu.fast(on_device)
-    pmapped = jax.pmap(fast, axis_name=axis, donate_argnums=0)
+    pmapped = jax.pmap(_fast_cpu.fast(on_device), axis_name=axis, donate_argnums=0)
 
     def fit(state):
         _check_axes("state", state, expected=form)
         if state.key is not None:
             keys = _gather_devices(_key_data(state.key))
             _check_keys(keys, np.zeros(len(keys)) if meet else range(len(keys)))
-        num_devices = np.shape(jax.tree.leaves(state)[0])[0]
-        sharding = _device_sharding(num_devices, axis)
+        sharding = _device_sharding(np.shape(jax.tree.leaves(state)[0])[0], axis)
         return jax.device_put(_private("state", state), sharding)
 
     def update(state, *batch):
@@ -1810,8 +1794,7 @@ class _Places:
         """
         axes = {"replicas": self.layout.replicas if train else 1, "shards": self.shards}
         axes = {"members": -1} | {name: n for name, n in axes.items() if n > 1}
-        grid = np.reshape(self.devices, [*axes.values()])
-        mesh = jax.sharding.Mesh(grid, [*axes])
+        mesh = jax.sharding.Mesh(np.reshape(self.devices, [*axes.values()]), [*axes])
         by_slot = tuple(name for name in axes if name != "shards")
         return _sharding(mesh, by_slot), _sharding(mesh)
 
@@ -1849,13 +1832,12 @@ class _Places:
             where = self.divide(x, sharding) if divide else sharding
             if self.absent or isinstance(x, jax.ShapeDtypeStruct):
                 return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-            if jax.process_count() == 1:
+            there = isinstance(x, Array) and not x.is_fully_addressable
+            if there or jax.process_count() == 1:
                 return jax.device_put(x, where)
             return _on_data(functools.partial(put_part, where), x)
 
-        def put_part(where, x):  # of an array that is not there yet
-            if isinstance(x, Array) and not x.is_fully_addressable:
-                return jax.device_put(x, where)
+        def put_part(where, x):
             x = np.asarray(x)
             return jax.make_array_from_callback(x.shape, where, x.__getitem__)
 
@@ -1867,11 +1849,11 @@ class _Places:
         That takes less time, and works in a single process without shards.  The program
         may share the arrays' memory, so they are copies of a user's arrays.
         """
-        by_program = jax.process_count() == self.shards == 1
+        if jax.process_count() > 1 or self.shards > 1:
+            return self.put(arguments, sharding)
 
         def give(x):
-            there = by_program and not isinstance(x, Array)
-            return x if there else self.put(x, sharding)
+            return self.put(x, sharding) if isinstance(x, Array) else x
 
         return jax.tree.map(give, arguments)
 
@@ -1928,8 +1910,7 @@ class _Places:
                 x = _gather_devices(x)
             if isinstance(x, np.ndarray):  # copied, since JAX's own is read-only
                 return np.array(x[::replicas][cut])
-            firsts = x.addressable_shards[:: replicas * self.shards]
-            copies = [shard.data for shard in firsts]
+            copies = [s.data for s in x.addressable_shards[:: replicas * self.shards]]
             if len(copies) == 1 and copies[0].shape[: len(lengths)] == lengths:
                 return copies[0]  # at once, which short steps notice
             if steps and self.on_cpu:
@@ -1954,35 +1935,32 @@ class _Places:
                 remedy = "go on from a checkpoint"
                 if name.startswith(".model_state") and copy.dtype.kind in "biu":
                     remedy += ", or, if it depends on the batch, make it a float"
-                found = f"{name} on device {devices[i]} differs from its copy on"
-                found = f"replicas differ: {found} {devices[first]}"
-                raise RuntimeError(f"{found}; {remedy}")
+                found = f"replicas differ: {name} on device {devices[i]} is not as on"
+                raise RuntimeError(f"{found} {devices[first]}; {remedy}")
         return self.from_slots(copies)
 
 
-def _lay_out(members: int, devices: int | Sequence | None, shards: int) -> _Places:
+def _lay_out(members: int, devices: Any, shards: int) -> _Places:
     """Lay members over devices: at most so many, or these, or all."""
-    chosen: Any = devices
     processes, local = jax.process_count(), jax.local_device_count()
-    if np.ndim(chosen) == 0:
-        if lack := chosen and _lack(_count("devices", chosen) // processes):
+    if np.ndim(devices) == 0:
+        if lack := devices and _lack(_count("devices", devices) // processes):
             raise ValueError(lack)
-        chosen = jax.devices()[:chosen]
-    elif len({x.platform for x in chosen}) != 1 or len({*chosen}) < len(chosen):
+        devices = jax.devices()[:devices]
+    elif len({x.platform for x in devices}) != 1 or len({*devices}) < len(devices):
         expected = "one or more, each once, of one platform"
-        raise ValueError(f"devices are {[*chosen]}; expected {expected}")
-    alike = jax.device_count() == processes * local and [*chosen] == jax.devices()
+        raise ValueError(f"devices are {[*devices]}; expected {expected}")
+    alike = jax.device_count() == processes * local and [*devices] == jax.devices()
     if processes > 1 and not alike:
-        found = f"devices is {len(chosen)}; {processes} processes use all of their"
+        found = f"devices is {len(devices)}; {processes} processes use all of their"
         raise ValueError(f"{found} {jax.device_count()}, and each has as many")
-    if len(chosen) % _count("shards", shards):
-        found = f"{shards=} does not divide {len(chosen)} devices"
-        divisor = math.gcd(shards, len(chosen))
-        raise ValueError(f"{found}; use a divisor, such as {divisor}")
+    if len(devices) % _count("shards", shards):
+        remedy = f"use a divisor, such as {math.gcd(shards, len(devices))}"
+        raise ValueError(f"{shards=} does not divide {len(devices)} devices; {remedy}")
     if shards > 1 and (version := jax.__version_info__) < (0, 8):
         raise ValueError(f"{shards=} takes JAX 0.8 or newer; this is {version}")
-    used = layout(members, len(chosen) // shards, processes)
-    return _Places(used, chosen[: used.devices * shards], shards)
+    used = layout(members, len(devices) // shards, processes)
+    return _Places(used, devices[: used.devices * shards], shards)
 
 
 # ---------------------------------------------------------------------------------
@@ -1999,10 +1977,9 @@ def _is_rbg(key: Any) -> bool:
 def _check_draws(key: Any, at_once: int | None) -> None:
     """Raise ValueError for keys whose draws change if members are together."""
     if at_once and at_once > 1 and _is_rbg(key):
-        found = (
-            f"at_once={at_once} with keys of {jax.random.key_impl(key)}, whose draws"
-        )
-        raise ValueError(f"{found} change under vmap; use threefry2x32, or at_once=1")
+        found = f"at_once={at_once} with keys of {jax.random.key_impl(key)}"
+        remedy = "use threefry2x32, or at_once=1"
+        raise ValueError(f"{found}, whose draws change under vmap; {remedy}")
 
 
 def _in_slots(f: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> Callable:
@@ -2087,20 +2064,16 @@ def _over_members(f, places, at_once, train, once) -> Callable:
     """
     by_slot, everywhere = places.shardings(train)
     inputs = by_slot, by_slot, everywhere
-    how: dict = dict(in_shardings=inputs, out_shardings=by_slot)
-    if places.shards > 1:  # XLA divides the work of a slot as its arrays are divided
-        how = {}
-
     specs = tuple(x.spec for x in inputs), by_slot.spec
+    how: dict = dict(donate_argnums=(0,) if train else ())
+    if places.shards == 1:  # otherwise XLA divides a slot's work as its arrays are
+        how |= dict(in_shardings=inputs, out_shardings=by_slot)
 
     def divided(mapped, *args):
-        states, metrics = mapped(*args) if train else (mapped(*args), ())
-        where = jax.tree.map(lambda x: places.divide(x, by_slot), states)
-        states = lax.with_sharding_constraint(states, where)
-        metrics = lax.with_sharding_constraint(metrics, by_slot)
-        return (states, metrics) if train else states
-
-    how |= {"donate_argnums": (0,) if train else ()}
+        made = mapped(*args) if train else (mapped(*args), ())
+        where = jax.tree.map(lambda x: places.divide(x, by_slot), made[0])
+        made = lax.with_sharding_constraint(made, (where, by_slot))
+        return made if train else made[0]
 
     def make(options):
         chosen = jax.config.values["jax_disable_most_optimizations"]
@@ -2166,9 +2139,8 @@ class _Programs:
 
     def _mapped(self, work: _Work, together: int) -> Callable:
         if (key := (work.f, together)) not in self.made:
-            places, f = self.places, work.f
-            once = f == self.member.init
-            self.made[key] = _over_members(f, places, together, work.trains, once)
+            how = self.places, together, work.trains, work.f == self.member.init
+            self.made[key] = _over_members(work.f, *how)
         return self.made[key]
 
     def _fitting(self, work: _Work, args: tuple) -> int:
@@ -2229,10 +2201,9 @@ class _Programs:
             return _STEPS
         params, _, *model = jax.tree.map(_like, state)  # of a member
         # The loss sees the rows of a micro-batch of a replica's part.
-        places, most = self.places, self.member.microbatch
-        size //= math.gcd(size, places.layout.replicas)
+        size //= math.gcd(size, self.places.layout.replicas)
         batch = jax.tree.map(lambda x: _like(_numbers("data", x), size), data)
-        size //= _num_parts(batch, model[0], most, places.platform)
+        size //= self.member.num_parts(batch, model[0])
         batch = jax.tree.map(lambda x: _like(x, size), batch)
         extras = *jax.tree.map(_like, self.hyper), *self.frozen
         _, (_, aux) = _apart(self._loss.eval_shape, params, *model, batch, extras)
@@ -2302,7 +2273,9 @@ class _Predictions:
         # Few rows fill one chunk of a power of two; all larger numbers share a program.
         chunk, chunks = 2 ** math.ceil(math.log2(-(-num_rows // replicas))), 1
         if chunk >= (self.chunk or _CHUNKS[places.on_cpu][0]):
-            most, several = self._sizes(model, inputs)
+            if (key := str(_described(inputs, first=1))) not in self.sizes:
+                self.sizes[key] = self._sizes(model, inputs)
+            most, several = self.sizes[key]
             chunk, chunks = (most, several) if chunk >= most else (chunk, 1)
         turn, size = replicas * chunk, replicas * chunk * chunks
 
@@ -2326,8 +2299,6 @@ class _Predictions:
         They depend on the form of the inputs, not on the number, so one program serves
         all numbers.
         """
-        if (key := str(_described(inputs, first=1))) in self.sizes:
-            return self.sizes[key]
         programs, places = self.programs, self.programs.places
         least, most = (self.chunk,) * 2 if self.chunk else _CHUNKS[places.on_cpu]
         one = jax.tree.map(_like, (model, programs.hyper))  # of a member
@@ -2347,16 +2318,15 @@ class _Predictions:
         while 2 * chunk <= most and 2 * largest * chunk <= _BLOCK_BYTES * least:
             chunk *= 2
         chunks = _BLOCK_BYTES * (1 if places.on_cpu else 4) * least // (size * chunk)
-        self.sizes[key] = chunk, max(1, min(_BLOCK_CHUNKS, chunks))
-        return self.sizes[key]
+        return chunk, max(1, min(_BLOCK_CHUNKS, chunks))
 
     def blocks(self, model: tuple, inputs: PyTree) -> Iterator:
         """Yield the members' outputs for the inputs, a block at a time, [K, n, ...]."""
-        computing: collections.deque = collections.deque()
+        computing: list = []
         for work in self.works(model, inputs):
             computing.append((work.num_rows, self.programs.run(None, work)))
             if len(computing) > 1:  # the devices are a block ahead
-                yield self._members(*computing.popleft())
+                yield self._members(*computing.pop(0))
             elif work.num_rows > 1:
                 self._check_independence(model, inputs, *computing[0])
         yield self._members(*computing.pop())
@@ -2528,11 +2498,10 @@ class Trainer:
             found = f"init_fn is {type(self.init_fn).__name__}; expected a function"
             raise ValueError(f"{found}; each architecture takes a trainer of its own")
         places = _lay_out(self.members, self.devices, self.shards)
-        options = self.has_aux, self.stateful, self.microbatch, self.skip_nonfinite
-        functions = self.init_fn, self.apply_fn, self.output
+        names = {x.name for x in dataclasses.fields(_Member)}
+        same = {name: x for name, x in vars(self).items() if name in names}
         last = tuple(x for x in ("hyper", "frozen") if getattr(self, x) is not None)
-        where: Any = self.shards, places.platform, last
-        member = _Member(self.loss_fn, self.optimizer, *options, *functions, *where)
+        member = _Member(**same, platform=places.platform, last=last)
         hyper, frozen = (() if x is None else (x,) for x in (self.hyper, self.frozen))
         if hyper:
             expected = f"arrays [K, ...], an entry for each of {self.members} members"
@@ -2541,9 +2510,7 @@ class Trainer:
         hyper = jax.tree.map(functools.partial(_on_data, np.asarray), hyper)
         for i in range(self.members if hyper else 1):  # raises if one cannot be
             member.optimizer_of(*jax.tree.map(operator.itemgetter(i), hyper))
-        if frozen:
-            frozen = _private("frozen", frozen)
-            frozen = places.put(frozen, places.everywhere, divide=True)
+        frozen = places.put(_private("frozen", frozen), places.everywhere, divide=True)
         programs = _Programs(member, places, by_slot, frozen, self.at_once)
         predictions = _Predictions(programs, self.chunk)
         # The trainer is frozen, so its parts are set in its dict.
@@ -2877,8 +2844,7 @@ def choose_members(better: ArrayLike, new: TrainState, old: TrainState) -> Train
     _check_form("new", new, old)
     _check_axes("states and better", (new, better))
     if better.dtype != bool or better.ndim > 1:
-        found = f"{better.dtype}{[*better.shape]}"
-        raise ValueError(f"better is {found}; expected bool[K], one per member")
+        raise ValueError(f"better is {_described(better)}; expected bool[K], one each")
 
     def choose(new, old):
         stack = jnp.stack if isinstance(new, Array) else np.stack
@@ -3192,11 +3158,6 @@ def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
 # ---------------------------------------------------------------------------------
 
 
-class Params(NamedTuple):
-    weight: Array  # []
-    bias: Array  # []
-
-
 def main(num_devices: int | None = None) -> None:
     """Fit y = 2 x - 1 + noise in sync mode on D devices: JAX's pmap tutorial.
 
@@ -3210,11 +3171,12 @@ def main(num_devices: int | None = None) -> None:
     ys = 2 * xs - 1 + 0.5 * noise
 
     def loss_fn(params, xs, ys):
-        return jnp.mean((params.weight * xs + params.bias - ys) ** 2)
+        weight, bias = params
+        return jnp.mean((weight * xs + bias - ys) ** 2)
 
     optimizer = sgd(0.005, momentum=0.9)
     update = make_sync_update(loss_fn, optimizer)
-    params = Params(*jax.random.normal(jax.random.key(0), (2,)))
+    params = (*jax.random.normal(jax.random.key(0), (2,)),)
     state, batch = replicate(train_state(params, optimizer), d), split((xs, ys), d)
     print(f"{d} devices: {[str(device) for device in jax.local_devices()[:d]]}")
     for step in range(1000):

@@ -146,12 +146,10 @@ def test_public_names_are_in_file_order_and_dir_lists_no_others(module):
     assert {*dir(module)} - {"__version__"} == {*module.__all__, "__doc__"}
 
 
-@cases(
-    "module, arrays",
-    (pe, "images inputs logits"),
-    (fc, ""),
-    (em, "probs labels scores"),
-)
+ARRAYS = (pe, "images inputs logits"), (fc, ""), (em, "probs labels scores")
+
+
+@cases("module, arrays", *ARRAYS)
 def test_docstrings_give_shapes_and_errors(module, arrays):
     for thing in (getattr(module, name) for name in module.__all__):
         source = inspect.getsource(thing)
@@ -328,7 +326,6 @@ test_layers_refuse_arguments_that_do_not_fit = refuses(
     *out_of_range("channels", None, pe.batch_norm_init, 0, 2.0),
     (lambda: pe.dense(DENSE, ONES), r"expected \[..., 3\], as .* shape \(3, 1\) take"),
     (lambda: training(ONES), r"have shape \(1, 5, 5, 2\); expected \[..., 3\]"),
-    (lambda: training(ROWS[:0]), r"\(0, 4, 3\) have no row"),
     (lambda: training(ROWS[:, :0]), r"\(2, 0, 3\) have no row"),
     *out_of_range("rate", 1, lambda x: pe.dropout(None, ONES, x), 1, -0.1, "0.1"),
 )
@@ -402,10 +399,8 @@ def test_batch_norm_cnn_equals_the_guides_network():
 
     @functools.partial(jax.jit, static_argnums=0)
     def network(stats_of):
-        x, layers = (
-            images,
-            (("SAME", 1, 28, 12), ("VALID", 2, 12, 24), ("SAME", 2, 6, 32)),
-        )
+        x = images
+        layers = ("SAME", 1, 28, 12), ("VALID", 2, 12, 24), ("SAME", 2, 6, 32)
         for i, (padding, stride, size, channels) in enumerate(layers):
             layer, norm = params[2 * i : 2 * i + 2]
             x = conv_library(layer, x, (stride, stride), padding)
@@ -506,10 +501,8 @@ SCORES, BELOW, THREE = np.eye(4)[:3], np.zeros((3, 1), int), np.ones(3)
 test_losses_refuse_arrays_that_do_not_fit = refuses(
     (lambda: cross_entropy(SCORES, BELOW), r"labels are int64\[3, 1\]; exp"),
     (lambda: cross_entropy(SCORES, SCORES), r"labels are float64\[3, 4\]"),
-    (lambda: pe.accuracy(SCORES, BELOW), r"labels are int64\[3, 1\]"),
     (lambda: pe.accuracy(SCORES, THREE), r"4\[3\]; expected integers \[3\], class"),
     (lambda: pe.gaussian_nll(THREE, THREE, BELOW), r"\(3,\), \(3, 1\)\]; expected"),
-    (lambda: pe.gaussian_nll(THREE, BELOW, THREE), r"\(3, 1\), \(3,\)\]; expected"),
 )
 
 
@@ -660,10 +653,8 @@ test_optimizers_refuse_numbers_out_of_range_and_integer_parameters = refuses(
     *out_of_range("b2", 1, lambda x: pe.adam(0.1, b2=x), -1),
     *out_of_range("eps", np.inf, lambda x: pe.adam(0.1, eps=x), -1),
     *out_of_range("num_steps", 2**31, lambda x: pe.linear_schedule(0.1, x), -1, 2**31),
-    *out_of_range("warmup", 1, lambda x: pe.cosine_schedule(0.1, 9, warmup=x), 1.0),
-    *out_of_range("warmup", 1, lambda x: pe.linear_schedule(0.1, 9, warmup=x), -0.1),
-    *out_of_range("peak", np.inf, lambda x: pe.linear_schedule(x, 9), -0.1),
-    *out_of_range("peak", np.inf, lambda x: pe.cosine_schedule(x, 9), np.inf),
+    *out_of_range("warmup", 1, lambda x: pe.cosine_schedule(1, 9, warmup=x), 1.0, -0.1),
+    *out_of_range("peak", np.inf, lambda x: pe.linear_schedule(x, 9), -0.1, np.inf),
     (lambda: pe.train_state({"w": 3}, SGD), r"'\['w'\]' is int32; expected floating"),
     (lambda: pe.train_state([3], pe.adam(1)), "is int32; expected floating point"),
     (lambda: pe.train_state([1j], pe.adam(1)), r"'\[0\]' is complex64; expected"),
@@ -676,15 +667,13 @@ test_optimizers_refuse_numbers_out_of_range_and_integer_parameters = refuses(
 # ---------------------------------------------------------------------------------
 
 
-@cases(
-    "num_devices, rows, rest", (1, 0, [2]), (2, 3, []), (9, 4, [2, 3]), (None, 2, [])
-)
-def test_merge_undoes_split_and_split_keeps_the_order_of_rows(num_devices, rows, rest):
-    length = (num_devices or D) * rows
+@cases("count, rows, rest", (1, 0, [2]), (2, 3, []), (9, 4, [2, 3]), (None, 2, []))
+def test_merge_undoes_split_and_split_keeps_the_order_of_rows(count, rows, rest):
+    length = (count or D) * rows
     numbers = np.arange(length * math.prod(rest)).reshape(length, *rest)
     tree = {"a": numbers, "b": [np.full(length, 7, np.uint8)], "c": jnp.zeros(length)}
-    parts = pe.split(tree, num_devices)
-    assert parts["a"].shape == (num_devices or D, rows, *rest)
+    parts = pe.split(tree, count)
+    assert parts["a"].shape == (count or D, rows, *rest)
     assert isinstance(parts["a"], np.ndarray)  # on the host
     assert isinstance(parts["c"], jax.Array)
     assert_array_equal(parts["a"].reshape(numbers.shape), numbers)
@@ -692,7 +681,7 @@ def test_merge_undoes_split_and_split_keeps_the_order_of_rows(num_devices, rows,
 
 
 @pytest.mark.parametrize("num_devices", [1, 3, D])
-def test_replicate_puts_a_copy_on_each_device(num_devices):
+def test_replicate_puts_a_copy_on_each_device_and_unreplicate_takes_one(num_devices):
     half, key = jnp.ones(2, jnp.bfloat16), jax.random.key(7)
     tree = {"w": randn(0, 2, 3), "half": half, "count": 3, "key": key}
     copies = pe.replicate(tree, num_devices)
@@ -702,18 +691,13 @@ def test_replicate_puts_a_copy_on_each_device(num_devices):
     assert [shard.device for shard in shards] == jax.local_devices()[:num_devices]
     for shard in shards:
         assert_array_equal(shard.data[0], tree["w"])
-    one = pe.unreplicate(copies)
-    assert leaves_equal(one | {"count": 3}, tree) and one["count"] == 3
-    assert one["half"].dtype == half.dtype and one["key"].dtype == key.dtype
-
-
-def test_unreplicate_returns_the_first_copy_and_touches_no_other():
-    outputs = jax.pmap(lambda x: x + 1)(np.arange(D, dtype=np.float32))
-    one = pe.unreplicate({"x": outputs, "host": np.arange(D)})
-    assert one["x"].devices() == {jax.local_devices()[0]}
-    assert one["x"].shape == () and (one["x"], one["host"]) == (1, 0)
-    with jax.transfer_guard_device_to_device("disallow"):
-        pe.unreplicate(outputs)
+    for each in copies, jax.pmap(lambda tree: tree)(copies):
+        with jax.transfer_guard_device_to_device("disallow"):  # touches no other copy
+            one = pe.unreplicate(each)
+        assert one["w"].devices() == {jax.local_devices()[0]}
+        assert leaves_equal(one | {"count": 3}, tree) and one["count"] == 3
+        assert one["half"].dtype == half.dtype and one["key"].dtype == key.dtype
+    assert pe.unreplicate(np.arange(D)) == 0  # on the host
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 6), reason="JAX 0.5 cannot tell")
@@ -1103,8 +1087,8 @@ def numbers(keys, **options):
     return members_state(keys, lambda key: jnp.float32(1), **options)
 
 
-def equal_keys(style):
-    keys = keys_of(0, D, style)
+def equal_keys():
+    keys = keys_of(0, D, "old")
     return numbers(keys.at[5].set(keys[1]))
 
 
@@ -1119,15 +1103,13 @@ def integers():
 sync, ensemble = pe.make_sync_update, pe.make_ensemble_update
 counting = functools.partial(one_number, model_state=jnp.zeros(3))
 REFUSED_STEPS = [
-    (ensemble, lambda: equal_keys("new"), {}, (D, 2), "members 1 and 5 .*equal.*split"),
-    (ensemble, lambda: equal_keys("old"), {}, (D, 2), "members 1 and 5 .*equal.*split"),
+    (ensemble, equal_keys, {}, (D, 2), "members 1 and 5 have equal .*random.split"),
     (sync, lambda: numbers(keys_of(0, D)), {}, (D, 2), "0 and 1 have different keys"),
     (sync, one_number, dict(microbatch=4), (D, 6), "batch of 6 .*divide.* of 4; use a"),
     (sync, counting, dict(microbatch=4), (D, 8), "model state.* of 8; use microbatch"),
     (sync, one_number, dict(stateful=True), (D, 1), r"train_state\(..., key=key\)"),
     (sync, integers, dict(optimizer=optax.sgd(0.1)), 8, r"'\[0\]' is int32; expect"),
     (sync, one_number, {}, 16, r"axes .* \[\(8,\), \(16,\)\]; expected the number of"),
-    (sync, lambda: one_number(2), {}, (D, 2), r"axes .* \[\(2,\), \(8,\)\]; expected"),
     (sync, lambda: one_number().params, {}, (D, 2), "state is ArrayImpl; expected a"),
     (sync, lambda: pe.train_state(jnp.ones(()), SGD), {}, (D, 2), "of the state have"),
 ]
@@ -1158,20 +1140,13 @@ RETURNED = [
     ("", ONE, optimizing(dict, n=0.5, m=1), rf"state: .*'n'\]' is float32\[\]{FORM}$"),
     ("", ONE, optimizing(dict, n=np.ones(2, int), m=1), rf"'\]' is int32\[2\]{FORM}"),
     ("", ONE, optimizing(dict, n=1), rf"new state: leaf '\['m'\]' is absent{FORM}$"),
-    (
-        "",
-        ONE,
-        optimizing(lambda g: {"w": np.ones(2)}),
-        r"updated para.* float32\[2\]; ",
-    ),
+    ("", ONE, optimizing(lambda g: {"w": np.ones(2)}), r"updated par.*32\[2\]; ex"),
     ("", ONE, optimizing(lambda g: [g["w"]]), "; expected a tree like the parameters$"),
 ]
 
 
 @cases("flags, result, optimizer, message", *RETURNED)
-def test_results_of_losses_and_optimizers_keep_their_forms(
-    flags, result, optimizer, message
-):
+def test_results_have_to_keep_their_forms(flags, result, optimizer, message):
     options = dict(optimizer=optimizer, model_state={"n": jnp.int32(0)})
     state = members_state(keys_of(0, D), lambda key: {"w": jnp.ones(1)}, **options)
     flags = dict.fromkeys(flags.split(), True)
@@ -1222,11 +1197,6 @@ def norm_batch(count):
     return xs[:count], randn(100, 48, 2, 5)[:count]
 
 
-def norm_members(keys):
-    stats = pe.batch_norm_init(5)[1]
-    return members_state(keys, lambda key: norm_init(key)[0], model_state=stats)
-
-
 def test_replica_mean_makes_floats_and_changes_nothing_else_outside_of_a_step():
     tree = jnp.arange(3), jnp.ones(2, bool), 1, jnp.ones(1, jnp.bfloat16)
     floats = [jnp.asarray(x, t) for x, t in zip(tree, (*[float] * 3, jnp.bfloat16))]
@@ -1256,13 +1226,10 @@ KEPT += ("checkpoint", "init", 2, 4), ("scan", "by hand", 1, 2)
 KEPT += (("jit", "by hand", 2, 8),)
 
 
+@mock.patch.object(pe, "_near", lambda *_, like: True)  # which a chunk's mean is not
 @cases("keep, earlier, members, devices", *KEPT)
-def test_only_training_averages_whatever_came_before(
-    keep, earlier, members, devices, monkeypatch
-):
+def test_only_training_averages_whatever_came_before(keep, earlier, members, devices):
     xs, ys = norm_batch(6 * pe.layout(members, devices).replicas)
-    # Predicting takes statistics of a chunk.
-    monkeypatch.setattr(pe, "_near", lambda *_, like: True)
 
     def ends(keep):
         def forward(params, stats, xs):
@@ -1287,7 +1254,8 @@ def test_only_training_averages_whatever_came_before(
         ways = (WAYS[1], Way("trainer", 4, D), WAYS[0]) if earlier == "by hand" else ()
         for way in ways:
             rows = norm_batch(6 * pe.layout(*way[1:]).replicas)
-            first = norm_members(keys_of(0, way.members))
+            keys, stats = keys_of(0, way.members), pe.batch_norm_init(5)[1]
+            first = members_state(keys, lambda k: norm_init(k)[0], model_state=stats)
             loss_fn = norm_loss(forward)
             before += (train(way, loss_fn, first, [rows], stateful=True)[1],)
         state, losses = trainer.update(state, xs, ys)
@@ -1350,19 +1318,15 @@ def begin(trainer, seed=0):
     return trainer, trainer.scatter(members)
 
 
-@jax.tree_util.register_pytree_node_class
 class Steps:
     """A tree like older Flax's: two of the same form are not equal."""
 
     def __init__(self, steps):
         self.steps = steps
 
-    def tree_flatten(self):
-        return (self.steps,), None
 
-    @classmethod
-    def tree_unflatten(cls, _, children):
-        return cls(*children)
+both_ways = lambda tree: ((tree.steps,), None), lambda _, leaves: Steps(*leaves)
+jax.tree_util.register_pytree_node(Steps, *both_ways)
 
 
 # This trainer of the net draws noise, and its model state counts its steps.
@@ -1378,9 +1342,8 @@ def uses(trainer):
     return [update, epoch, (trainer.predict, data[0]), (trainer.gather,)]
 
 
-def orders(members, epoch=0, batch=24):
-    rngs = [np.random.default_rng([epoch, i]) for i in range(members)]
-    return np.stack([rng.permutation(NUM_IMAGES).reshape(-1, batch) for rng in rngs])
+def orders(members, batch=24):
+    return pe.epoch_order(NUM_IMAGES, batch, members=members)
 
 
 CALLS = """
@@ -1391,10 +1354,8 @@ make(print, print, lambda h: pe.sgd(h), members=2, hyper=np.ones(2))
 state, losses = trainer.epoch(trainer.init(jax.random.key(0)), data, order)
 state, losses = trainer.update(state, *data, per_member=True)
 print(trainer.predict(trainer.scatter(trainer.gather(state)), data), trainer.layout)
-trainer.epoch(data, state)  # wrong
 trainer.epoch(state, data)  # wrong
 trainer.update(state, order, per_membr=True)  # wrong
-trainer.predict()  # wrong
 trainer.epoch(data, state, order)  # wrong
 trainer.place(data, trainer.layout)  # wrong
 trainer.chunk = 64  # wrong
@@ -1432,6 +1393,9 @@ def test_keys_that_draw_differently_under_vmap_work_only_without_at_once():
     five = net_trainer(5, 3, **NOISY)
     among_five = five.gather(five.update(five.init(key), *batch)[0])
     assert leaves_equal(ended, jax.tree.map(lambda x: x[:3], among_five))
+    with on("gpu"):  # computes members in turn, too
+        gpu = net_trainer.__wrapped__(3, 1, **NOISY)
+        assert_close(gpu.gather(gpu.update(gpu.init(key), *batch)[0])[:2], ended[:2])
 
 
 def test_init_makes_member_i_from_the_key_and_i_alone():
@@ -1446,11 +1410,9 @@ def test_init_makes_member_i_from_the_key_and_i_alone():
     assert leaves_equal(member(ends[0].params, 3), jax.jit(net_init)(init_key))
 
 
-LINE = dict(
-    init_fn=lambda key: {"w": jax.random.normal(key, ()), "b": jnp.zeros(())},
-    loss_fn=lambda p, xs, ys: jnp.mean((p["w"] * xs + p["b"] - ys) ** 2),
-    optimizer=pe.adam(0.01),
-)
+LINE = dict(init_fn=lambda key: {"w": jax.random.normal(key, ()), "b": jnp.zeros(())})
+LINE["loss_fn"] = lambda p, xs, ys: jnp.mean((p["w"] * xs + p["b"] - ys) ** 2)
+LINE["optimizer"] = pe.adam(0.01)
 
 
 @pytest.mark.skipif(jax.__version_info__[:2] == (0, 10), reason="needs no such loop")
@@ -1565,10 +1527,8 @@ def test_lower_takes_shapes_alone_and_moves_no_data():
     shapes = [x.shape for x in jax.tree.leaves(lowered.in_avals)]
     assert images.shape in shapes and order.shape in shapes
     assert trainer.latest is None
-    said = said_by(ValueError, trainer.lower, "gather")
-    assert said == "method is 'gather'; expected 'init', 'update', 'epoch' or 'predict'"
-    bad = said_by(ValueError, trainer.lower, "update", *data[:1], order)
-    assert "first axes of the batch" in bad
+    said = said_by(ValueError, trainer.lower, "update", *data[:1], order)
+    assert "first axes of the batch" in said
     vars(trainer._places)["absent"] = True  # as with a topology's devices
     assert "are a topology's; use T" in said_by(ValueError, trainer.init, KEY)
 
@@ -1744,9 +1704,6 @@ def with_arrays_that_change(trainer):
     return made
 
 
-needs_mesh = pytest.mark.skipif(not hasattr(jax, "set_mesh"), reason="a newer JAX")
-
-
 @contextlib.contextmanager
 def on(platform):
     """Have trainers take the ways of a platform on this CPU, always without oneDNN."""
@@ -1759,7 +1716,7 @@ def explicit_mesh():
     if not hasattr(jax, "set_mesh"):
         pytest.skip("this JAX lacks set_mesh")
     kinds = (jax.sharding.AxisType.Explicit,) * 2
-    return jax.set_mesh(jax.make_mesh((2, 2), ("x", "y"), axis_types=kinds))
+    return jax.make_mesh((2, 2), ("x", "y"), axis_types=kinds)
 
 
 def replaced(**options):
@@ -1783,7 +1740,7 @@ SAME = {
     "arrays change after each call": Case(with_arrays_that_change, put=spoiled),
     "it is a copy": Case(lambda trainer: copy.deepcopy(copy.copy(trainer))),
     "it is given devices": Case(replaced(devices=jax.devices()[6:4:-1])),
-    "a mesh is set": Case(replaced(), explicit_mesh),
+    "a mesh is set": Case(replaced(), lambda: jax.set_mesh(explicit_mesh())),
     "no transfer is implicit": Case(replaced(), lambda: jax.transfer_guard("disallow")),
 }
 
@@ -1883,11 +1840,6 @@ def test_a_loss_may_divide_its_arrays_over_shards_by_itself():
     assert half.argument_size_in_bytes < 0.65 * whole.argument_size_in_bytes
 
 
-def test_shards_take_a_newer_jax(monkeypatch):
-    monkeypatch.setattr(jax, "__version_info__", (0, 7, 2))
-    assert "shards=2 takes JAX 0.8 or n" in said_by(ValueError, making(shards=2))
-
-
 def test_placing_data_again_copies_nothing():
     trainer = net_trainer(3, 2)
     data = trainer.place(image_data())
@@ -1909,7 +1861,7 @@ def test_a_program_is_traced_once_whatever_it_is_given_and_anew(members, devices
     functions = noting(traces)  # which could read a global that has changed since
 
     def use(trainer, state, steps, data):
-        trainer.predict(state, batch[0])
+        trainer.predict(state, batch[0][:4])  # more rows would be traced for sizes
         state, _ = trainer.update(state, *batch)
         ended, _ = trainer.epoch(state, data, order[:, :steps])
         assert all(x.is_deleted() for x in jax.tree.leaves(state))
@@ -2084,15 +2036,6 @@ def test_accelerators_compute_as_many_members_at_once_as_fit(most, together):
     assert_close(found[1], one.update(state, *image_data())[1])
 
 
-def test_accelerators_compute_members_in_turn_where_keys_would_draw_other_numbers():
-    key, ends = jax.random.key(0, impl="rbg"), []
-    for platform in "cpu", "gpu":
-        with on(platform):
-            trainer = net_trainer.__wrapped__(3, 1, **NOISY)
-            ends.append(trainer.update(trainer.init(key), *net_batches(1)[0]))
-    assert leaves_equal(*ends)
-
-
 def test_a_program_fits_if_a_fifth_of_every_devices_memory_stays_free():
     program, x = jax.jit(lambda x: jnp.sort(x) + 1), np.zeros(1000, np.float32)
     made = program.lower(x).compile().memory_analysis()
@@ -2104,9 +2047,8 @@ def test_a_program_fits_if_a_fifth_of_every_devices_memory_stays_free():
         return pe._fits(program, (x,), mock.Mock(addressable_devices=devices))
 
     assert need >= 4000 and fits(None)  # a CPU does not tell
-    blind = mock.Mock(
-        **{"lower.return_value.compile.return_value.memory_analysis.return_value": None}
-    )
+    blind = mock.Mock()
+    blind.lower().compile().memory_analysis.return_value = None
     assert pe._fits(blind, (x,), None)  # nor does every backend
     assert fits(2 * need, 1.25 * need) and not fits(2 * need, 1.24 * need)
 
@@ -2166,6 +2108,10 @@ def tree_apply(params, inputs):  # tokens [B, 5], position [B, 2], keys [B]
     return outputs | {"log": jnp.log(jax.nn.relu(rows))}  # some are -inf
 
 
+def finite(tree):
+    return jax.tree.map(lambda x: np.maximum(np.float32(x), -99), tree)
+
+
 @pytest.mark.filterwarnings("error")  # such as JAX's when it truncates int64
 @cases("members, devices", *LAYOUTS[1:])
 def test_predictions_are_any_tree_of_any_type_and_have_float32_means(members, devices):
@@ -2179,9 +2125,6 @@ def test_predictions_are_any_tree_of_any_type_and_have_float32_means(members, de
         found = trainer.predict_members(state, inputs)
         alone = [jax.jit(tree_apply)(member(params, k), inputs) for k in range(members)]
         expected = jax.tree.map(lambda *x: np.stack(x), *alone)
-        finite = functools.partial(
-            jax.tree.map, lambda x: np.maximum(np.float32(x), -99)
-        )
         assert_close(finite(found), finite(expected))
         same = jax.tree.map(lambda x, y: x.dtype == y.dtype, found, expected)
         assert jax.tree.all(same)
@@ -2191,27 +2134,15 @@ def test_predictions_are_any_tree_of_any_type_and_have_float32_means(members, de
         assert {x.dtype.name for x in jax.tree.leaves(means)} == {"float32"}
 
 
-@needs_mesh
 @cases("members", 1, 3)
 def test_arrays_whose_types_say_where_they_are_give_the_same_bits(members):
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
-    (batch,), ends = net_batches(1), []
-    there = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    (batch,), ends, spec = net_batches(1), [], jax.sharding.PartitionSpec(("x", "y"))
+    there = jax.sharding.NamedSharding(explicit_mesh(), spec)
     for arrays in batch, jax.device_put(batch, there):
         trainer, state = begin(net_trainer(members))
         probs = trainer.predict(state, arrays[0])
         ends.append((probs, trainer.update(state, *arrays)[1]))
     assert leaves_equal(*ends)
-
-
-def test_predicting_may_move_rows_of_the_parameters():
-    def apply_fn(rows, x):
-        moved = rows.at[1:].set(rows[:-1]).at[0].set(9)
-        return x[:, None] * moved.reshape(1, -1)
-
-    options = dict(init_fn=lambda key: jnp.arange(4.0)[:, None], output=None)
-    trainer, state = begin(net_trainer(3, 2, apply_fn=apply_fn, **options))
-    assert trainer.predict(state, np.ones(1)).tolist() == [[9, 0, 1, 2]]
 
 
 def predicting(apply_fn, output=jax.nn.softmax, rows=128):
@@ -2496,12 +2427,10 @@ def test_functions_may_call_back_to_the_host(members, devices):
         return jax.pure_callback(double, x, x, vmap_method="expand_dims")
 
     def run(double):
-        options = dict(
-            init_fn=lambda key: double(jax.random.normal(key, (3,))),
-            loss_fn=lambda w, x: (double(x * 1.0).mean() * w).sum(),
-            apply_fn=lambda w, x: double(x * w.sum()),
-        )
-        trainer, state = begin(net_trainer(members, devices, output=None, **options))
+        options = dict(apply_fn=lambda w, x: double(x * w.sum()), output=None)
+        options["init_fn"] = lambda key: double(jax.random.normal(key, (3,)))
+        options["loss_fn"] = lambda w, x: (double(x * 1.0).mean() * w).sum()
+        trainer, state = begin(net_trainer(members, devices, **options))
         state, _ = trainer.update(state, np.arange(8))
         return trainer.predict_members(state, np.arange(3)), trainer.gather(state)
 
@@ -2613,7 +2542,7 @@ def train_beside_a_program_that_fails():
         trainer, state = begin(net_trainer(1, 2))
         if fails:
             other, bad = begin(net_trainer(1, 2, failing))
-            for said in "RuntimeError: a callback", "failed, with a saved one":
+            for said in "RuntimeError: a callback", "if it failed, a saved one":
                 with pytest.raises((RuntimeError, ValueError), match=said):
                     jax.block_until_ready(other.update(bad, *batch))
         for _ in range(2):
@@ -2708,14 +2637,11 @@ def test_deleting_a_trainer_frees_its_state_and_its_loss():
         gc.enable()
 
 
-@cases(
-    "field, message",
-    ("params", r"\.dense.bias on device {} .* {}; go on from a checkpoint$"),
-    (
-        "model_state",
-        r"state.* on device {} .* {}; .*, or, if it depends on the batch,",
-    ),
-)
+DIFFERS = {"params": r"\.dense.bias on device {} .* {}; go on from a checkpoint$"}
+DIFFERS["model_state"] = r"state.* on device {} .* {}; .*, or, if it depends on the"
+
+
+@cases("field, message", *DIFFERS.items())
 def test_gather_names_the_leaf_and_device_of_a_replica_that_differs(field, message):
     trainer, state = begin(net_trainer(2, 4, **NOISY))
     leaves, structure = jax.tree.flatten(getattr(state, field))
@@ -2734,11 +2660,9 @@ def test_gather_leaves_no_copy_on_the_host():
     init = functools.partial(jax.random.normal, shape=(2**16,))  # 256 KiB per member
     trainer, state = begin(net_trainer(4, 2, init_fn=init))
     tracemalloc.start()
-    try:
-        trainer.gather(state)
-        held, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
+    trainer.gather(state)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
     assert held < 2**18
     trainer.gather(state).params[:] = 0  # the caller's own
     assert np.asarray(state.params).any()
@@ -2784,11 +2708,10 @@ def test_arrays_that_move_their_rows_are_right_in_every_program(move):
             assert_array_equal(found, [expected] * len(b))
         rows = np.mean([*map(moved, np.split(b, 8 // size if size else 1))], axis=0)
         state, (_, aux) = trainer.update(state, b)
-        for found, one in zip(aux, (rows, moved(b))):
+        state, (_, in_epoch) = trainer.epoch(state, (b,), np.arange(8)[None])
+        for found, again, one in zip(aux, in_epoch, (rows, moved(b))):
             assert_array_equal(found, [one] * members)
-        state, (_, aux) = trainer.epoch(state, (b,), np.arange(8)[None])
-        for found, one in zip(aux, (rows, moved(b))):
-            assert_array_equal(found, [[one]] * members)
+            assert_array_equal(again, [[one]] * members)
         ended = trainer.gather(state)
         for found in (*ended.model_state, ended.opt_state):
             assert_array_equal(found, [moved(b, 3)] * members)
@@ -2845,13 +2768,6 @@ def test_microbatches_are_chosen_by_platform_and_batch(monkeypatch):
     assert other._places.absent and other._programs.member.platform == "tpu"
 
 
-@mock.patch.object(jax, "process_count", lambda: 2)
-def test_several_processes_take_all_of_their_devices():
-    for devices in 4, jax.devices()[:4]:
-        said = said_by(ValueError, making(devices=devices))
-        assert said.startswith("devices is 4; 2 processes use all of their 8, and ea")
-
-
 def making(**options):
     # The cache cannot hold unhashable options.
     return lambda: net_trainer.__wrapped__(**(dict(members=2) | options))
@@ -2870,6 +2786,9 @@ def warmed_up(h):
 
 
 TWO = dict(hyper={"rate": np.ones(2)})
+OF_TWO = r"^devices is 4; 2 processes use all of their 8, and ea"
+in_two = mock.patch.object(jax, "process_count", lambda: 2)
+in_an_old_jax = mock.patch.object(jax, "__version_info__", (0, 7, 2))
 
 test_make_trainer_refuses_options_that_do_not_fit = refuses(
     *out_of_range("members", None, lambda n: making(members=n)(), 0, 2.0, True),
@@ -2879,21 +2798,17 @@ test_make_trainer_refuses_options_that_do_not_fit = refuses(
     *out_of_range("microbatch", None, lambda n: making(microbatch=n)(), 0, "all"),
     *out_of_range("microbatch", None, lambda n: sync(product, SGD, microbatch=n), 0),
     (making(devices=9), "9 devices requested, 8 available"),
-    (making(shards=3), "shards=3 does not divide 8 devices; use a divisor, such as 1"),
-    (making(shards=12), "shards=12 does not .* 8 devices; use a divisor, such as 4"),
+    *((in_two(making(devices=n)), OF_TWO) for n in (4, jax.devices()[:4])),
+    (in_an_old_jax(making(shards=2)), "shards=2 takes JAX 0.8 or newer; this is"),
+    (making(shards=12), "shards=12 does not divide 8 devices; use a div.*, such as 4"),
+    (lambda: making()().lower("gather"), "is 'gather'; expected 'init', 'update', 'ep"),
     *out_of_range("shards", None, lambda n: making(shards=n)(), 0, True, 2.0),
     (making(devices=[]), r"devices are \[\]; expected one or more, each once"),
     (making(devices=jax.devices()[:1] * 2), "devices are .* each once, of one plat"),
     (making(devices=[mock.Mock(platform=x) for x in "ab"]), "are .*of one platform"),
     (making(optimizer=lambda h: SGD), "optimizer: .*'init'; expected one with init"),
-    (
-        initializing(own_sizes, **TWO),
-        r"slice.*; it is called as init_fn\(key, hyper\)$",
-    ),
-    (
-        initializing(lambda key, h: h, optimizer=warmed_up, **TWO),
-        "bool.* traced.*; a schedule that comp",
-    ),
+    (initializing(own_sizes, **TWO), r"slice.*; it is called as init_fn\(key, hyper\)"),
+    (initializing(keyed_init, optimizer=warmed_up, **TWO), "bool.* traced.*; a sched"),
     (initializing([net_init]), "init_fn is list; expected a function; each architec"),
     (making(hyper=np.ones(2), optimizer=lambda: SGD), r"optimizer\(hyper\), o"),
     (making(hyper=np.ones(2), optimizer=3), "optimizer: .*'int'.*; expected one with"),
@@ -2911,7 +2826,6 @@ ONE_KEY = r"^key: .*; expected one random key, such as jax.random.key\(0\)"
 test_init_refuses_bad_keys_and_models_that_are_not_arrays = refuses(
     *((initializing(key=key), ONE_KEY) for key in NO_KEYS),
     (initializing(lambda _: {"act": 1.0}), r"returns \w*float\w* at .*act.*array"),
-    (initializing(lambda _: {"act": len}), r"returns builtin\w* at .*act.*array"),
     (initializing(lambda _: {"act": "relu"}), r"returns str at .*act.*array"),
     (initializing(net_init, stateful=True), "init_fn returns Net; with stateful=True"),
     (initializing(lambda _: np.int64(2**40)), "init_fn returns: found 1099511627776"),
@@ -2960,12 +2874,7 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         (r"\(3, 1, 4\).*with K = 2", trainer.epoch, data, np.stack([rows] * 3)),
         ("^order: .*inhomog.*; expected number", trainer.epoch, data, [[0, 1], [2]]),
         ("data is ndarray; expected a tuple of", trainer.epoch, data[0], rows),
-        (
-            rf"loss_fn: .*'labels'; {CALLED}batch\[0\]\); ",
-            trainer.epoch,
-            data[:1],
-            rows,
-        ),
+        (rf"'labels'; {CALLED}batch\[0\]\); ", trainer.epoch, data[:1], rows),
         (rf"loss_fn: .*'labels'; {CALLED}batch\[0\]\); ", trainer.update, data[0]),
         ("data: found 1099511627776, beyo", trainer.epoch, (data[0], large), rows),
         (r"loss of shapes \[\(4,\)\]; exp", lambda _: bent.update(bents, *data)),
@@ -2985,15 +2894,12 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         (r"apply_fn\(params, inputs\) .*\[2, 8, 1\], ", trainer.predict, data[0][0]),
         ("axes of the batch have lengths", trainer.update, data[0][:8], data[1][:4]),
         (r"\[\(8,\)\]; expected this trainer's 4: use", other.update, *data),
-        ("expected this trainer's", other.predict, data[0]),
-        ("expected this trainer's", other.gather),
         ("takes an apply_fn; give make_trainer one", blind.predict, data[0]),
         (r"inputs .*\[\(0,\)\]; .*, 1 or more", trainer.predict_members, data[0][:0]),
         (r"inputs .*\[\(10,\), \(240,\)\]", trainer.predict, (data[0], ten[1])),
         (r"\(10, 8\)\]; expected arrays \[K, B, ...\], with K = 2", own, *ten),
         (r"\[\(2, 8\), \(2, 9\)\]; .* one B", own, *(np.ones((2, n)) for n in (8, 9))),
         (r"\[\(2,\)\]; expected arrays \[K, B", own, np.ones(2)),
-        (r"\[\(3, 8\)\]; expected arrays \[K, B", own, np.ones((3, 8))),
         ("first axes of the batch", own),
         (r"\(3,\)\]; expected .* 2 members", lambda _: trainer.scatter(three)),
         ("members 0 and 2 have equal keys", lambda _: other.scatter(equal)),
@@ -3115,7 +3021,6 @@ def test_each_member_has_its_own_order_and_with_bootstrap_its_own_resample(boots
     assert first.shape == draw(5049, 50, members=3).shape == (3, 100, 50)
     assert first.dtype == np.int32
     assert_array_equal(draw(5000, 50), first[0])
-    assert_array_equal(pe.epoch_order(99, 9), pe.epoch_order(99, 9, seed=0, epoch=0))
     assert_array_equal(draw(5000, 50, members=1), first[:1])
     assert pe.epoch_order(9, 9, seed=2**32 - 1).shape == (1, 9)
     for a, b in itertools.combinations([*first, *second], 2):
@@ -3141,23 +3046,21 @@ test_epoch_order_and_prefetch_refuse_numbers_out_of_range = refuses(
     *out_of_range("batch_size", None, lambda v: pe.epoch_order(9, v), 0, 2.0),
     *out_of_range("num_examples", None, lambda v: pe.epoch_order(v, 1), -1, np.ones(9)),
     *out_of_range("members", None, lambda v: pe.epoch_order(9, 3, members=v), 0, True),
-    (lambda: pe.epoch_order(9, 3, seed=-1), "^seed=-1, epoch=0; expected ints, 0 <= e"),
-    (lambda: pe.epoch_order(9, 3, seed=2**32), "^seed=4294967296, epoch=0; expected"),
-    (lambda: pe.epoch_order(9, 3, seed=0.5), "^seed=0.5, epoch=0; expected ints"),
-    (lambda: pe.epoch_order(9, 3, epoch=2**32), "epoch=4294967296; expected ints"),
+    *((lambda s=s: pe.epoch_order(9, 3, seed=s), f"^seed={s}, ") for s in (-1, 0.5)),
+    (
+        lambda: pe.epoch_order(9, 3, epoch=2**32),
+        "seed=0, epoch=4294967296; expected in",
+    ),
     *out_of_range("size", None, lambda v: pe.prefetch([], v), 0),
 )
 
 
 def ten(made, do):
-    """Yield ten objects; before each, note the thread in `made` and call do(i)."""
+    """Yield 0 to 9; before each, note the thread in `made` and call do(i)."""
     for i in range(10):
         made.append(threading.current_thread())
         do(i)
-        yield VALUES[i]
-
-
-VALUES = [(randn(i, 3), np.full(2, i)) for i in range(10)]
+        yield i
 
 
 def test_prefetch_works_ahead_by_exactly_its_size_and_yields_everything():
@@ -3169,7 +3072,7 @@ def test_prefetch_works_ahead_by_exactly_its_size_and_yields_everything():
     time.sleep(0.05)
     assert len(made) == 3 and threading.main_thread() not in made
     found += ahead
-    assert [*map(id, found)] == [*map(id, VALUES)]
+    assert found == [*range(10)]
     assert list(pe.prefetch([])) == []
 
 
@@ -3212,7 +3115,7 @@ def test_prefetch_raises_its_sources_error_in_order():
             raise NoFile("no such file")
 
     ahead = pe.prefetch(ten([], fail), 5)
-    assert [next(ahead), next(ahead)] == VALUES[:2]
+    assert [next(ahead), next(ahead)] == [0, 1]
     assert "no such file" in said_by(NoFile, next, ahead)
 
 
@@ -3222,6 +3125,7 @@ def test_prefetch_raises_its_sources_error_in_order():
 
 
 A, K = np.ones((2, 3), np.float32), jax.random.key(1)
+KINDS_OF_KEYS = "key<threefry2x32>", "key<rbg>"
 LEAVES = {
     "float32": np.float32([[1.5, -0.0], [np.nan, np.inf]]),
     "bfloat16": jnp.asarray([1.5, -2, np.nan], jnp.bfloat16),
@@ -3250,9 +3154,7 @@ def assert_same_leaves(found, expected):
         assert isinstance(x, jax.Array) or x.flags.aligned
 
 
-SIZES = {"float": (16, 32, 64), "int": (8, 16, 32, 64), "uint": (8, 16, 32, 64)}
-NATIVE = [f"{kind}{n}" for kind, sizes in SIZES.items() for n in sizes]
-LEAVES |= {f"native {name}": np.arange(4).astype(name) for name in NATIVE}
+LEAVES |= {f"native {code}": np.arange(4, dtype=code) for code in "efdbhiqBHIQ"}
 EVERYTHING = {"__metadata__": (LEAVES, A), "a" * 250: [LEAVES, None]}
 EVERYTHING |= {"": [], "é'\"\n": A}
 
@@ -3276,9 +3178,7 @@ def test_a_tree_comes_back_bit_by_bit_and_gives_the_same_file(tmp_path, tree):
     for name, x in theirs.items():
         assert as_bytes(x) == as_bytes(found[name])
         on_host = isinstance(found[name], np.ndarray)  # others are keys
-        kinds = (
-            [found[name].dtype.name] if on_host else ["key<threefry2x32>", "key<rbg>"]
-        )
+        kinds = [found[name].dtype.name] if on_host else KINDS_OF_KEYS
         assert types.get(name, x.dtype.name) in kinds
     assert path.read_bytes()[0] % 8 == 0  # the header's length, so arrays are aligned
     pe.save(again, pe.load(path, tree))
@@ -3400,9 +3300,8 @@ def test_only_regular_files_are_replaced_and_loaded(tmp_path):
     assert said_by(ValueError, pe.load, link) == f"{link}: not a regular file"
     said = f"{link} is not a regular file; choose another name"
     assert said_by(ValueError, pe.save, link, A) == said and link.is_symlink()
-    assert said_by(OSError, pe.save, folder, A).endswith(
-        f"file or directory: '{folder}'"
-    )
+    said = said_by(OSError, pe.save, folder, A)
+    assert said.endswith(f"file or directory: '{folder}'")
 
 
 @posix
