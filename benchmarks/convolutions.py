@@ -1,23 +1,26 @@
 """Compare random convolutions of any form, and their gradients, with sums in float64.
 
-    python benchmarks/convolutions.py [300] [--first 0] [--programs] [--processes 1]
+    python benchmarks/convolutions.py [300] [--first 0] [--programs] [--dtype TYPE]
+                                      [--isa AVX2] [--processes 1]
 
 With --programs, it compares random programs: products and convolutions followed by
 biases, residuals, activations, norms, casts, sums and attention, with several users of
 each value; and their gradients.  A compiler's options change all of these.
 
-A seed determines each case.  The script compares as many cases as it is told, from the
-first seed on, prints the seeds of wrong ones, of those that raise an error, and of
-those that end the process (as XLA may), and fails if there are any.  For that it runs
-the cases in other processes, `--processes` of them at once.  There, new memory is
-filled with huge numbers, so that uninitialized memory shows.  The variables XLA_FLAGS,
-with --xla_cpu_max_isa, and ONEDNN_MAX_CPU_ISA set the instructions.
+A seed determines each case, and with --dtype, which also draws larger forms, the type
+does.  The script compares as many cases as it is told, from the first seed on, prints
+the seeds of wrong ones, of those that raise an error, and of those that end the process
+(as XLA may), and fails if there are any.  For that it runs the cases in other
+processes, `--processes` of them at once, with instructions up to those that --isa
+names.  There, new memory is filled with huge numbers, so that uninitialized memory
+shows.
 """
 
 import argparse
 import functools
 import itertools
 import json
+import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -77,9 +80,12 @@ def sums(x, kernel, cotangent, how):
     return [join(a, *w) for a, w in zip((y, dx, dkernel), (ways[2], *ways[:2]))]
 
 
-def draw(seed):
-    """Return images, kernel and cotangent of a random convolution, and its options."""
-    rng = np.random.default_rng(seed)
+def draw(seed, dtype=None):
+    """Return images, kernel and cotangent of a random convolution, and its options.
+
+    With a type, images, windows and channels may be larger.
+    """
+    rng, larger = np.random.default_rng([seed, 2] if dtype else seed), bool(dtype)
 
     def pick(*options):
         return options[rng.integers(len(options))]
@@ -87,14 +93,24 @@ def draw(seed):
     def each(*options):
         return tuple(pick(*options) for _ in range(axes))
 
-    axes, dtype = pick(1, 2, 3), jnp.dtype(pick(*LIMITS))
+    axes, any_type = pick(1, 2, *[2] * larger, 3), pick(*LIMITS)
     images, features = pick((1, 1), (1, 1), (1, pick(2, 3, 8)), (pick(2, 3), 1))
     more = pick((1,), (1, 1, 2, 3))  # strides and dilations, in half of the cases
-    how = dict(batch_group_count=images, feature_group_count=features)
-    how |= dict(window_strides=each(*more))
-    gaps = dict(lhs_dilation=each(*more[:3]), rhs_dilation=each(*more[:3]))
-    space, window, pads = each(*range(4, 5 + 12 // axes)), each(1, 2, 2, 3), []
-    for size, width, spread, gap in zip(space, window, *gaps.values()):
+    spread, gap = more, more
+    if larger:
+        more, spread, gap = (pick((1,), (1, 1, 2, 3)) for _ in "abc")
+    how = dict(
+        window_strides=each(*more),
+        lhs_dilation=each(*spread[:3]),
+        rhs_dilation=each(*gap[:3]),
+        batch_group_count=images,
+        feature_group_count=features,
+    )
+    space = each(*range(4, 5 + 12 // axes), *(range(1, 56 // axes) if larger else ()))
+    window, pads = each(1, 2, 2, 3, *(4, 5) * larger), []
+    for size, width, spread, gap in zip(
+        space, window, how["lhs_dilation"], how["rhs_dilation"]
+    ):
         p = pick(1, 2)
         low, high = pick((0, 0), (2 * p, 0), (0, p), (-p, p), (-p, p), (p, -p), (p, p))
         missing = (width - 1) * gap - (size - 1) * spread - low - high
@@ -104,19 +120,22 @@ def draw(seed):
     first = (tuple(range(axes + 2)),) * 3
     mixed = [tuple(rng.permutation(axes + 2).tolist()) for _ in range(3)]
     form = pick(last, last, *(lax.ConvDimensionNumbers(*x) for x in (first, mixed)))
-    how |= gaps | dict(padding=tuple(pads), dimension_numbers=form)
-    ins, outs, batch = pick(1, 3, 8), pick(1, 4, 8, 16), pick(1, 2, 4)
+    how |= dict(padding=tuple(pads), dimension_numbers=form)
+    more = (3, 17, 32, 48) * larger
+    ins, outs = pick(1, 3, 8, *more), pick(1, 4, 8, 16, *more)
+    batch = pick(1, 2, 4, *(9, 33) * larger)
     if features > 1 and pick(False, True):
         ins = outs = 1  # depthwise
     x_shape = batch * images, ins * features, *space
     shapes = x_shape, (outs * images * features, ins, *window)
     shapes = [np.take(shape, np.argsort(axes)) for shape, axes in zip(shapes, form)]
+    dtype = jnp.dtype(dtype or any_type)
     args = [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
     y = jax.eval_shape(lambda *args: lax.conv_general_dilated(*args, **how), *args)
     return (*args, jnp.asarray(rng.normal(size=y.shape), dtype)), how
 
 
-def error(seed):
+def error(seed, dtype=None):
     """Return the type, and the worst error in units of what rounding explains.
 
     An entry's error is relative to the size that its sum would have if its terms had
@@ -126,7 +145,7 @@ def error(seed):
     memory then holds other numbers.  With every other seed, gradients of kernels are
     computed in small chunks of the batch.
     """
-    args, how = draw(seed)
+    args, how = draw(seed, dtype)
 
     def convolve(x, kernel, cotangent):
         function = lambda *args: lax.conv_general_dilated(*args, **how)  # noqa: E731
@@ -284,20 +303,18 @@ def follow(seed, kind, form, wide, ragged, x, weights, vectors):
         if kind == "integers" and own.random() < 0.5:
             return by_integers(own.random() < 0.5, wide, values[0], y, w)
         if form == "rows":
-            two = lambda y, w: lax.ragged_dot(y, jnp.stack([w, w.T]), sizes)  # noqa: E731
+            ways = [lambda y, w: y @ w, lambda y, w: jnp.einsum("nf,gf->ng", y, w)]
+            ways += [lambda y, w: lax.dot(y, w, preferred_element_type=wide)]
+            ways += [
+                lambda y, w: lax.ragged_dot(y, jnp.stack([w, w.T]), sizes)
+            ] * ragged
+            ways += [lambda y, w: jnp.einsum("abf,fg->abg", parts(y), w)]
             each = lambda w: split(w)[None] * scales  # noqa: E731
-            way = pick(
-                lambda y, w: y @ w,
-                lambda y, w: jnp.einsum("nf,gf->ng", y, w),
-                lambda y, w: lax.dot(y, w, preferred_element_type=wide),
-                *[two] * ragged,
-                lambda y, w: jnp.einsum("abf,fg->abg", parts(y), w),
-                lambda y, w: jnp.einsum("abf,ahgf->abhg", parts(y), each(w)),
-                lambda y, w: jnp.einsum("nhf,hfg->ng", heads(y), split(w)),
-                lambda y, w: jnp.einsum("nf,hgf->nhg", y, split(w)),
-                lambda y, w: (w.T @ y.T).T,
-            )
-            return through(way)(y, w).reshape(y.shape)
+            ways += [lambda y, w: jnp.einsum("abf,ahgf->abhg", parts(y), each(w))]
+            ways += [lambda y, w: jnp.einsum("nhf,hfg->ng", heads(y), split(w))]
+            ways += [lambda y, w: jnp.einsum("nf,hgf->nhg", y, split(w))]
+            ways += [lambda y, w: (w.T @ y.T).T]
+            return through(pick(*ways))(y, w).reshape(y.shape)
         if pick(False, False, True):
             pointwise = functools.partial(jnp.einsum, "nhwi,io->nhwo")
             return through(pointwise)(y, 3 * w[0, 0])
@@ -427,7 +444,7 @@ def form_of(seed, args) -> str:
     """Describe a case."""
     if args.programs:
         return f"a program with {kind_of(seed)}"
-    (x, kernel, _), how = draw(seed)
+    (x, kernel, _), how = draw(seed, args.dtype)
     return f"{x.dtype} {x.shape} by {kernel.shape}, {how}"
 
 
@@ -436,10 +453,12 @@ def compare(seed, args) -> dict:
     try:
         if args.programs:
             name, off, plain = difference(seed, kind_of(seed))
-            wrong = is_wrong(name, off, plain)
-            words = f"{off:.2g}, and {plain:.2g} by jit"
+            wrong, words = (
+                is_wrong(name, off, plain),
+                f"{off:.2g}, and {plain:.2g} by jit",
+            )
         else:
-            name, off = error(seed)
+            name, off = error(seed, args.dtype)
             wrong, words = not off <= LIMITS[name], f"{off:.1f} times the unit"
     except Exception as refusal:
         words = f"{type(refusal).__name__}: {str(refusal).splitlines()[0]}"
@@ -447,9 +466,9 @@ def compare(seed, args) -> dict:
     return dict(seed=seed, verdict="wrong" if wrong else "right", words=words, off=off)
 
 
-def compare_apart(seeds: range, options: str) -> list[dict]:
+def compare_apart(seeds: range, options: str, env: dict) -> list[dict]:
     """Compare cases in another process, and in a new one after each that ends it."""
-    found, pipes = [], dict(env={"MALLOC_PERTURB_": "128"}, stdout=subprocess.PIPE)
+    found, pipes = [], dict(env=env, stdout=subprocess.PIPE)
     while seeds:
         command = f"{len(seeds)} --first {seeds[0]} --here {options}"
         process = speed.launch(f"../convolutions.py {command}", **pipes)
@@ -465,11 +484,24 @@ def compare_apart(seeds: range, options: str) -> list[dict]:
     return found
 
 
+def environment(isa: str) -> dict[str, str]:
+    """Return variables for XLA and oneDNN, and one that fills new memory with 0x7f."""
+    names = {"AVX512": "AVX512_CORE", "SSE4_2": "SSE41"}
+    theirs = isa
+    for ours, other in names.items():
+        theirs = theirs.replace(ours, other)
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa={isa}"
+    limits = dict(XLA_FLAGS=flags, ONEDNN_MAX_CPU_ISA=theirs) if isa else {}
+    return dict(MALLOC_PERTURB_="128", **limits)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("count", type=int, nargs="?", default=300)
     parser.add_argument("--first", type=int, default=0, metavar="SEED")
     parser.add_argument("--programs", action="store_true")
+    parser.add_argument("--dtype", choices=LIMITS)
+    parser.add_argument("--isa", default="", help="SSE4_2, AVX2, AVX512 and others")
     parser.add_argument("--processes", type=int, default=1, help="so many at once")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -478,9 +510,10 @@ def main() -> None:
         for seed in seeds:
             print(json.dumps(compare(seed, args)), flush=True)
         return
+    options = "--programs" * args.programs + f" --dtype {args.dtype}" * bool(args.dtype)
     size = min(AT_ONCE, -(-args.count // args.processes))
     parts = [seeds[i : i + size] for i in range(0, args.count, size)]
-    run = functools.partial(compare_apart, options="--programs" * args.programs)
+    run = functools.partial(compare_apart, options=options, env=environment(args.isa))
     verdicts, worst = {"wrong": [], "ended": [], "refused": []}, 0.0
     with ThreadPoolExecutor(args.processes) as pool:
         for case in itertools.chain.from_iterable(pool.map(run, parts)):

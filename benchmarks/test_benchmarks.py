@@ -416,11 +416,16 @@ for seed in range(int(sys.argv[3]), int(sys.argv[1]) + int(sys.argv[3])):
     first, last = capsys.readouterr().out.splitlines()
     assert first.startswith("seed 2 is ended: the process ended with status -6: ")
     assert last == "7 cases; wrong none; ended [2]; refused none; largest error 0"
-    ends = ("float32", 2), ("float32", math.nan), ValueError("no")
-    monkeypatch.setattr(convolutions, "error", mock.Mock(side_effect=ends))
-    args = argparse.Namespace(programs=False)
-    found = [convolutions.compare(3, args)["verdict"] for _ in ends]
-    assert found == ["right", "wrong", "refused"]
+    isa = convolutions.environment("AVX512_BF16")
+    assert "=AVX512_BF16" in isa["XLA_FLAGS"]
+    assert isa["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_BF16"
+    args = argparse.Namespace(programs=False, dtype="bfloat16")
+    assert convolutions.compare(3, args)["verdict"] == "right"
+    args = argparse.Namespace(programs=False, dtype="int8")  # which has no normal draws
+    assert convolutions.compare(3, args)["verdict"] == "refused"
+    monkeypatch.setattr(convolutions, "error", lambda *_: ("bfloat16", math.nan))
+    assert convolutions.compare(3, args)["verdict"] == "wrong"
+
 
 
 def test_parameters_take_steps_by_trainers_and_by_hand():

@@ -392,7 +392,6 @@ def type_of(args):
 def serve_trainer(args, members, devices):
     init, loss_fn, apply_fn, data = make(args.case, type_of(args))
     how = dict(members=members, apply_fn=apply_fn, stateful=True, devices=devices)
-    how["chunk"] = min(32, args.batch)
     trainer = pe.make_trainer(init, loss_fn, pe.sgd(0.01), **how)
     placed, training = trainer.place(data), speed.Training(None)
     order = common.endless_order(len(data[0]), args.batch, 1)
