@@ -3176,7 +3176,7 @@ def main(num_devices: int | None = None) -> None:
 
     optimizer = sgd(0.005, momentum=0.9)
     update = make_sync_update(loss_fn, optimizer)
-    params = (*jax.random.normal(jax.random.key(0), (2,)),)
+    params = tuple(jax.random.normal(jax.random.key(0), (2,)))
     state, batch = replicate(train_state(params, optimizer), d), split((xs, ys), d)
     print(f"{d} devices: {[str(device) for device in jax.local_devices()[:d]]}")
     for step in range(1000):

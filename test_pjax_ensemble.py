@@ -113,12 +113,8 @@ print(np.array_equal(trainer.predict_members(again, images), probs))
 def test_the_module_takes_fast_cpu_from_beside_it(tmp_path):
     package = tmp_path / "package"
     package.mkdir()
-    code = """
-import sys
-sys.modules["fast_cpu"] = None
-from package import pjax_ensemble
-print(pjax_ensemble._fast_cpu.fast.__name__)
-"""
+    code = "import sys; sys.modules['fast_cpu'] = None\n"
+    code += "from package import pjax_ensemble as pe; print(pe._fast_cpu.fast.__name__)"
     found = []
     for name in "pjax_ensemble.py", "fast_cpu.py":
         shutil.copy(HERE / name, package)
@@ -1374,9 +1370,8 @@ def test_type_checker_finds_wrong_calls_and_no_others(tmp_path):
     (tmp_path / "mypy.ini").write_text(ini)
     options = "--hide-error-context", "--cache-dir", os.devnull  # writes no cache
     command = [sys.executable, "-m", "mypy", *options, "calls.py"]
-    env = {**os.environ, "MYPYPATH": str(HERE)}
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    said = subprocess.run(command, cwd=tmp_path, env=env, **pipes).stdout
+    how = dict(cwd=tmp_path, env={**os.environ, "MYPYPATH": str(HERE)}, text=True)
+    said = subprocess.run(command, stdout=subprocess.PIPE, **how).stdout
     found = {int(i) for i in re.findall(r"^calls.py:(\d+): error", said, re.MULTILINE)}
     lines = enumerate(CALLS.splitlines(), 1)
     assert found == {i for i, line in lines if line.endswith("# wrong")}, said
@@ -1908,17 +1903,16 @@ def test_an_epoch_holds_no_more_large_aux_than_it_has_to(monkeypatch):
     def loss_fn(params, images, labels):
         return net_loss(params, images, labels), params.dense.bias  # 16 bytes
 
-    options, data, order = dict(has_aux=True), image_data(), orders(1)[0][:3]
-    expected, ended = [], []
+    data, order, ends = image_data(), orders(1)[0][:3], []
     for most, held in (2**26, 256), (48, 3), (1, 1):
         monkeypatch.setattr(pe, "_AUX_BYTES", most)
-        trainer, state = begin(net_trainer.__wrapped__(2, 2, loss_fn, **options))
+        trainer, state = begin(net_trainer.__wrapped__(2, 2, loss_fn, has_aux=True))
         lowered = trainer.lower("epoch", data, order[:1])
         assert {x.shape[1] for x in jax.tree.leaves(lowered.out_info[1])} == {held}
         state, metrics = trainer.epoch(state, data, order)
-        (ended if expected else expected).append((metrics, trainer.gather(state)))
+        ends.append((metrics, trainer.gather(state)))
     assert metrics[1].shape == (2, 3, 4)
-    assert all(leaves_equal(expected[0], each) for each in ended)
+    assert all(leaves_equal(ends[0], each) for each in ends[1:])
 
 
 def test_predicting_compiles_few_programs_and_holds_one_chunk_at_a_time():
@@ -2068,9 +2062,8 @@ def test_a_chunks_largest_array_fits_a_cpus_cache(width, chunk):
     def apply(params, x):  # the weights' copies do not count, and numbers of x do
         return jax.nn.relu(x @ (2 * params)[:4])[:, :2]
 
-    init = lambda key: jax.random.normal(key, (8, width))  # noqa: E731
-    how = dict(members=1, devices=1, apply_fn=apply)
-    trainer = pe.make_trainer(init, net_loss, SGD, **how)
+    init = functools.partial(jax.random.normal, shape=(8, width))
+    trainer = net_trainer.__wrapped__(1, 1, init_fn=init, apply_fn=apply)
     trainer.lower("predict", np.ones((16, 4), np.float32))
     assert trainer._predictions.sizes["float32[4]"][0] == chunk
 
@@ -2143,6 +2136,16 @@ def test_arrays_whose_types_say_where_they_are_give_the_same_bits(members):
         probs = trainer.predict(state, arrays[0])
         ends.append((probs, trainer.update(state, *arrays)[1]))
     assert leaves_equal(*ends)
+
+
+def test_predicting_may_move_rows_of_the_parameters():
+    def apply_fn(rows, x):
+        moved = rows.at[1:].set(rows[:-1]).at[0].set(9)
+        return x[:, None] * moved.reshape(1, -1)
+
+    options = dict(init_fn=lambda key: jnp.arange(4.0)[:, None], output=None)
+    trainer, state = begin(net_trainer(3, 2, apply_fn=apply_fn, **options))
+    assert trainer.predict(state, np.ones(1)).tolist() == [[9, 0, 1, 2]]
 
 
 def predicting(apply_fn, output=jax.nn.softmax, rows=128):
@@ -2252,16 +2255,8 @@ def test_at_once_changes_no_bit_when_members_share_no_device():
 @cases("at_once, together", (1, 1), (2, 2), (9, 4))
 def test_at_once_is_the_number_of_members_in_one_vmap(at_once, together):
     sizes = {1}  # a call without vmap counts as one
-
-    @jax.custom_batching.custom_vmap
-    def same(x):
-        return x
-
-    @same.def_vmap
-    def count(size, is_mapped, x):
-        sizes.add(size)
-        return x, is_mapped[0]
-
+    same = jax.custom_batching.custom_vmap(lambda x: x)
+    same.def_vmap(lambda size, is_mapped, x: (sizes.add(size) or x, is_mapped[0]))
     options = dict(at_once=at_once, apply_fn=lambda p, x: same(net(p, x)))
     net_trainer(4, 1, **options).lower("predict", image_data()[0][:1])
     assert max(sizes) == together
@@ -2645,12 +2640,11 @@ DIFFERS["model_state"] = r"state.* on device {} .* {}; .*, or, if it depends on 
 def test_gather_names_the_leaf_and_device_of_a_replica_that_differs(field, message):
     trainer, state = begin(net_trainer(2, 4, **NOISY))
     leaves, structure = jax.tree.flatten(getattr(state, field))
-    leaf = leaves[-1]
-    copies = [np.array(shard.data) for shard in leaf.addressable_shards]
+    copies = [np.array(shard.data) for shard in leaves[-1].addressable_shards]
     copies[3].reshape(-1).view(np.uint8)[0] ^= 1
     shards = list(map(jax.device_put, copies, jax.devices()))
-    shape = leaf.shape, leaf.sharding
-    leaves[-1] = jax.make_array_from_single_device_arrays(*shape, shards)
+    form = leaves[-1].shape, leaves[-1].sharding
+    leaves[-1] = jax.make_array_from_single_device_arrays(*form, shards)
     state = state._replace(**{field: jax.tree.unflatten(structure, leaves)})
     message = message.format(*jax.devices()[3:1:-1])
     assert re.search(message, said_by(RuntimeError, trainer.gather, state))
@@ -2808,7 +2802,7 @@ test_make_trainer_refuses_options_that_do_not_fit = refuses(
     (making(devices=[mock.Mock(platform=x) for x in "ab"]), "are .*of one platform"),
     (making(optimizer=lambda h: SGD), "optimizer: .*'init'; expected one with init"),
     (initializing(own_sizes, **TWO), r"slice.*; it is called as init_fn\(key, hyper\)"),
-    (initializing(keyed_init, optimizer=warmed_up, **TWO), "bool.* traced.*; a sched"),
+    (initializing(keyed_init, optimizer=warmed_up, **TWO), "traced.*; a schedule th"),
     (initializing([net_init]), "init_fn is list; expected a function; each architec"),
     (making(hyper=np.ones(2), optimizer=lambda: SGD), r"optimizer\(hyper\), o"),
     (making(hyper=np.ones(2), optimizer=3), "optimizer: .*'int'.*; expected one with"),
@@ -2860,8 +2854,7 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
     last = np.arange(4)[None] == 3
     ten, blind = [x[:10] for x in data], net_trainer(2, D, apply_fn=None)
     odd, odds = begin(net_trainer(2, D, optimizer=optax.lbfgs()))
-    bad = pe.Optimizer(SGD.init, optax.scale_by_adam().update)
-    bad = net_trainer(2, D, optimizer=bad)
+    bad = net_trainer(2, D, optimizer=SGD._replace(update=optax.adam(0.1).update))
     bent, bents = begin(net_trainer(2, D, loss_fn=lambda p, x, y: p.dense.bias))
     large, keyed = np.full(NUM_IMAGES, 2**40), net_trainer(2, D, loss_fn=noisy_loss)
     own = functools.partial(trainer.update, per_member=True)
@@ -2874,7 +2867,6 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         (r"\(3, 1, 4\).*with K = 2", trainer.epoch, data, np.stack([rows] * 3)),
         ("^order: .*inhomog.*; expected number", trainer.epoch, data, [[0, 1], [2]]),
         ("data is ndarray; expected a tuple of", trainer.epoch, data[0], rows),
-        (rf"'labels'; {CALLED}batch\[0\]\); ", trainer.epoch, data[:1], rows),
         (rf"loss_fn: .*'labels'; {CALLED}batch\[0\]\); ", trainer.update, data[0]),
         ("data: found 1099511627776, beyo", trainer.epoch, (data[0], large), rows),
         (r"loss of shapes \[\(4,\)\]; exp", lambda _: bent.update(bents, *data)),
@@ -2885,11 +2877,9 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         ("batch: found 1099511627776, beyond int", trainer.update, *data[:1], large),
         ("inputs: found MaskedArray of ", trainer.predict, np.ma.array(data[0])),
         ("inputs: found 1099511627776, bey", trainer.predict_members, large[:4]),
-        ("inputs: found ndarray of .*f4", trainer.predict, np.zeros(8, "f4,f4")),
         ("batch: requires grad.*; expected", trainer.update, *data[:1], Attached()),
         ("arguments are traced, inside", jax.jit(trainer.predict), data[0]),
         ("are traced", lambda s: jax.jit(lambda x: trainer.update(s, x, x))(data[1])),
-        ("are traced", lambda s: jax.grad(lambda x: trainer.predict(s, x))(1.0)),
         *long_double(lambda x: (trainer.update, *data[:1], data[1].astype(x))),
         (r"apply_fn\(params, inputs\) .*\[2, 8, 1\], ", trainer.predict, data[0][0]),
         ("axes of the batch have lengths", trainer.update, data[0][:8], data[1][:4]),
@@ -3238,11 +3228,9 @@ def test_load_says_whether_a_file_is_damaged_or_foreign(tmp_path, like):
     start = whole.index(b'sha256":"') + 9
     longer = whole[start + 64 :] + b"more"  # with a digest that fits
     longer = whole[:start] + hashlib.sha256(longer).hexdigest().encode() + longer
-    for content, message in (
-        (whole[:-1], "damaged or cut short"),
-        (foreign, others),
-        (longer, "its header is not one that save writes"),
-    ):
+    faults = {whole[:-1]: "damaged or cut short", foreign: others}
+    faults[longer] = "its header is not one that save writes"
+    for content, message in faults.items():
         path.write_bytes(content)
         with pytest.raises(ValueError, match=f"{re.escape(str(path))}: {message}"):
             pe.load(path, like)
