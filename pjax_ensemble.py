@@ -2242,6 +2242,15 @@ def _near(x: np.ndarray, y: np.ndarray, like: np.ndarray) -> bool:
     return np.allclose(x, y, rtol=0, atol=rounding * size, equal_nan=True)
 
 
+def _made(program: Any) -> Iterator:
+    """Yield the forms of all arrays that a program makes, at any depth."""
+    for eqn in program.eqns:
+        yield from (v.aval for v in eqn.outvars)
+        parts = jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns"))
+        for part in (x for x in parts if hasattr(x, "eqns")):
+            yield from _made(part)
+
+
 # A chunk has from so many examples to so many, on a CPU and elsewhere.
 _CHUNKS = {True: (8, 256), False: (32, 4096)}
 # A block has at most _BLOCK_CHUNKS chunks, whose inputs and outputs take about
@@ -2308,8 +2317,7 @@ class _Predictions:
             rows = jax.tree.map(lambda x: _like(_numbers("inputs", x[:1]), n), inputs)
             program, made = _apart(outputs, *one, programs.frozen, rows)
             ends = jax.tree.leaves((rows, [made] * places.layout.members_per_device))
-            found = [v.aval for eqn in program.eqns for v in eqn.outvars]
-            return sum(map(_num_bytes, ends)) or 1, [*map(_num_bytes, found)]
+            return sum(map(_num_bytes, ends)) or 1, [*map(_num_bytes, _made(program))]
 
         chunk, (size, few) = least, trace(least)
         largest = size

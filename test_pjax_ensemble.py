@@ -2059,6 +2059,7 @@ def test_more_members_at_once_than_fit_are_named():
 
 @cases("width, chunk", (1024, 256), (32_768, 32), (2**21, 8))
 def test_a_chunks_largest_array_fits_a_cpus_cache(width, chunk):
+    @jax.jit
     def apply(params, x):  # the weights' copies do not count, and numbers of x do
         return jax.nn.relu(x @ (2 * params)[:4])[:, :2]
 

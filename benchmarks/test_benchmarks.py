@@ -427,7 +427,6 @@ for seed in range(int(sys.argv[3]), int(sys.argv[1]) + int(sys.argv[3])):
     assert convolutions.compare(3, args)["verdict"] == "wrong"
 
 
-
 def test_parameters_take_steps_by_trainers_and_by_hand():
     for name, run in parameters.runs("8 leaves of 4, SGD").items():
         first, last = (jax.device_get(run()) for _ in range(2))
