@@ -1262,9 +1262,8 @@ class _Member:
 
     def loss(self, params, model_state, key, batch, extras):
         """Bring the four forms of a `LossFn` into one: (loss, (model_state, aux))."""
-        names, more = ["params"], "; stateful=True adds model_state and key"
-        if self.stateful:
-            names, more = ["params", "model_state", "key"], ""
+        names = ["params", "model_state", "key"][: 3 if self.stateful else 1]
+        more = "" if self.stateful else "; stateful=True adds model_state and key"
         args = *(params, model_state, key)[: len(names)], *batch, *extras
         names += [f"batch[{i}]" for i in range(len(batch))]
         value = self.call("loss_fn", names, args, more)
@@ -2242,13 +2241,12 @@ def _near(x: np.ndarray, y: np.ndarray, like: np.ndarray) -> bool:
     return np.allclose(x, y, rtol=0, atol=rounding * size, equal_nan=True)
 
 
-def _made(program: Any) -> Iterator:
-    """Yield the forms of all arrays that a program makes, at any depth."""
-    for eqn in program.eqns:
+def _made(part: Any) -> Iterator:
+    """Yield the forms of all arrays that a part of a program makes, at any depth."""
+    for eqn in getattr(part, "eqns", ()):
         yield from (v.aval for v in eqn.outvars)
-        parts = jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns"))
-        for part in (x for x in parts if hasattr(x, "eqns")):
-            yield from _made(part)
+        for x in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            yield from _made(x)
 
 
 # A chunk has from so many examples to so many, on a CPU and elsewhere.
@@ -3166,6 +3164,11 @@ def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
 # ---------------------------------------------------------------------------------
 
 
+class Params(NamedTuple):
+    weight: Array  # []
+    bias: Array  # []
+
+
 def main(num_devices: int | None = None) -> None:
     """Fit y = 2 x - 1 + noise in sync mode on D devices: JAX's pmap tutorial.
 
@@ -3179,12 +3182,11 @@ def main(num_devices: int | None = None) -> None:
     ys = 2 * xs - 1 + 0.5 * noise
 
     def loss_fn(params, xs, ys):
-        weight, bias = params
-        return jnp.mean((weight * xs + bias - ys) ** 2)
+        return jnp.mean((params.weight * xs + params.bias - ys) ** 2)
 
     optimizer = sgd(0.005, momentum=0.9)
     update = make_sync_update(loss_fn, optimizer)
-    params = tuple(jax.random.normal(jax.random.key(0), (2,)))
+    params = Params(*jax.random.normal(jax.random.key(0), (2,)))
     state, batch = replicate(train_state(params, optimizer), d), split((xs, ys), d)
     print(f"{d} devices: {[str(device) for device in jax.local_devices()[:d]]}")
     for step in range(1000):
