@@ -886,7 +886,7 @@ def _is_known(eqn: Any) -> bool:
 
 
 def rewrite(jaxpr: Any, options: dict | None = None) -> Any:
-    """Return a program with fast convolutions, at any depth; for libraries that trace.
+    """Return a program that is fast on CPUs, at any depth; for libraries that trace.
 
     `jaxpr` is what `jax.make_jaxpr` returns, or a part of that: a jaxpr, an equation, a
     parameter of one.  A part in which nothing is replaced is returned unchanged.
@@ -992,7 +992,7 @@ def _rewritten(f: Callable, options: dict | None) -> Callable:
 
 
 def fast(f: Callable, options: dict | None = None) -> Callable:
-    """Return f with fast convolutions on CPUs, to be compiled: `jax.jit(fast(f))`.
+    """Return f in a form that is fast on CPUs, to be compiled: `jax.jit(fast(f))`.
 
     f is the outermost function that you compile, such as a training step that takes
     gradients.  It takes and returns any trees, by position or by name.  Leaves that are
@@ -1015,7 +1015,7 @@ def fast(f: Callable, options: dict | None = None) -> Callable:
 
 
 def jit(f: Callable, **how: Any) -> Callable:
-    """Compile f with fast convolutions on CPUs, by oneDNN where that was tried.
+    """Compile f to be fast on CPUs, by oneDNN where that was tried.
 
         step = fast_cpu.jit(step, donate_argnums=0)
 
