@@ -1831,12 +1831,13 @@ class _Places:
             where = self.divide(x, sharding) if divide else sharding
             if self.absent or isinstance(x, jax.ShapeDtypeStruct):
                 return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-            there = isinstance(x, Array) and not x.is_fully_addressable
-            if there or jax.process_count() == 1:
+            if jax.process_count() == 1:
                 return jax.device_put(x, where)
             return _on_data(functools.partial(put_part, where), x)
 
-        def put_part(where, x):
+        def put_part(where, x):  # of an array that is not there yet
+            if isinstance(x, Array) and not x.is_fully_addressable:
+                return jax.device_put(x, where)
             x = np.asarray(x)
             return jax.make_array_from_callback(x.shape, where, x.__getitem__)
 
@@ -2319,7 +2320,7 @@ class _Predictions:
 
         chunk, (size, few) = least, trace(least)
         largest = size
-        if places.on_cpu and most > least:  # what grows with the examples
+        if places.on_cpu and most > least:  # of the arrays that grow with examples
             largest = max(map(operator.sub, trace(2 * least)[1], few), default=0)
         while 2 * chunk <= most and 2 * largest * chunk <= _BLOCK_BYTES * least:
             chunk *= 2
