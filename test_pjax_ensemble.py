@@ -1714,6 +1714,11 @@ def explicit_mesh():
     return jax.make_mesh((2, 2), ("x", "y"), axis_types=kinds)
 
 
+def set_explicit_mesh():
+    mesh = explicit_mesh()
+    return jax.set_mesh(mesh)
+
+
 def replaced(**options):
     return lambda trainer: dataclasses.replace(trainer, **options)
 
@@ -1735,7 +1740,7 @@ SAME = {
     "arrays change after each call": Case(with_arrays_that_change, put=spoiled),
     "it is a copy": Case(lambda trainer: copy.deepcopy(copy.copy(trainer))),
     "it is given devices": Case(replaced(devices=jax.devices()[6:4:-1])),
-    "a mesh is set": Case(replaced(), lambda: jax.set_mesh(explicit_mesh())),
+    "a mesh is set": Case(replaced(), set_explicit_mesh),
     "no transfer is implicit": Case(replaced(), lambda: jax.transfer_guard("disallow")),
 }
 
@@ -2759,8 +2764,9 @@ def test_microbatches_are_chosen_by_platform_and_batch(monkeypatch):
     with on("gpu"):
         assert sizes(128, **auto) == [128]
     monkeypatch.undo()
-    other = making(devices=[mock.Mock(platform="tpu")], **auto)()
-    assert other._places.absent and other._programs.member.platform == "tpu"
+    if hasattr(jax, "shard_map"):  # JAX 0.5 takes no devices that are not its own
+        other = making(devices=[mock.Mock(platform="tpu")], **auto)()
+        assert other._places.absent and other._programs.member.platform == "tpu"
 
 
 def making(**options):
