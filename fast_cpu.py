@@ -209,13 +209,14 @@ def _library(x, kernel, axes, how):
         spare = axis._replace(stride=1).num_windows(length, k) - 1
         if spare < axis.stride and not by_xla:
             axes[i] = axis._replace(high=axis.high - spare, stride=1)
-    seen = ((k - 1) * axis.dilation for k, axis in zip(window, axes))  # at an edge
-    if any(not 0 <= n <= most for most, axis in zip(seen, axes) for n in axis[:2]):
-        x = lax.optimization_barrier(_pad(x, axes))
+    most = [math.inf if by_xla else (k - 1) * axis[4] for k, axis in zip(window, axes)]
+    if any(not 0 <= n <= limit for limit, axis in zip(most, axes) for n in axis[:2]):
+        x = _pad(x, axes)
+        x = x if by_xla else lax.optimization_barrier(x)  # or XLA pads in oneDNN again
         axes = [axis._replace(low=0, high=0) for axis in axes]
     if not by_xla:
-        strided = any(axis.stride > 1 for axis in axes) or x.dtype == np.float16
-        if strided and x.dtype.itemsize < 4 and "amx_tile" in _instructions():
+        doubtful = any(axis.stride > 1 for axis in axes) or x.dtype == np.float16
+        if doubtful and x.dtype.itemsize < 4 and "amx_tile" in _instructions():
             x, kernel = (y.astype(np.float32) for y in (x, kernel))
             how["preferred_element_type"] = x.dtype
         kernel = lax.optimization_barrier(kernel)

@@ -648,6 +648,18 @@ def test_sums_of_half_types_are_rounded_once(dtype):
     assert (step(jnp.zeros(5, dtype)) == 3 * 4096).all()
 
 
+@new
+def test_sums_of_casts_are_of_eighths_and_others_are_as_the_version_needs():
+    """YNNPACK would first copy half types to float32."""
+    for dtype in jnp.bfloat16, jnp.float32:
+        x = jnp.ones((512, 256), dtype)
+        text = (
+            jax.jit(fc.fast(lambda x: x.sum(0, dtype=jnp.float32))).lower(x).as_text()
+        )
+        eighths = text.count("stablehlo.slice") >= 8
+        assert eighths == (dtype == jnp.bfloat16 or VERSION < (0, 12))
+
+
 # With options, XLA gives oneDNN what follows a product too: without barriers 32, in
 # float32, and 83, in bfloat16, err.
 @by_onednn
