@@ -39,6 +39,7 @@ above it.  An import touches no device.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import itertools
@@ -256,16 +257,19 @@ def _depthwise(x, kernel, axes):
 def _depthwise_gradient(x, g, size, axes):
     """Return the gradient [kh, kw, C] of such a kernel; g are the outputs' gradients.
 
-    The loop is over examples, so that each stays in a core's cache.
+    The loop is over examples, so that each stays in a core's cache.  Parts of one, such
+    as eighths, are added first: sums of all outputs would not fit.
     """
     *_, strides, dilation = zip(*axes)
+    parts = next(n for n in range(8, 0, -1) if g.shape[1] % n == 0)
 
     def add(totals, example):
         x, g = (y[None].astype(_wide(y.dtype)) for y in example)
         views = _views(_pad(x, axes), size, g.shape[1:-1], strides, dilation)
-        return [total + view * g for total, view in zip(totals, views)], None
+        pieces = (jnp.split(view * g, parts, 1) for view in views)
+        return [sum(each, total) for each, total in zip(pieces, totals)], None
 
-    zeros = [jnp.zeros_like(g[:1], _wide(g.dtype))] * math.prod(size)
+    zeros = [jnp.zeros_like(g[:1, ::parts], _wide(g.dtype))] * math.prod(size)
     totals, _ = lax.scan(add, zeros, (x, g))
     sums = [total.reshape(-1, g.shape[-1]).sum(0) for total in totals]
     return jnp.stack(sums).reshape(*size, g.shape[-1])
@@ -538,13 +542,15 @@ def _convolve(lhs, rhs, *, onednn, dimension_numbers, **how):
             return jax.vmap(as_it_is, axes)(lhs, rhs), True
         return jnp.stack([on_gpu(lhs[i], rhs[i]) for i in range(count)]), True
 
-    @jax.custom_jvp
-    def convolve(lhs, rhs):
-        ways = dict(cpu=on_cpu, cuda=on_gpu, rocm=on_gpu, default=as_it_is)
-        return lax.platform_dependent(lhs, rhs, **ways)
+    ways = dict(cpu=on_cpu, cuda=on_gpu, rocm=on_gpu, default=as_it_is)
+    return _by_platform(lhs, rhs, **ways)
 
-    convolve.defjvp(_refuse)
-    return convolve(lhs, rhs)
+
+def _by_platform(*arrays, **ways):
+    """Compute in the way of a platform, and raise ValueError for gradients of that."""
+    compute = jax.custom_jvp(functools.partial(lax.platform_dependent, **ways))
+    compute.defjvp(_refuse)
+    return compute(*arrays)
 
 
 def _refuse(primals, tangents):
@@ -630,7 +636,7 @@ _LARGE, _FEW = 2**15, 64  # numbers in all, and of one sum
 _SMALL = 12  # rows and columns of matrices that are multiplied in a loop
 
 
-def _add_up(x, *, primitive, eighths, axes, **how):
+def _add_up(x, *, primitive, eighths, **how):
     """Sum over axes, or take the maximum: on a CPU in float32, and by adding eighths.
 
     XLA rounds sums of half types, such as gradients of biases, after each addition,
@@ -640,32 +646,59 @@ def _add_up(x, *, primitive, eighths, axes, **how):
     fast too, and rounds less.  A barrier lets XLA compute all eighths and their sum in
     one loop.
     """
-    as_it_is = functools.partial(primitive.bind, axes=axes, **how)
+    as_it_is = functools.partial(primitive.bind, **how)
+    is_max = primitive is lax.reduce_max_p
 
     def on_cpu(x):
         made, y = jax.eval_shape(as_it_is, x), x.astype(_wide(x.dtype))
         if not eighths:
             return as_it_is(y).astype(made.dtype)
-        first, last = axes[0], axes[-1] + 1
+        first, last = how["axes"][0], how["axes"][-1] + 1
         y = y.reshape(math.prod(x.shape[:first]), -1, math.prod(x.shape[last:]))
-        combine, rest = lax.add if primitive is lax.reduce_sum_p else lax.max, []
+        combine, rest = lax.max if is_max else lax.add, []
         while y.size >= _LARGE and y.shape[1] >= _FEW:
             n = y.shape[1] // 8
             *parts, odd = jnp.split(y, [n * i for i in range(1, 9)], 1)
             y = lax.optimization_barrier(functools.reduce(combine, parts))
             rest.append(odd)
-        y = primitive.bind(jnp.concatenate([y, *rest], 1), axes=(1,), **how)
+        y = primitive.bind(jnp.concatenate([y, *rest], 1), **how | dict(axes=(1,)))
         return y.reshape(made.shape).astype(made.dtype)
 
-    if primitive is lax.reduce_sum_p:
-        return lax.platform_dependent(x, cpu=on_cpu, default=as_it_is)
+    # Where numbers are equal, eighths would share a maximum's gradient unevenly.
+    choose = _by_platform if is_max else lax.platform_dependent
+    return choose(x, cpu=on_cpu, default=as_it_is)
 
-    @jax.custom_jvp  # where numbers are equal, eighths would share a gradient unevenly
-    def maximum(x):
-        return lax.platform_dependent(x, cpu=on_cpu, default=as_it_is)
 
-    maximum.defjvp(_refuse)
-    return maximum(x)
+def _max_pool_gradient(g, x, *, padding, **how):
+    """Return the gradient of x: each g is where its window's first maximum is.
+
+    XLA's own way takes more than ten times as long.  As there, a number takes the place
+    of an earlier one that is not as large, or is nan.  A barrier keeps XLA from looking
+    for the places again for each entry of a window.
+    """
+    as_it_is = functools.partial(
+        lax.select_and_scatter_add_p.bind, padding=padding, **how
+    )
+    dtype, least = _wide(x.dtype), float(jnp.finfo(x.dtype).min)
+    window, steps = how["window_dimensions"], how["window_strides"]
+
+    def views(x):
+        x = lax.pad(x, x.dtype.type(-math.inf), [(*ends, 0) for ends in padding])
+        found = _views(x[None, ..., None], window, g.shape, steps, [1] * x.ndim)
+        return [view[0, ..., 0] for view in found]
+
+    def on_cpu(g, x):
+        (best, *others), turn = jax.vjp(views, jnp.maximum(x.astype(dtype), least))
+        place = lax.full_like(best, 0, np.int8)
+        for i, view in enumerate(others, 1):
+            place = jnp.where(best >= view, place, i)
+            best = jnp.where(best >= view, best, view)
+        place = lax.optimization_barrier(place)
+        parts = (jnp.where(place == i, g, 0) for i in range(1 + len(others)))
+        (total,) = turn([part.astype(dtype) for part in parts])
+        return total.astype(g.dtype)
+
+    return lax.platform_dependent(g, x, cpu=on_cpu, default=as_it_is)
 
 
 # ---------------------------------------------------------------------------------
@@ -792,6 +825,19 @@ def _way_to_reduce(eqn, here, onednn, hint):
     return functools.partial(_add_up, primitive=eqn.primitive, eighths=eighths)
 
 
+def _way_to_add_windows(eqn, here, onednn, hint):
+    x = eqn.invars[0].aval
+    if not (here and _are_inexact(eqn)) or _wide(x.dtype) == x.dtype:
+        return None
+    return functools.partial(_add_up, primitive=eqn.primitive, eighths=False)
+
+
+def _way_to_place(eqn, here, onednn, hint):
+    few = math.prod(eqn.params["window_dimensions"]) <= 64
+    is_max = eqn.params["select_prim"] is lax.ge_p and _are_inexact(eqn)
+    return functools.partial(_max_pool_gradient) if here and few and is_max else None
+
+
 # By the name of a primitive: the function that chooses a call in its place, or None.
 _WAYS = {
     "conv_general_dilated": _way_to_convolve,
@@ -799,6 +845,8 @@ _WAYS = {
     "ragged_dot_general": _way_to_multiply,
     "reduce_sum": _way_to_reduce,
     "reduce_max": _way_to_reduce,
+    "reduce_window_sum": _way_to_add_windows,
+    "select_and_scatter_add": _way_to_place,
 }
 
 
@@ -818,10 +866,9 @@ def _replace(eqn, onednn, hint=None):
     for a sum, whether half types of its shape became float32 near it, which XLA then
     does in the loop that adds eighths, and for YNNPACK in memory.
     """
-    shardings = (getattr(v.aval, "sharding", None) for v in (*eqn.invars, *eqn.outvars))
-    mesh = next((x.mesh for x in shardings if x is not None and not x.mesh.empty), None)
-    if mesh is not None and any(kind.name == "Explicit" for kind in mesh.axis_types):
-        if onednn and not eqn.primitive.name.startswith("reduce"):
+    if _is_placed(eqn):
+        products = _way_to_convolve, _way_to_multiply
+        if onednn and _WAYS[eqn.primitive.name] in products:
             raise _CannotEnter(f"{eqn.primitive} of arrays with explicit shardings")
         return eqn
     how, placed = {**eqn.params}, getattr(eqn.params.get("out_sharding"), "mesh", None)
@@ -831,19 +878,126 @@ def _replace(eqn, onednn, hint=None):
     way = _WAYS[eqn.primitive.name](eqn, here, onednn, hint)
     if way is None:
         return eqn
-    call = functools.partial(way, **how)
-    vars(call)["__name__"] = _name(way.func, onednn)
-    enter = getattr(jax.sharding, "use_abstract_mesh", None)  # JAX 0.5 has none
+    return _call(functools.partial(way, **how), eqn, eqn.invars, onednn)
+
+
+def _mesh(eqn: Any) -> Any:
+    shardings = (getattr(v.aval, "sharding", None) for v in (*eqn.invars, *eqn.outvars))
+    return next((x.mesh for x in shardings if x is not None and not x.mesh.empty), None)
+
+
+def _is_placed(eqn: Any) -> bool:
+    """Return whether the arrays have explicit shardings."""
+    kinds = getattr(_mesh(eqn), "axis_types", ())
+    return any(kind.name == "Explicit" for kind in kinds)
+
+
+def _call(way: functools.partial, eqn: Any, inputs: list, onednn: bool) -> Any:
+    """Return `eqn` with a call of `way` on the inputs in its place."""
+    vars(way)["__name__"] = _name(way.func, onednn)
+    enter, mesh = getattr(jax.sharding, "use_abstract_mesh", None), _mesh(eqn)
     in_mesh = enter(mesh) if enter and mesh is not None else contextlib.nullcontext()
-    with jax.disable_jit(False), in_mesh:
-        program = jax.make_jaxpr(jax.jit(call))(*(v.aval for v in eqn.invars))
+    with jax.disable_jit(False), in_mesh:  # JAX 0.5 has no meshes to enter
+        program = jax.make_jaxpr(jax.jit(way))(*(v.aval for v in inputs))
     (call,) = program.eqns  # `jit` makes one of it
-    return eqn.replace(primitive=call.primitive, params=call.params)
+    how = dict(primitive=call.primitive, params=call.params)
+    return eqn.replace(invars=inputs, **how)
 
 
 def _name(function: Callable, onednn: bool) -> str:
     """Return the name of a call that takes the place of an equation."""
     return f"fast_cpu{function.__name__}" + "_hidden" * onednn
+
+
+# Continuous functions of numbers that have the same place in arrays.  Sums:
+_SUMS = {"add", "add_any", "sub"}
+# Functions that may return a sum, or a part of it, as it is:
+_PARTS = {"abs", "div", "max", "min", "mul", "neg", "select_n"}
+_CURVES = {
+    *(
+        "acos",
+        "acosh",
+        "asin",
+        "asinh",
+        "atan",
+        "atan2",
+        "atanh",
+        "cbrt",
+        "cos",
+        "cosh",
+    ),
+    *("erf", "erfc", "exp", "exp2", "expm1", "integer_pow", "log", "log1p", "logistic"),
+    *("pow", "rsqrt", "sin", "sinh", "sqrt", "square", "tan", "tanh"),
+}
+
+
+def _join_chains(jaxpr: Any, onednn: bool) -> Any:
+    """Make each chain of elementwise operations on bfloat16 one call.
+
+    An operation is in the chain of another one that alone uses its result.  But a sum
+    is rounded on its way to another sum, which may be there to find the rounding error:
+    new = p + u; error = (new - p) - u.
+    """
+    used = ({*map(id, eqn.invars)} for eqn in jaxpr.eqns)
+    uses = collections.Counter(itertools.chain(map(id, jaxpr.outvars), *used))
+    chains: list[list] = []  # of one operation or more, the last chain first
+    # By a variable's id, a chain that uses it, and whether a sum there does.
+    users: dict[int, tuple[list, bool]] = {}
+    for eqn in reversed(jaxpr.eqns):
+        name, chain, summed = eqn.primitive.name, list[Any](), False
+        fits = name in _SUMS | _PARTS | _CURVES and not _is_placed(eqn)
+        if fits and eqn.outvars[0].aval.dtype == jnp.bfloat16:
+            made = id(eqn.outvars[0])
+            if uses[made] == 1 and made in users:
+                chain, summed = users[made]
+            chain = [] if summed and name in _SUMS else chain
+            summed = name in _SUMS or (summed and name in _PARTS)
+            users |= dict.fromkeys(map(id, eqn.invars), (chain, summed))
+        chains += [] if chain else [chain]
+        chain.insert(0, eqn)
+    if len(chains) == len(jaxpr.eqns):
+        return jaxpr
+    eqns = (x[0] if len(x) == 1 else _as_call(x, onednn) for x in reversed(chains))
+    return jaxpr.replace(eqns=[*eqns])
+
+
+def _as_call(chain: list, onednn: bool) -> Any:
+    made = {id(eqn.outvars[0]) for eqn in chain}
+    read = {id(v): v for eqn in chain for v in eqn.invars if not hasattr(v, "val")}
+    inputs = [v for key, v in read.items() if key not in made]
+    way = functools.partial(_in_float32, chain=chain, inputs=inputs)
+    return _call(way, chain[-1], inputs, onednn)
+
+
+def _in_float32(*arrays, chain, inputs):
+    """Compute a chain of operations on bfloat16: on a CPU in float32, rounded once.
+
+    XLA rounds the result of each operation, which takes longer than the operation.
+    """
+
+    def compute(*arrays, wide):
+        read = {id(v): v for eqn in chain for v in eqn.invars}
+        literals = {key: v for key, v in read.items() if hasattr(v, "val")}
+        known = {k: wide(np.asarray(v.val, v.aval.dtype)) for k, v in literals.items()}
+        known |= zip(map(id, inputs), map(wide, arrays))
+        for eqn in chain:
+            parts = (known[id(v)] for v in eqn.invars)
+            known[id(eqn.outvars[0])] = eqn.primitive.bind(*parts, **eqn.params)
+        return known[id(chain[-1].outvars[0])].astype(jnp.bfloat16)
+
+    on_cpu = functools.partial(compute, wide=_widen)
+    as_it_is = functools.partial(compute, wide=lambda x: x)
+    return _by_platform(*arrays, cpu=on_cpu, default=as_it_is)
+
+
+def _widen(x):
+    """Return bfloat16 as float32, by bits: XLA may not round before a conversion."""
+    if x.dtype != jnp.bfloat16:
+        return x
+    if isinstance(x, np.ndarray):
+        return x.astype(np.float32)
+    bits = lax.bitcast_convert_type(x, np.uint16).astype(np.uint32) << 16
+    return lax.bitcast_convert_type(bits, np.float32)
 
 
 # JAX's primitives that are in no public module.  They hold no products, or as programs.
@@ -904,7 +1058,7 @@ def _rewrite(x: Any, onednn: bool, hints: dict[int, Any]) -> Any:
     if isinstance(x, core.JaxprEqn):
         if x.primitive.name in _WAYS:
             return _replace(x, onednn, hints.get(id(x.outvars[0])))
-        done = _convolve, _multiply, _add_up
+        done = _convolve, _multiply, _add_up, _max_pool_gradient, _in_float32
         names = {_name(f, hides) for f in done for hides in {True, onednn}}
         if x.params.get("name") in names:
             return x
@@ -915,6 +1069,7 @@ def _rewrite(x: Any, onednn: bool, hints: dict[int, Any]) -> Any:
     name = next((name for kind, name in kinds if isinstance(x, kind)), None)
     if name is None:
         return x
+    x = _join_chains(x, onednn) if name == "eqns" else x
     parts, treedef = jax.tree.flatten(getattr(x, name))
     hints, eqns = {}, parts if name == "eqns" else []
     casts = [

@@ -646,6 +646,67 @@ def test_sums_of_half_types_are_rounded_once(dtype):
     x = jnp.ones((3, 4096, 5), dtype)
     step = fc.jit(jax.grad(lambda b: (x + b[None, None]).sum(dtype=jnp.float32)))
     assert (step(jnp.zeros(5, dtype)) == 3 * 4096).all()
+    how = dict(window_dimensions=(1, 640, 1), window_strides=(1, 1, 1), padding="VALID")
+    pool = fc.jit(lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, **how))
+    assert (pool(x) == 640).all()
+
+
+def test_chains_of_bfloat16_are_rounded_once():
+    """A result that has another use is rounded."""
+    half, x = jnp.bfloat16, jnp.asarray(randn(0, 64, 64), jnp.bfloat16)
+
+    def chain(x, at):
+        return jnp.where(x > 0, jnp.exp((x - 3) * at) / 7, -jnp.tanh(x * x + 1))
+
+    at = jnp.linspace(0, 1, 64, dtype=half)[None].repeat(64, 0)
+    exact = chain(x.astype(float), at.astype(float)).astype(half)
+    assert (jax.jit(chain)(x, at) != exact).any()
+    assert (fc.jit(chain)(x, at) == exact).all()
+    text = jax.export.export(jax.jit(fc.fast(chain)), platforms=["cuda"])(x, at)
+    assert "xf32" not in text.mlir_module()
+
+    def several_uses(x):
+        y = x + half(2.0**-10)  # of which numbers above 1 keep nothing
+        return y, y - x
+
+    ones = jnp.ones((64, 64), half)
+    for y, expected in zip(fc.jit(several_uses)(ones), (1, 0)):
+        assert (y == expected).all()
+
+
+POOLS = {  # window, strides, padding of an array of four axes
+    "halves": ((1, 2, 2, 1), (1, 2, 2, 1), [(0, 0)] * 4),
+    "overlaps": ((1, 3, 3, 1), (1, 2, 1, 1), [(0, 0), (1, 1), (2, 1), (0, 0)]),
+    "gaps": ((1, 2, 1, 2), (1, 3, 2, 3), [(0, 0), (1, 0), (0, 0), (0, 1)]),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_max_pools_gradients_are_where_the_first_maximum_is(name):
+    x = np.random.default_rng(0).integers(0, 4, (2, 7, 6, 5)).astype(float)
+    x[0, :4, :4], x[1, 3, 3, 2] = -np.inf, np.nan
+    window, strides, padding = POOLS[name]
+    pool = lambda x: jax.lax.reduce_window(  # noqa: E731
+        x, -np.inf, jax.lax.max, *POOLS[name]
+    )
+    g = randn(1, *jax.eval_shape(pool, x).shape)
+    expected = np.zeros(x.shape)
+    for place in np.ndindex(g.shape):
+        best = None
+        for entry in np.ndindex(window):
+            lows = (low for low, _ in padding)
+            at = tuple(
+                map(lambda p, s, e, low: p * s + e - low, place, strides, entry, lows)
+            )
+            inside = all(0 <= i < n for i, n in zip(at, x.shape))
+            if inside and (best is None or not x[best] >= x[at]):
+                best = at
+        expected[best] += g[place]
+    step = fc.jit(lambda x, g: jax.vjp(pool, x)[1](g)[0])
+    for dtype, tolerance in (np.float32, 1e-6), (jnp.bfloat16, 0.01):
+        given = x.astype(dtype), g.astype(dtype)
+        assert_close(step(*given), expected, tolerance)
+    assert "select_and_scatter" not in step.lower(*given).as_text()
 
 
 @new
@@ -700,7 +761,12 @@ def test_activations_are_right_wherever_products_are(no_cache, optimized):
 
 def rounding(p, u):  # of an addition, as compensated optimizers take it
     new = p + u
-    return u - (new - p)
+    return u - (new - p), u - (2 * jnp.maximum(p + u, 0) - 2 * p) / 2
+
+
+def high_part(x):  # of as many digits as half of bfloat16 (Dekker 1971)
+    y = x * 17
+    return y - (y - x)
 
 
 def overflow(x):
@@ -725,6 +791,7 @@ HALVES = jnp.ones(8, jnp.bfloat16), jnp.full(8, 2.0**-12, jnp.bfloat16)
 # oneDNN's option alone makes them wrong.
 CHANGED = {
     "rounding": (rounding, *HALVES),
+    "high part": (high_part, jnp.arange(100, 200).astype(jnp.bfloat16)),
     "softmax": (overflow, randn(0, 8, 3)),
     "integers": (quantized, randn(0, 256, 256), WEIGHTS),
     "images": (

@@ -2,7 +2,7 @@
 
     python -m pip install '.[bench,plot]'
     CIFAR10_DIR=... MNIST_DIR=... python benchmarks/cifar10.py [--epochs 4]
-        [--json FILE] [--plot FILE]
+        [--seed 0] [--alone] [--json FILE] [--plot FILE]
 
 CIFAR10_DIR is a folder with files of CIFAR-10's binary version, data_batch_*.bin and
 test_batch.bin.  With E epochs, four members are trained for E epochs each; beside them
@@ -10,7 +10,7 @@ one longer network for 4 E epochs, and one whose rate falls to zero every E epoc
 rises again, of which four snapshots are kept (Huang et al. 2017).  The first 2,000 test
 images find thresholds.  All others are scored, and 2,000 of these under noise, blur,
 contrast and brightness (Hendrycks and Dietterich 2019).  Digits of MNIST, in color, are
-told apart from them.
+told apart from them.  With --alone, only the four members are trained and scored.
 """
 
 import argparse
@@ -170,7 +170,7 @@ def fit(trainer, state, data, epochs, seed):
     return state
 
 
-def train(net, data, epochs):
+def train(net, data, epochs, seed=0, alone=False):
     """Train all; return a function of images that predicts for each system.
 
     A system is a list of models to average scores over, and a model the probabilities
@@ -178,20 +178,26 @@ def train(net, data, epochs):
     """
     period = epochs * (len(data.labels) // BATCH)
     trainer = make_trainer(net, [period] * MEMBERS)
-    longer = make_trainer(net, [MEMBERS * period, period])
-    members = fit(trainer, trainer.init(jax.random.key(0)), data, range(epochs), seed=0)
-    end, kept = longer.init(jax.random.key(1)), []
+    seeds = 2 * seed, 2 * seed + 1
+    members = trainer.init(jax.random.key(seeds[0]))
+    members = fit(trainer, members, data, range(epochs), seeds[0])
+
+    def predict_alone(images):
+        four = trainer.predict_members(members, images)
+        return {"a member": [*four[:, None]], "4 members": [four]}
+
+    if alone:
+        return predict_alone
+    longer, kept = make_trainer(net, [MEMBERS * period, period]), []
+    end = longer.init(jax.random.key(seeds[1]))
     for i in range(MEMBERS):
-        end = fit(longer, end, data, range(i * epochs, (i + 1) * epochs), seed=1)
+        end = fit(longer, end, data, range(i * epochs, (i + 1) * epochs), seeds[1])
         kept.append(jax.tree.map(lambda x: x[1], longer.gather(end)))
     snapshots = trainer.scatter(jax.tree.map(lambda *x: jnp.stack(x), *kept))
 
     def predict(images):
-        four = trainer.predict_members(members, images)
         long, last = longer.predict_members(end, images)[:, None]
-        return {
-            "a member": [*four[:, None]],
-            "4 members": [four],
+        return predict_alone(images) | {
             "longer": [long],
             "last snapshot": [last],
             "4 snapshots": [trainer.predict_members(snapshots, images)],
@@ -276,12 +282,13 @@ def print_tables(report):
     for name, scores in report["as they are"].items():
         print_row(name, form.format(**scores))
     forms = {"accuracy": "{accuracy:.1%}", "NLL": "{negative_log_likelihood:.2f}"}
+    shown = [name for name in SHOWN if name in report["as they are"]]
     for title, form in {**forms, "kept: wrong": "{kept:.0%}: {wrong:.1%}"}.items():
         print()
-        print_head(title, *SHOWN)
+        print_head(title, *shown)
         for shift, scores in report.items():
             if shift != "digits" and shift[-1] in "135d":
-                print_row(shift, *(form.format(**scores[name]) for name in SHOWN))
+                print_row(shift, *(form.format(**scores[name]) for name in shown))
     print()
     print_head("AUROC, digits in color", "entropy", "mutual information")
     for name, values in report["digits"].items():
@@ -300,6 +307,8 @@ def plot(report, path):
         for axes, shift in zip(row, SHIFTS):
             places = "unchanged", *(f"{shift.__name__} {i}" for i in range(1, 6))
             for name, style in zip(SHOWN, ("C7:", "C0-", "C1--", "C2-.")):
+                if name not in report["unchanged"]:
+                    continue
                 axes.plot([report[at][name][key] for at in places], style, label=name)
             axes.grid(alpha=0.3)
     for axes, shift in zip(grid[0], SHIFTS):
@@ -314,6 +323,8 @@ def main(argv: list[str] | None = None, net: resnet.ResNet | None = None) -> Non
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data-dir", type=Path, default=os.environ.get("CIFAR10_DIR"))
     parser.add_argument("--epochs", type=int, default=4, help="E, of a member")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--alone", action="store_true", help="the four members only")
     for name in "--json", "--plot":
         parser.add_argument(name, type=Path)
     args = parser.parse_args(argv)
@@ -326,7 +337,7 @@ def main(argv: list[str] | None = None, net: resnet.ResNet | None = None) -> Non
     parts = sorted(folder.glob("data_batch_*.bin")) or [folder / "data_batch_1.bin"]
     training = read(parts)
     digits = mnist_data.load_data("mnist").test_images
-    predict = train(net, training, args.epochs)
+    predict = train(net, training, args.epochs, args.seed, args.alone)
     report = evaluate(predict, test, colored(digits[:CALIBRATE]))
     print_tables(report)
     if args.json:
