@@ -662,8 +662,8 @@ def test_chains_of_bfloat16_are_rounded_once():
     exact = chain(x.astype(float), at.astype(float)).astype(half)
     assert (jax.jit(chain)(x, at) != exact).any()
     assert (fc.jit(chain)(x, at) == exact).all()
-    text = jax.export.export(jax.jit(fc.fast(chain)), platforms=["cuda"])(x, at)
-    assert "xf32" not in text.mlir_module()
+    on_gpu = jax.export.export(jax.jit(fc.fast(chain)), platforms=["cuda"])(x, at)
+    assert OLD or "xf32" not in on_gpu.mlir_module()
 
     def several_uses(x):
         y = x + half(2.0**-10)  # of which numbers above 1 keep nothing
@@ -706,7 +706,7 @@ def test_max_pools_gradients_are_where_the_first_maximum_is(name):
     for dtype, tolerance in (np.float32, 1e-6), (jnp.bfloat16, 0.01):
         given = x.astype(dtype), g.astype(dtype)
         assert_close(step(*given), expected, tolerance)
-    assert "select_and_scatter" not in step.lower(*given).as_text()
+    assert "scatter" not in step.lower(*given).compile().as_text()
 
 
 @new
