@@ -812,10 +812,10 @@ def _way_to_multiply(eqn, here, onednn, order):
 
 
 def _way_to_reduce(eqn, here, onednn, hint):
-    x, axes = eqn.invars[0].aval, eqn.params["axes"]
+    x, axes = eqn.invars[0].aval, eqn.params.get("axes", ())  # windows have none
     if not (here and _are_inexact(eqn)):
         return None
-    narrow = eqn.primitive is lax.reduce_sum_p and _wide(x.dtype) != x.dtype
+    narrow = eqn.primitive is not lax.reduce_max_p and _wide(x.dtype) != x.dtype
     slow = hint or _version() < (0, 12)  # in others, YNNPACK is right and fast
     eighths = slow and _in_a_row(axes) and isinstance(x.size, int)  # no symbols
     eighths = eighths and math.prod(x.shape[i] for i in axes) >= _FEW
@@ -823,13 +823,6 @@ def _way_to_reduce(eqn, here, onednn, hint):
     if not (narrow or eighths):
         return None
     return functools.partial(_add_up, primitive=eqn.primitive, eighths=eighths)
-
-
-def _way_to_add_windows(eqn, here, onednn, hint):
-    x = eqn.invars[0].aval
-    if not (here and _are_inexact(eqn)) or _wide(x.dtype) == x.dtype:
-        return None
-    return functools.partial(_add_up, primitive=eqn.primitive, eighths=False)
 
 
 def _way_to_place(eqn, here, onednn, hint):
@@ -845,7 +838,7 @@ _WAYS = {
     "ragged_dot_general": _way_to_multiply,
     "reduce_sum": _way_to_reduce,
     "reduce_max": _way_to_reduce,
-    "reduce_window_sum": _way_to_add_windows,
+    "reduce_window_sum": _way_to_reduce,
     "select_and_scatter_add": _way_to_place,
 }
 
@@ -913,22 +906,13 @@ def _name(function: Callable, onednn: bool) -> str:
 _SUMS = {"add", "add_any", "sub"}
 # Functions that may return a sum, or a part of it, as it is:
 _PARTS = {"abs", "div", "max", "min", "mul", "neg", "select_n"}
+# fmt: off
 _CURVES = {
-    *(
-        "acos",
-        "acosh",
-        "asin",
-        "asinh",
-        "atan",
-        "atan2",
-        "atanh",
-        "cbrt",
-        "cos",
-        "cosh",
-    ),
-    *("erf", "erfc", "exp", "exp2", "expm1", "integer_pow", "log", "log1p", "logistic"),
-    *("pow", "rsqrt", "sin", "sinh", "sqrt", "square", "tan", "tanh"),
+    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh",
+    "erf", "erfc", "exp", "exp2", "expm1", "integer_pow", "log", "log1p", "logistic",
+    "pow", "rsqrt", "sin", "sinh", "sqrt", "square", "tan", "tanh",
 }
+# fmt: on
 
 
 def _join_chains(jaxpr: Any, onednn: bool) -> Any:
