@@ -258,10 +258,10 @@ def _depthwise_gradient(x, g, size, axes):
     """Return the gradient [kh, kw, C] of such a kernel; g are the outputs' gradients.
 
     The loop is over examples, so that each stays in a core's cache.  Parts of one, such
-    as eighths, are added first: sums of all outputs would not fit.
+    as quarters, are added first: sums of all outputs would not fit.
     """
     *_, strides, dilation = zip(*axes)
-    parts = next(n for n in range(8, 0, -1) if g.shape[1] % n == 0)
+    parts = next(n for n in range(4, 0, -1) if g.shape[1] % n == 0)
 
     def add(totals, example):
         x, g = (y[None].astype(_wide(y.dtype)) for y in example)
