@@ -357,6 +357,10 @@ def test_cifar10_is_trained_once_and_scored(tmp_path, monkeypatch, capsys):
     for scores in [*report.values()][:-1]:
         assert np.isfinite([[*x.values()] for x in scores.values()]).all()
 
+    cifar10.main([f"--data-dir={tmp_path}", "--epochs=1", "--alone", *files], net)
+    alone = json.loads((tmp_path / "report").read_text())["as they are"]
+    assert [*alone.items()] == [*report["as they are"].items()][:2]
+
 
 @pytest.mark.parametrize("name", faults.TRIALS)
 def test_damage_is_refused_and_nothing_is_lost(name):
