@@ -2,10 +2,11 @@
 """Make the convolutions, products and sums of any JAX function fast on CPUs.
 
 `jit(step)` takes the place of `jax.jit(step)`, for a whole training step, gradients
-included, of any library: its convolutions, products and sums take forms that XLA
-computes fast on a CPU, and the compiler has options with which this version of JAX is
-right.  `fast` does so between `jax.jit` and a step.  On GPUs, each convolution of a
-`vmap` over kernels becomes a call of its own; nothing else changes on other platforms.
+included, of any library: its convolutions, products, sums and maximum pools take forms
+that XLA computes fast on a CPU, bfloat16 is rounded less often, and the compiler has
+options with which this version of JAX is right.  `fast` does so between `jax.jit` and a
+step.  On GPUs, each convolution of a `vmap` over kernels becomes a call of its own;
+nothing else changes on other platforms.
 
     import jax, jax.numpy as jnp
     import fast_cpu as fc
@@ -852,7 +853,7 @@ class _CannotEnter(ValueError):
 
 
 def _replace(eqn, onednn, hint=None):
-    """Replace a convolution, product, sum or maximum by a call, where that is faster.
+    """Replace an equation of `_WAYS` by a call, where that is faster.
 
     With oneDNN every product is replaced, so that a barrier stands behind it.  `hint`
     is, for a product, the permutation of a transposition that follows, if one does;

@@ -660,8 +660,8 @@ def test_chains_of_bfloat16_are_rounded_once():
 
     at = jnp.linspace(0, 1, 64, dtype=half)[None].repeat(64, 0)
     exact = chain(x.astype(float), at.astype(float)).astype(half)
-    assert (jax.jit(chain)(x, at) != exact).any()
-    assert (fc.jit(chain)(x, at) == exact).all()
+    fast, plain = ((f(chain)(x, at) != exact).mean() for f in (fc.jit, jax.jit))
+    assert fast < 0.001 < 0.1 < plain
     on_gpu = jax.export.export(jax.jit(fc.fast(chain)), platforms=["cuda"])(x, at)
     assert OLD or "xf32" not in on_gpu.mlir_module()
 
