@@ -611,6 +611,14 @@ def test_factors_are_bfloat16_where_that_is_asked_for_and_fast(no_cache):
 
 
 @by_onednn
+@cases("seed", *range(20))
+def test_random_convolutions_of_bfloat16_are_right_by_onednn(seed, no_cache):
+    """On a processor with AMX, this runs what the lowered programs above only show."""
+    _, error = convolutions.error(seed, "bfloat16")
+    assert error <= convolutions.LIMITS["bfloat16"]
+
+
+@by_onednn
 def test_windows_of_bfloat16_may_lie_in_padding_alone(no_cache):
     """With many of them, oneDNN (JAX 0.12) ends the process now and then."""
     x, kernel = jnp.ones((1, 2, 48, 9), jnp.bfloat16), jnp.ones((2, 1, 9, 32))
