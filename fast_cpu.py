@@ -671,11 +671,12 @@ def _add_up(x, *, primitive, eighths, **how):
 
 
 def _max_pool_gradient(g, x, *, padding, **how):
-    """Return the gradient of x: each g is where its window's first maximum is.
+    """Return the gradient of x, images [N, H, W, C] or an array of any axes.
 
-    XLA's own way takes more than ten times as long.  As there, a number takes the place
-    of an earlier one that is not as large, or is nan.  A barrier keeps XLA from looking
-    for the places again for each entry of a window.
+    g [N, H', W', C] is the gradient of the outputs.  Each of its numbers is added where
+    its window's first maximum is.  XLA's own way takes more than ten times as long.  As
+    there, a number takes the place of an earlier one that is not as large, or is nan.
+    A barrier keeps XLA from looking for the places again for each entry of a window.
     """
     as_it_is = functools.partial(
         lax.select_and_scatter_add_p.bind, padding=padding, **how
@@ -829,7 +830,7 @@ def _way_to_reduce(eqn, here, onednn, hint):
 def _way_to_place(eqn, here, onednn, hint):
     few = math.prod(eqn.params["window_dimensions"]) <= 64
     is_max = eqn.params["select_prim"] is lax.ge_p and _are_inexact(eqn)
-    return functools.partial(_max_pool_gradient) if here and few and is_max else None
+    return _max_pool_gradient if here and few and is_max else None
 
 
 # By the name of a primitive: the function that chooses a call in its place, or None.
@@ -930,8 +931,9 @@ def _join_chains(jaxpr: Any, onednn: bool) -> Any:
     users: dict[int, tuple[list, bool]] = {}
     for eqn in reversed(jaxpr.eqns):
         name, chain, summed = eqn.primitive.name, list[Any](), False
-        fits = name in _SUMS | _PARTS | _CURVES and not _is_placed(eqn)
-        if fits and eqn.outvars[0].aval.dtype == jnp.bfloat16:
+        fits = name in _SUMS | _PARTS | _CURVES
+        fits = fits and eqn.outvars[0].aval.dtype == jnp.bfloat16
+        if fits and not _is_placed(eqn):
             made = id(eqn.outvars[0])
             if uses[made] == 1 and made in users:
                 chain, summed = users[made]
@@ -948,8 +950,9 @@ def _join_chains(jaxpr: Any, onednn: bool) -> Any:
 
 def _as_call(chain: list, onednn: bool) -> Any:
     made = {id(eqn.outvars[0]) for eqn in chain}
-    read = {id(v): v for eqn in chain for v in eqn.invars if not hasattr(v, "val")}
-    inputs = [v for key, v in read.items() if key not in made]
+    read = {id(v): v for eqn in chain for v in eqn.invars}
+    inputs = [v for v in read.values() if not isinstance(v, core.Literal)]
+    inputs = [v for v in inputs if id(v) not in made]
     way = functools.partial(_in_float32, chain=chain, inputs=inputs)
     return _call(way, chain[-1], inputs, onednn)
 
@@ -961,14 +964,16 @@ def _in_float32(*arrays, chain, inputs):
     """
 
     def compute(*arrays, wide):
-        read = {id(v): v for eqn in chain for v in eqn.invars}
-        literals = {key: v for key, v in read.items() if hasattr(v, "val")}
-        known = {k: wide(np.asarray(v.val, v.aval.dtype)) for k, v in literals.items()}
-        known |= zip(map(id, inputs), map(wide, arrays))
+        known = dict(zip(map(id, inputs), map(wide, arrays)))
+
+        def read(v):
+            literal = isinstance(v, core.Literal)
+            return wide(np.asarray(v.val, v.aval.dtype)) if literal else known[id(v)]
+
         for eqn in chain:
-            parts = (known[id(v)] for v in eqn.invars)
-            known[id(eqn.outvars[0])] = eqn.primitive.bind(*parts, **eqn.params)
-        return known[id(chain[-1].outvars[0])].astype(jnp.bfloat16)
+            made = eqn.primitive.bind(*map(read, eqn.invars), **eqn.params)
+            known[id(eqn.outvars[0])] = made
+        return made.astype(jnp.bfloat16)
 
     on_cpu = functools.partial(compute, wide=_widen)
     as_it_is = functools.partial(compute, wide=lambda x: x)

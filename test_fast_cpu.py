@@ -698,14 +698,11 @@ def test_max_pools_gradients_are_where_the_first_maximum_is(name):
         x, -np.inf, jax.lax.max, *POOLS[name]
     )
     g = randn(1, *jax.eval_shape(pool, x).shape)
-    expected = np.zeros(x.shape)
+    expected, lows = np.zeros(x.shape), [low for low, _ in padding]
     for place in np.ndindex(g.shape):
         best = None
         for entry in np.ndindex(window):
-            lows = (low for low, _ in padding)
-            at = tuple(
-                map(lambda p, s, e, low: p * s + e - low, place, strides, entry, lows)
-            )
+            at = tuple(np.multiply(place, strides) + entry - lows)
             inside = all(0 <= i < n for i, n in zip(at, x.shape))
             if inside and (best is None or not x[best] >= x[at]):
                 best = at

@@ -170,11 +170,11 @@ def fit(trainer, state, data, epochs, seed):
     return state
 
 
-def train(net, data, epochs, seed=0, alone=False):
-    """Train all; return a function of images that predicts for each system.
+def train(net, data, epochs, seed, alone):
+    """Train all, or the members alone; return a function of images that predicts.
 
-    A system is a list of models to average scores over, and a model the probabilities
-    of its networks, [K, N, 10].
+    It returns each system, a list of models to average scores over.  A model is the
+    probabilities of its networks, [K, N, 10].
     """
     period = epochs * (len(data.labels) // BATCH)
     trainer = make_trainer(net, [period] * MEMBERS)
