@@ -482,9 +482,9 @@ def aurc(uncertainty: Any, wrong: Any) -> float:
 def _rank(scores: np.ndarray, coverage: Any) -> int:
     """Return ceil((n + 1) coverage), or 1 if that is 0, for scores [n]."""
     _check_range("coverage", coverage, 1)
-    coverage = float(coverage)  # the product could exceed a type of 16 bits
-    # Rounded, as 100 * 0.55 is above 55 in floating point.
-    return max(1, math.ceil(round((len(scores) + 1) * coverage, 9)))
+    # A Python float, as the product could exceed a type of 16 bits.  Rounded, as 100 *
+    # 0.55 is above 55 in floating point.
+    return max(1, math.ceil(round((len(scores) + 1) * float(coverage), 9)))
 
 
 def conformal_quantile(scores: Any, coverage: float = 0.9) -> float:
