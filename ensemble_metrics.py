@@ -512,6 +512,15 @@ def conformal_quantile(scores: Any, coverage: float = 0.9) -> float:
     return float(scores[rank - 1]) if rank <= len(scores) else math.inf
 
 
+def _fold_indices(folds: Any, rows: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return folds [n] for rows [n] and values [K, ...], or raise ValueError."""
+    folds = _indices(folds, (len(rows), *values.shape[:1]), "folds")
+    if (used := len(np.unique(folds))) < max(1, len(values)):
+        found = f"values {[*values.shape]} are of {len(values)} members"
+        raise ValueError(f"{found}, folds of {used}; expected [K, ...] and 0 to K - 1")
+    return folds
+
+
 def fold_sets(scores: Any, folds: Any, values: Any, coverage=0.9) -> np.ndarray:
     """Return which values a new score may have, by K members that left out a fold each.
 
@@ -536,10 +545,7 @@ def fold_sets(scores: Any, folds: Any, values: Any, coverage=0.9) -> np.ndarray:
     masked or not real, folds that do not fit, and a coverage outside [0, 1).
     """
     scores, values = _one_axis("scores", scores), _real("values", values, None)
-    folds = _indices(folds, (len(scores), *values.shape[:1]), "folds")
-    if (used := len(np.unique(folds))) < len(values):
-        found = f"values {[*values.shape]} are of {len(values)} members"
-        raise ValueError(f"{found}, folds of {used}; expected [K, ...] and 0 to K - 1")
+    folds = _fold_indices(folds, scores, values)
     of_folds = (np.sort(scores[folds == k]) for k in range(len(values)))
     below = sum(map(np.searchsorted, of_folds, values))
     return np.less(below, _rank(scores, coverage))
@@ -553,9 +559,10 @@ def fold_interval(
     With an error e of each of n rows, and the new prediction m of the member that left
     the row out, the upper end is the r-th smallest of the n sums m + e, and the lower
     end the r-th largest of m - e, where r = ceil((n + 1) coverage) (K-fold CV+ of
-    Barber et al. 2021, "Predictive inference with the jackknife+").  Both are exact to
-    rounding, and infinite where n is below coverage / (1 - coverage).  An interval
-    holds its target with the probabilities of `fold_sets` (their theorem 4).
+    Barber et al. 2021, "Predictive inference with the jackknife+").  Both are exact,
+    whatever the sizes of the errors: each is one of these sums in float64, or infinite
+    where n is below coverage / (1 - coverage).  An interval holds its target with the
+    probabilities of `fold_sets` (their theorem 4).
 
     Args:
       predictions: Numbers [K, N], of each member for each new example.
@@ -570,22 +577,19 @@ def fold_interval(
     centers, targets = _real("predictions", predictions), _real("targets", targets)
     given = _real("out_of_fold", out_of_fold)
     finite = all(np.isfinite(x).all() for x in (centers, given, targets))
-    if centers.ndim != 2 or given.shape != targets.shape or not finite:
+    if [centers.ndim, given.ndim, given.shape] != [2, 1, targets.shape] or not finite:
         found = f"predictions have shape {centers.shape}, out_of_fold {given.shape}"
         expected = "expected finite numbers [K, N], [n] and [n]"
         raise ValueError(f"{found} and targets {targets.shape}; {expected}")
-    errors = np.abs(targets - given)
-    largest = errors.max() if _rank(errors, coverage) <= len(errors) else math.inf
-
-    def upper_end(centers):
-        end, step = centers.min(axis=0), np.ptp(centers, axis=0) + largest
-        for _ in range(50):  # go up by halves, as long as the end stays inside
-            step = step / 2
-            inside = fold_sets(errors, folds, end + step - centers, coverage)
-            end = end + step * inside
-        return end + step
-
-    return -upper_end(-centers), upper_end(centers)
+    # Row n + 1 is the new example itself, whose error may be of any size.
+    folds = np.append(_fold_indices(folds, targets, centers), 0)
+    errors = np.append(np.abs(targets - given), math.inf)
+    ends, place = np.empty((2, centers.shape[1])), _rank(targets, coverage) - 1
+    for example, new in enumerate(centers.T):  # all at once would take [n, N] sums
+        sums = [[-1], [1]] * new[folds] + errors
+        sums.partition(place)
+        ends[:, example] = sums[:, place]
+    return -ends[0], ends[1]
 
 
 def risk_threshold(

@@ -108,7 +108,7 @@ def test_metric_takes_the_memory_of_a_block():
         (0, em.reliability, probs[0], labels),
         (0.8, regression, probs[..., 0], probs[..., 0], labels),
         (24, em.fold_sets, probs[0, :, 0], labels % 4, 1 - probs),  # counts, of 64 bits
-        (0.3, em.fold_interval, probs[..., 0], probs[0, :, 0], labels, labels % 4),
+        (0.3, em.fold_interval, probs[..., 0], *probs[:2, :2000, 0], labels[:2000] % 4),
     ):
         tracemalloc.start()
         metric(*args)
@@ -489,14 +489,17 @@ def test_conformal_quantile_holds_for_new_scores_as_often_as_the_theory_says(n):
 def test_fold_intervals_and_sets_equal_sorted_sums(n, members):
     draw, folds = np.random.default_rng(n), np.arange(n) % members
     draw.shuffle(folds)
-    targets, errors = draw.normal(size=n), draw.normal(size=n).round(1)  # some equal
-    new, sizes = draw.normal(size=(members, 30)).round(1), np.abs(errors)[:, None]
+    targets, errors = draw.normal(size=n), draw.normal(size=n).round(1)
+    targets[: n // 2] = 0  # so that some errors are equal
+    new, errors[0] = draw.normal(size=(members, 30)).round(1), 1e18  # one has diverged
+    new[:, 0], new[0, 1], new[-1, 2] = 1e17, -1e17, 1e300
+    sizes = np.abs(targets - (targets + errors))[:, None]
     for coverage in (0, 0.3, 0.9, 0.95):
         rank = max(1, math.ceil(round((n + 1) * coverage, 9)))
         sums = np.sort([sizes - new[folds], sizes + new[folds]], axis=1)
         sums = np.append(sums, np.full((2, 1, 30), np.inf), axis=1)
         low, high = em.fold_interval(new, targets + errors, targets, folds, coverage)
-        assert_allclose((-low, high), sums[:, rank - 1], atol=1e-13)
+        assert_array_equal((-low, high), sums[:, rank - 1])
         counts = (errors[:, None, None] < new.reshape(-1, 10, 3)[folds]).sum(axis=0)
         sets = em.fold_sets(errors, folds, new.reshape(-1, 10, 3), coverage)
         assert_array_equal(sets, counts < rank)
