@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import fast_cpu
 import mnist_data as md
 import pjax_ensemble as pe
 import train_mnist as tm
@@ -54,6 +55,8 @@ if FAST and jax.__version_info__[:2] == (0, 10):
     os.environ["XLA_FLAGS"] = " ".join(flags)
 
 jax.devices()  # fixes their number before a test can change it
+
+fast_cpu._STRICT = True
 
 NUMBERS = itertools.count(1)
 

@@ -42,12 +42,15 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import enum
 import functools
+import inspect
 import itertools
 import math
 import operator
 import os
 import platform
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -381,9 +384,8 @@ def _forward(x, kernel, axes, how):
         return _depthwise(x, kernel[..., 0, :], axes)
     if any(axis.between for axis in axes):
         return _phases(x, kernel, axes, how)
-    direct = 3 if how["onednn"] else 2
-    way = _planes if len(axes) > direct else _library
-    return way(x, kernel, axes, how)
+    is_direct = len(axes) <= (3 if how["onednn"] else 2)
+    return (_library if is_direct else _planes)(x, kernel, axes, how)
 
 
 # ---------------------------------------------------------------------------------
@@ -482,13 +484,8 @@ def _convolve(lhs, rhs, *, onednn, dimension_numbers, **how):
     (batch, features, *space), (out, ins, *window), (b, f, *s) = dimension_numbers
     # Gradients name a sharding, and `vmap` could not map groups with one.
     how |= dict.fromkeys({"out_sharding"} & how.keys())
-
-    def as_it_is(lhs, rhs):
-        form = dict(dimension_numbers=dimension_numbers)
-        return lax.conv_general_dilated_p.bind(lhs, rhs, **how | form)
-
-    if 0 in (*lhs.shape, *rhs.shape):
-        return as_it_is(lhs, rhs)
+    form = how | dict(dimension_numbers=dimension_numbers)
+    as_it_is = functools.partial(lax.conv_general_dilated_p.bind, **form)
     made = jax.eval_shape(as_it_is, lhs, rhs)
     size, groups = [made.shape[i] for i in s], how["batch_group_count"]
     names = "lhs_dilation", "window_strides", "rhs_dilation"
@@ -498,11 +495,11 @@ def _convolve(lhs, rhs, *, onednn, dimension_numbers, **how):
     # strides and dilation have changed places.
     turned = [axis._replace(stride=axis[4], dilation=axis[3]) for axis in axes]
     if groups > 1:
-        each = lhs.shape[batch] == rhs.shape[out] == groups
-        is_gradient = each and math.prod(size) <= 64
+        is_gradient, most = lhs.shape[batch] == rhs.shape[out] == groups, 64
     else:
-        wide = math.prod(size) < math.prod(rhs.shape[i] for i in window)
-        is_gradient = features < batch and wide and how["feature_group_count"] == 1
+        is_gradient = features < batch and how["feature_group_count"] == 1
+        most = math.prod(rhs.shape[i] for i in window) - 1
+    is_gradient = is_gradient and math.prod(size) <= most
 
     # Under `vmap`, convolutions run one after another, which is faster.
     @jax.custom_batching.sequential_vmap
@@ -532,19 +529,26 @@ def _convolve(lhs, rhs, *, onednn, dimension_numbers, **how):
             y = lax.optimization_barrier(y) if onednn else y  # as in `_multiply`
         return y.astype(made.dtype).transpose(np.argsort((b, *s, f)))
 
-    # Under `vmap` over kernels, JAX makes one convolution of groups, for which cuDNN is
-    # slow: each member's is a call of its own.
-    on_gpu = jax.custom_batching.custom_vmap(as_it_is)
-
-    @on_gpu.def_vmap
-    def apart(count, batched, lhs, rhs):
-        if not all(batched):
-            axes = [0 if each else None for each in batched]
-            return jax.vmap(as_it_is, axes)(lhs, rhs), True
-        return jnp.stack([on_gpu(lhs[i], rhs[i]) for i in range(count)]), True
-
+    on_gpu = _one_by_one(as_it_is)
     ways = dict(cpu=on_cpu, cuda=on_gpu, rocm=on_gpu, default=as_it_is)
     return _by_platform(lhs, rhs, **ways)
+
+
+def _one_by_one(convolve):
+    """Return a function that, under `vmap` over kernels, convolves with each by itself.
+
+    JAX makes one convolution of groups, for which cuDNN is slow.
+    """
+    each = jax.custom_batching.custom_vmap(convolve)
+
+    @each.def_vmap
+    def apart(count, batched, lhs, rhs):
+        if not all(batched):
+            axes = [0 if mapped else None for mapped in batched]
+            return jax.vmap(convolve, axes)(lhs, rhs), True
+        return jnp.stack([each(lhs[i], rhs[i]) for i in range(count)]), True
+
+    return each
 
 
 def _by_platform(*arrays, **ways):
@@ -675,13 +679,12 @@ def _max_pool_gradient(g, x, *, padding, **how):
 
     g [N, H', W', C] is the gradient of the outputs.  Each of its numbers is added where
     its window's first maximum is.  XLA's own way takes more than ten times as long.  As
-    there, a number takes the place of an earlier one that is not as large, or is nan.
-    A barrier keeps XLA from looking for the places again for each entry of a window.
+    there, a number takes the place of an earlier one that is not as large, or is nan,
+    and padding takes none.  A barrier keeps XLA from looking for the places again for
+    each entry of a window.
     """
-    as_it_is = functools.partial(
-        lax.select_and_scatter_add_p.bind, padding=padding, **how
-    )
-    dtype, least = _wide(x.dtype), float(jnp.finfo(x.dtype).min)
+    scatter, dtype = lax.select_and_scatter_add_p.bind, _wide(x.dtype)
+    as_it_is = functools.partial(scatter, padding=padding, **how)
     window, steps = how["window_dimensions"], how["window_strides"]
 
     def views(x):
@@ -689,18 +692,65 @@ def _max_pool_gradient(g, x, *, padding, **how):
         found = _views(x[None, ..., None], window, g.shape, steps, [1] * x.ndim)
         return [view[0, ..., 0] for view in found]
 
+    def is_inside(place):  # of each window: axes on which all are have a size of 1
+        edges = zip(place, g.shape, steps, padding)
+        at = [np.arange(m) * s + k - low for k, m, s, (low, _) in edges]
+        within = [(i >= 0) & (i < n) for i, n in zip(at, x.shape)]
+        within = [each[:1] if each.all() else each for each in within]
+        apart = np.meshgrid(*within, indexing="ij", sparse=True)
+        return functools.reduce(operator.and_, apart)
+
     def on_cpu(g, x):
-        (best, *others), turn = jax.vjp(views, jnp.maximum(x.astype(dtype), least))
+        (best, *others), turn = jax.vjp(views, x.astype(dtype))
+        begun, *more = map(is_inside, itertools.product(*map(range, window)))
         place = lax.full_like(best, 0, np.int8)
-        for i, view in enumerate(others, 1):
-            place = jnp.where(best >= view, place, i)
-            best = jnp.where(best >= view, best, view)
+        for i, (view, inside) in enumerate(zip(others, more), 1):
+            stays = (best >= view) & begun | ~inside
+            place, best = jnp.where(stays, place, i), jnp.where(stays, best, view)
+            begun = begun | inside
         place = lax.optimization_barrier(place)
         parts = (jnp.where(place == i, g, 0) for i in range(1 + len(others)))
-        (total,) = turn([part.astype(dtype) for part in parts])
-        return total.astype(g.dtype)
+        return turn([part.astype(dtype) for part in parts])[0].astype(g.dtype)
 
     return lax.platform_dependent(g, x, cpu=on_cpu, default=as_it_is)
+
+
+# Operations on numbers that have the same place in arrays.
+# fmt: off
+_ELEMENTWISE = {
+    "abs", "acos", "acosh", "add", "add_any", "asin", "asinh", "atan", "atan2", "atanh",
+    "cbrt", "cos", "cosh", "div", "erf", "erfc", "exp", "exp2", "expm1", "integer_pow",
+    "log", "log1p", "logistic", "max", "min", "mul", "neg", "pow", "rsqrt", "select_n",
+    "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh",
+}
+_LOGARITHMS = {"acosh", "asinh", "atanh", "log", "log1p", "pow"}
+# fmt: on
+
+
+def _round(*arrays, primitive, several, **how):
+    """Compute an operation on bfloat16: on a CPU in float32, rounded to even.
+
+    XLA's own rounding takes longer than the operation.  Here, half of the last place
+    that is kept is added to the bits, and the rest is cut off.  The sum would overflow
+    for a nan whose bits are all ones, which logarithms return.  A barrier keeps XLA
+    from computing a number again for each of `several` operations that use it.
+    """
+    as_it_is = functools.partial(primitive.bind, **how)
+
+    def widen(x):
+        bits = lax.bitcast_convert_type(x, np.uint16).astype(np.uint32) << 16
+        return lax.bitcast_convert_type(bits, np.float32)
+
+    def on_cpu(*arrays):
+        made = as_it_is(*(widen(x) if x.dtype == jnp.bfloat16 else x for x in arrays))
+        bits = lax.bitcast_convert_type(made, np.uint32)
+        bits = bits + ((bits >> 16 & 1) + np.uint32(0x7FFF)) >> 16
+        if primitive.name in _LOGARITHMS:
+            bits = lax.select(made == made, bits, lax.full_like(bits, 0x7FC0))
+        made = lax.bitcast_convert_type(bits.astype(np.uint16), jnp.bfloat16)
+        return lax.optimization_barrier(made) if several else made
+
+    return _by_platform(*arrays, cpu=on_cpu, default=as_it_is)
 
 
 # ---------------------------------------------------------------------------------
@@ -807,10 +857,9 @@ def _way_to_multiply(eqn, here, onednn, order):
         one = len(batch[0]) > 0 and len(contracted[0]) == 1
         small = one and x.shape[contracted[0][0]] <= _SMALL
         small = small and math.prod(made.shape[len(batch[0]) :]) <= _SMALL**2
-    if not (onednn or several or small):
-        return None
-    how = dict(primitive=eqn.primitive, onednn=onednn)
-    return functools.partial(_multiply, joined=joined, left=left, small=small, **how)
+    how = dict(primitive=eqn.primitive, joined=joined, left=left, small=small)
+    way = functools.partial(_multiply, onednn=onednn, **how)
+    return way if onednn or several or small else None
 
 
 def _way_to_reduce(eqn, here, onednn, hint):
@@ -819,12 +868,10 @@ def _way_to_reduce(eqn, here, onednn, hint):
         return None
     narrow = eqn.primitive is not lax.reduce_max_p and _wide(x.dtype) != x.dtype
     slow = hint or _version() < (0, 12)  # in others, YNNPACK is right and fast
-    eighths = slow and _in_a_row(axes) and isinstance(x.size, int)  # no symbols
-    eighths = eighths and math.prod(x.shape[i] for i in axes) >= _FEW
-    eighths = bool(eighths and x.size >= _LARGE)
-    if not (narrow or eighths):
-        return None
-    return functools.partial(_add_up, primitive=eqn.primitive, eighths=eighths)
+    eighths = slow and _in_a_row(axes) and isinstance(x.size, int) and x.size >= _LARGE
+    eighths = bool(eighths and math.prod(x.shape[i] for i in axes) >= _FEW)
+    way = functools.partial(_add_up, primitive=eqn.primitive, eighths=eighths)
+    return way if narrow or eighths else None
 
 
 def _way_to_place(eqn, here, onednn, hint):
@@ -833,8 +880,13 @@ def _way_to_place(eqn, here, onednn, hint):
     return _max_pool_gradient if here and few and is_max else None
 
 
+def _way_to_round(eqn, here, onednn, several):
+    way = functools.partial(_round, primitive=eqn.primitive, several=several)
+    return way if eqn.outvars[0].aval.dtype == jnp.bfloat16 else None
+
+
 # By the name of a primitive: the function that chooses a call in its place, or None.
-_WAYS = {
+_WAYS = dict.fromkeys(_ELEMENTWISE, _way_to_round) | {
     "conv_general_dilated": _way_to_convolve,
     "dot_general": _way_to_multiply,
     "ragged_dot_general": _way_to_multiply,
@@ -853,27 +905,39 @@ class _CannotEnter(ValueError):
         super().__init__(f"fast(f, options) cannot hide {part} from oneDNN; {remedy}")
 
 
-def _replace(eqn, onednn, hint=None):
-    """Replace an equation of `_WAYS` by a call, where that is faster.
+_STRICT = False  # whether a way that does not fit raises its error: in tests
 
-    With oneDNN every product is replaced, so that a barrier stands behind it.  `hint`
-    is, for a product, the permutation of a transposition that follows, if one does;
-    for a sum, whether half types of its shape became float32 near it, which XLA then
-    does in the loop that adds eighths, and for YNNPACK in memory.
+
+def _replace(eqn: Any, onednn: bool, hint: Any = None) -> Any:
+    """Replace an equation of `_WAYS` by a call, where that is faster and fits.
+
+    This is the one door to all ways.  Arrays that are empty or have explicit shardings
+    stay as they are, and so does an equation whose way cannot be traced: most ways need
+    sizes that are numbers, not symbols.  With oneDNN every product is replaced, so that
+    a barrier stands behind it.  `hint` is, for a product, the permutation of a
+    transposition that follows, if one does; for a sum, whether half types of its shape
+    became float32 near it, which XLA then does in the loop that adds eighths, and for
+    YNNPACK in memory.
     """
-    if _is_placed(eqn):
-        products = _way_to_convolve, _way_to_multiply
-        if onednn and _WAYS[eqn.primitive.name] in products:
-            raise _CannotEnter(f"{eqn.primitive} of arrays with explicit shardings")
+    choose, new = _WAYS[eqn.primitive.name], None
+    sizes = {n for v in (*eqn.invars, *eqn.outvars) for n in v.aval.shape}
+    numbers = {n for n in sizes if isinstance(n, int)}
+    if 0 in numbers:
         return eqn
     how, placed = {**eqn.params}, getattr(eqn.params.get("out_sharding"), "mesh", None)
     # Inside of `shard_map`, gradients name a mesh that leaves nothing to place.
     if here := placed is None or placed.are_all_axes_manual:
         how |= dict.fromkeys({"out_sharding"} & how.keys())
-    way = _WAYS[eqn.primitive.name](eqn, here, onednn, hint)
-    if way is None:
-        return eqn
-    return _call(functools.partial(way, **how), eqn, eqn.invars, onednn)
+    if not _is_placed(eqn):
+        try:
+            way = choose(eqn, here, onednn, hint)
+            new = way and _call(functools.partial(way, **how), eqn, onednn)
+        except Exception:
+            if _STRICT and sizes == numbers:
+                raise
+    if onednn and new is None and choose in (_way_to_convolve, _way_to_multiply):
+        raise _CannotEnter(f"{eqn.primitive} of these arrays")
+    return new or eqn
 
 
 def _mesh(eqn: Any) -> Any:
@@ -883,124 +947,41 @@ def _mesh(eqn: Any) -> Any:
 
 def _is_placed(eqn: Any) -> bool:
     """Return whether the arrays have explicit shardings."""
-    kinds = getattr(_mesh(eqn), "axis_types", ())
-    return any(kind.name == "Explicit" for kind in kinds)
+    return any(x.name == "Explicit" for x in getattr(_mesh(eqn), "axis_types", ()))
 
 
-def _call(way: functools.partial, eqn: Any, inputs: list, onednn: bool) -> Any:
-    """Return `eqn` with a call of `way` on the inputs in its place."""
-    vars(way)["__name__"] = _name(way.func, onednn)
+def _call(way: functools.partial, eqn: Any, onednn: bool) -> Any:
+    """Return `eqn` with a call of `way` in its place, for the same shape and types."""
+    (made,) = (v.aval for v in eqn.outvars)
+
+    def call(*arrays):
+        y = way(*arrays)
+        weak = dict(new_dtype=made.dtype, weak_type=True, sharding=None)
+        return lax.convert_element_type_p.bind(y, **weak) if made.weak_type else y
+
+    call.__name__ = f"fast_cpu{way.func.__name__}" + "_hidden" * onednn
     enter, mesh = getattr(jax.sharding, "use_abstract_mesh", None), _mesh(eqn)
     in_mesh = enter(mesh) if enter and mesh is not None else contextlib.nullcontext()
     with jax.disable_jit(False), in_mesh:  # JAX 0.5 has no meshes to enter
-        program = jax.make_jaxpr(jax.jit(way))(*(v.aval for v in inputs))
-    (call,) = program.eqns  # `jit` makes one of it
-    how = dict(primitive=call.primitive, params=call.params)
-    return eqn.replace(invars=inputs, **how)
-
-
-def _name(function: Callable, onednn: bool) -> str:
-    """Return the name of a call that takes the place of an equation."""
-    return f"fast_cpu{function.__name__}" + "_hidden" * onednn
-
-
-# Continuous functions of numbers that have the same place in arrays.  Sums:
-_SUMS = {"add", "add_any", "sub"}
-# Functions that may return a sum, or a part of it, as it is:
-_PARTS = {"abs", "div", "max", "min", "mul", "neg", "select_n"}
-# fmt: off
-_CURVES = {
-    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh",
-    "erf", "erfc", "exp", "exp2", "expm1", "integer_pow", "log", "log1p", "logistic",
-    "pow", "rsqrt", "sin", "sinh", "sqrt", "square", "tan", "tanh",
-}
-# fmt: on
-
-
-def _join_chains(jaxpr: Any, onednn: bool) -> Any:
-    """Make each chain of elementwise operations on bfloat16 one call.
-
-    An operation is in the chain of another one that alone uses its result.  But a sum
-    is rounded on its way to another sum, which may be there to find the rounding error:
-    new = p + u; error = (new - p) - u.
-    """
-    used = ({*map(id, eqn.invars)} for eqn in jaxpr.eqns)
-    uses = collections.Counter(itertools.chain(map(id, jaxpr.outvars), *used))
-    chains: list[list] = []  # of one operation or more, the last chain first
-    # By a variable's id, a chain that uses it, and whether a sum there does.
-    users: dict[int, tuple[list, bool]] = {}
-    for eqn in reversed(jaxpr.eqns):
-        name, chain, summed = eqn.primitive.name, list[Any](), False
-        fits = name in _SUMS | _PARTS | _CURVES
-        fits = fits and eqn.outvars[0].aval.dtype == jnp.bfloat16
-        if fits and not _is_placed(eqn):
-            made = id(eqn.outvars[0])
-            if uses[made] == 1 and made in users:
-                chain, summed = users[made]
-            chain = [] if summed and name in _SUMS else chain
-            summed = name in _SUMS or (summed and name in _PARTS)
-            users |= dict.fromkeys(map(id, eqn.invars), (chain, summed))
-        chains += [] if chain else [chain]
-        chain.insert(0, eqn)
-    if len(chains) == len(jaxpr.eqns):
-        return jaxpr
-    eqns = (x[0] if len(x) == 1 else _as_call(x, onednn) for x in reversed(chains))
-    return jaxpr.replace(eqns=[*eqns])
-
-
-def _as_call(chain: list, onednn: bool) -> Any:
-    made = {id(eqn.outvars[0]) for eqn in chain}
-    read = {id(v): v for eqn in chain for v in eqn.invars}
-    inputs = [v for v in read.values() if not isinstance(v, core.Literal)]
-    inputs = [v for v in inputs if id(v) not in made]
-    way = functools.partial(_in_float32, chain=chain, inputs=inputs)
-    return _call(way, chain[-1], inputs, onednn)
-
-
-def _in_float32(*arrays, chain, inputs):
-    """Compute a chain of operations on bfloat16: on a CPU in float32, rounded once.
-
-    XLA rounds the result of each operation, which takes longer than the operation.
-    """
-
-    def compute(*arrays, wide):
-        known = dict(zip(map(id, inputs), map(wide, arrays)))
-
-        def read(v):
-            literal = isinstance(v, core.Literal)
-            return wide(np.asarray(v.val, v.aval.dtype)) if literal else known[id(v)]
-
-        for eqn in chain:
-            made = eqn.primitive.bind(*map(read, eqn.invars), **eqn.params)
-            known[id(eqn.outvars[0])] = made
-        return made.astype(jnp.bfloat16)
-
-    on_cpu = functools.partial(compute, wide=_widen)
-    as_it_is = functools.partial(compute, wide=lambda x: x)
-    return _by_platform(*arrays, cpu=on_cpu, default=as_it_is)
-
-
-def _widen(x):
-    """Return bfloat16 as float32, by bits: XLA may not round before a conversion."""
-    if x.dtype != jnp.bfloat16:
-        return x
-    if isinstance(x, np.ndarray):
-        return x.astype(np.float32)
-    bits = lax.bitcast_convert_type(x, np.uint16).astype(np.uint32) << 16
-    return lax.bitcast_convert_type(bits, np.float32)
+        program = jax.make_jaxpr(jax.jit(call))(*(v.aval for v in eqn.invars))
+    (inner,), forms = program.eqns, (*program.out_avals, made)  # `jit` makes one of it
+    found, asked = ((x.shape, x.dtype, x.weak_type) for x in forms)
+    if found != asked:
+        raise TypeError(f"{call.__name__} makes {found} in place of {asked}")
+    return eqn.replace(primitive=inner.primitive, params=inner.params)
 
 
 # JAX's primitives that are in no public module.  They hold no products, or as programs.
 # fmt: off
 _INTERNAL = {
     "accum_grad_in_ref", "addupdate", "all_gather_invariant", "all_gather_reduced",
-    "broadcast_to", "composite", "create_linear", "custom_jvp_call_jaxpr",
+    "broadcast_to", "composite", "cond", "create_linear", "custom_jvp_call_jaxpr",
     "custom_vmap_call", "dce_sink", "debug_callback", "debug_print", "dim_as_value",
     "dimension_size", "empty", "empty_ref", "ffi_call", "free_ref", "freeze",
     "from_edtype", "inspect_sharding", "io_callback", "iota_2x32_shape",
-    "layout_constraint", "new_ref", "pbroadcast", "philox2x32", "philox4x32",
+    "layout_constraint", "new_ref", "pbroadcast", "philox2x32", "philox4x32", "pjit",
     "platform_index", "psum_invariant", "pure_callback", "pvary", "random_clone",
-    "random_unwrap", "random_wrap", "reciprocal", "reduce_scatter", "reshard",
+    "random_unwrap", "random_wrap", "reciprocal", "reduce_scatter", "remat2", "reshard",
     "run_state", "shape_assertion", "shard_map", "threefry4x32", "tie", "to_edtype",
     "with_memory_space_constraint", "xla_metadata_call", "xla_metadata_value",
     "zeros_like",
@@ -1048,23 +1029,25 @@ def _rewrite(x: Any, onednn: bool, hints: dict[int, Any]) -> Any:
     if isinstance(x, core.JaxprEqn):
         if x.primitive.name in _WAYS:
             return _replace(x, onednn, hints.get(id(x.outvars[0])))
-        done = _convolve, _multiply, _add_up, _max_pool_gradient, _in_float32
-        names = {_name(f, hides) for f in done for hides in {True, onednn}}
+        done = _convolve, _multiply, _add_up, _max_pool_gradient, _round
+        ends = "_hidden", "_hidden" * onednn
+        names = {f"fast_cpu{f.__name__}{end}" for f in done for end in ends}
         if x.params.get("name") in names:
             return x
-        if onednn and not _is_known(x):
-            raise _CannotEnter(f"the primitive {x.primitive.name}")
+        if not _is_known(x):  # such as a kernel
+            if onednn:
+                raise _CannotEnter(f"the primitive {x.primitive.name}")
+            return x
     closed = getattr(core, "ClosedJaxpr", core.Jaxpr)  # from JAX 0.11 on, one class
     kinds = (core.Jaxpr, "eqns"), (closed, "jaxpr"), (core.JaxprEqn, "params")
     name = next((name for kind, name in kinds if isinstance(x, kind)), None)
     if name is None:
         return x
-    x = _join_chains(x, onednn) if name == "eqns" else x
     parts, treedef = jax.tree.flatten(getattr(x, name))
     hints, eqns = {}, parts if name == "eqns" else []
-    casts = [
-        e.invars[0].aval for e in eqns if e.primitive is lax.convert_element_type_p
-    ]
+    uses = collections.Counter(v for eqn in eqns for v in {*map(id, eqn.invars)})
+    cast = lax.convert_element_type_p
+    casts = (eqn.invars[0].aval for eqn in eqns if eqn.primitive is cast)
     halves = {x.shape for x in casts if _wide(x.dtype) != x.dtype}
     for eqn in reversed(eqns):
         if eqn.primitive is lax.transpose_p:  # several in a row are one
@@ -1073,6 +1056,8 @@ def _rewrite(x: Any, onednn: bool, hints: dict[int, Any]) -> Any:
             hints[id(eqn.invars[0])] = [order[i] for i in after]
         elif eqn.primitive.name.startswith("reduce"):
             hints[id(eqn.outvars[0])] = eqn.invars[0].aval.shape in halves
+        elif eqn.primitive.name in _ELEMENTWISE:
+            hints[id(eqn.outvars[0])] = uses[id(eqn.outvars[0])] > 1
     new = [_rewrite(part, onednn, hints) for part in parts]
     same = all(map(operator.is_, new, parts))
     return x if same else x.replace(**{name: jax.tree.unflatten(treedef, new)})
@@ -1088,14 +1073,36 @@ class _Static(tuple):
     """A leaf, alone in a tuple, that `jit` does not trace: a flag or a function."""
 
 
-def _hold(tree: Any) -> Any:
-    """Wrap all leaves but arrays and numbers, so that `jit` takes and returns them."""
-    traced = jax.Array, jax.core.Tracer, np.ndarray, np.generic, int, float, complex
+# Arrays and their forms, numbers; and values, which cannot change.
+_ARRAYS = jax.Array, jax.core.Tracer, np.ndarray, np.generic, jax.ShapeDtypeStruct
+_NUMBERS = *_ARRAYS, int, float, complex
+_VALUES = bool, str, enum.Enum, type, types.ModuleType, functools.partial, np.ufunc
+
+
+def _hold(tree: Any, name: str) -> Any:
+    """Wrap all leaves but arrays and numbers, so that `jit` takes and returns them.
+
+    These leaves are static, so they are functions or values.  Of another object, whose
+    class does not say when two are equal, a change would be ignored.
+    """
     kinds = {*map(type, jax.tree.leaves(tree))}
-    held = {kind for kind in kinds if kind is bool or not issubclass(kind, traced)}
+    held = {x for x in kinds if issubclass(x, _VALUES) or not issubclass(x, _NUMBERS)}
     if not held:
         return tree
-    return jax.tree.map(lambda x: _Static([x]) if type(x) in held else x, tree)
+
+    def wrap(path, x):
+        if (kind := type(x)) not in held:
+            return x
+        compares = kind.__eq__ is not object.__eq__ and kind.__hash__
+        is_array = hasattr(kind, "__array__") or hasattr(kind, "__jax_array__")
+        is_value = isinstance(x, _VALUES) or (compares and not is_array)
+        if not is_value and not inspect.isroutine(inspect.unwrap(x)):
+            where = f"{name}{jax.tree_util.keystr(path)} is a {kind.__name__}"
+            remedy = "pass its arrays, or register the class by jax.tree_util"
+            raise ValueError(f"{where}, neither an array nor a constant; {remedy}")
+        return _Static([x])
+
+    return jax.tree_util.tree_map_with_path(wrap, tree)
 
 
 def _release(tree: Any) -> Any:
@@ -1109,8 +1116,8 @@ def _rewritten(f: Callable, options: dict | None) -> Callable:
 
     def traced(args, kwargs):
         args, kwargs = _release((args, kwargs))
-        plain = dict, list, tuple  # of these, f has copies under any `jit`
-        is_object = lambda x: type(x) not in plain  # noqa: E731
+        # f has copies of dicts, lists and tuples under any `jit`.
+        is_object = lambda x: type(x) not in (dict, list, tuple)  # noqa: E731
         objects = jax.tree.leaves((args, kwargs), is_leaf=is_object)
         before = jax.tree.leaves(objects)
         result = f(*args, **kwargs)
@@ -1120,7 +1127,7 @@ def _rewritten(f: Callable, options: dict | None) -> Callable:
                 "f changes an argument in place, which fast(f) would lose; return the "
                 "change (in Flax NNX, by nnx.split, nnx.merge and nnx.state)"
             )
-        return _hold(result)
+        return _hold(result, "result")
 
     @functools.partial(jax.jit, inline=True)
     def run(*both):
@@ -1132,7 +1139,7 @@ def _rewritten(f: Callable, options: dict | None) -> Callable:
 
     @functools.wraps(f)
     def call(*args, **kwargs):
-        return run(*_hold((args, kwargs)))
+        return run(_hold(args, "args"), _hold(kwargs, "kwargs"))
 
     return call
 
@@ -1179,7 +1186,7 @@ def jit(f: Callable, **how: Any) -> Callable:
 
     @functools.wraps(f)
     def call(*args, **kwargs):
-        args, kwargs = _hold((args, kwargs))
+        args, kwargs = _hold(args, "args"), _hold(kwargs, "kwargs")
         try:
             result = program(*args, **kwargs)
         except ValueError as error:  # JAX's, of a call inside of a trace
@@ -1189,8 +1196,7 @@ def jit(f: Callable, **how: Any) -> Callable:
         return _release(result)
 
     def lower(*args, **kwargs):
-        args, kwargs = _hold((args, kwargs))
-        return program.lower(*args, **kwargs)
+        return program.lower(*_hold(args, "args"), **_hold(kwargs, "kwargs"))
 
     vars(call)["lower"] = lower
     return call
