@@ -3,7 +3,7 @@
 
 `jit(step)` takes the place of `jax.jit(step)`, for a whole training step, gradients
 included, of any library: its convolutions, products, sums and maximum pools take forms
-that XLA computes fast on a CPU, bfloat16 is rounded less often, and the compiler has
+that XLA computes fast on a CPU, bfloat16 is rounded faster, and the compiler has
 options with which this version of JAX is right.  `fast` does so between `jax.jit` and a
 step.  On GPUs, each convolution of a `vmap` over kernels becomes a call of its own;
 nothing else changes on other platforms.
@@ -1070,7 +1070,7 @@ def _rewrite(x: Any, onednn: bool, hints: dict[int, Any]) -> Any:
 
 @jax.tree_util.register_static
 class _Static(tuple):
-    """A leaf, alone in a tuple, that `jit` does not trace: a flag or a function."""
+    """A leaf that `jit` does not trace, such as a function, behind its class."""
 
 
 # Arrays and their forms, numbers; and values, which cannot change.
@@ -1100,7 +1100,7 @@ def _hold(tree: Any, name: str) -> Any:
             where = f"{name}{jax.tree_util.keystr(path)} is a {kind.__name__}"
             remedy = "pass its arrays, or register the class by jax.tree_util"
             raise ValueError(f"{where}, neither an array nor a constant; {remedy}")
-        return _Static([x])
+        return _Static([kind, x])
 
     return jax.tree_util.tree_map_with_path(wrap, tree)
 
@@ -1108,7 +1108,7 @@ def _hold(tree: Any, name: str) -> Any:
 def _release(tree: Any) -> Any:
     """Undo `_hold`."""
     is_held = lambda x: type(x) is _Static  # noqa: E731
-    return jax.tree.map(lambda x: x[0] if is_held(x) else x, tree, is_leaf=is_held)
+    return jax.tree.map(lambda x: x[-1] if is_held(x) else x, tree, is_leaf=is_held)
 
 
 def _rewritten(f: Callable, options: dict | None) -> Callable:
