@@ -2698,7 +2698,7 @@ class Trainer:
         take the same part, which changes no result and takes longer.  Warns of that,
         and at the first step if members cannot differ: with equal weights, on the same
         batches, without a key.  A nan in the batch, or a label outside 0..C-1, gives no
-        warning: the member's loss is nan from there on.
+        warning: the member's loss is nan from there on (docs/training.md has causes).
 
         Raises ValueError for a batch that is empty or does not divide into
         micro-batches.
