@@ -71,6 +71,12 @@ from jax.experimental import multihost_utils
 from numpy.typing import ArrayLike
 
 
+def _warn(text: str) -> None:
+    """Warn at the line that called this file, however deep in JAX the stack is now."""
+    files = [call.filename for call in inspect.stack(0)]  # first ours, last the user's
+    warnings.warn(text, stacklevel=len(files) - files[::-1].index(files[0]) + 1)
+
+
 def _by_xla(f: Callable, options: dict | None = None) -> Callable:
     """Return f as it is, but warn where it convolves on a CPU."""
     traced = jax.jit(f, inline=True)
@@ -78,8 +84,7 @@ def _by_xla(f: Callable, options: dict | None = None) -> Callable:
     def call(*args, **kwargs):
         program = str(traced.trace(*args, **kwargs).jaxpr)
         if "conv_general_dilated" in program and jax.default_backend() == "cpu":
-            remedy = "put fast_cpu.py beside pjax_ensemble.py"
-            warnings.warn(f"convolutions are slow on CPUs: {remedy}", stacklevel=2)
+            _warn("convolutions are slow on CPUs: put fast_cpu.py beside pjax_ensemble")
         return traced(*args, **kwargs)
 
     return call
@@ -376,8 +381,7 @@ class BatchStats(NamedTuple):
 
 def batch_norm_init(channels: int, *, scale: bool = True) -> tuple:
     """Make (BatchNorm, BatchStats): scale 1 or None, bias 0, mean 0, variance 1."""
-    channels = _count("channels", channels)
-    zeros, ones = jnp.zeros(channels), jnp.ones(channels)
+    zeros, ones = jnp.zeros(_count("channels", channels)), jnp.ones(channels)
     return BatchNorm(ones if scale else None, zeros), BatchStats(zeros, ones)
 
 
@@ -516,8 +520,8 @@ def softmax_cross_entropy(logits: Array, labels: Array) -> Array:
     """Return -log softmax(logits)[label] in nats: [..., C] and labels [...] -> [...].
 
     Logits are [B, C], or have more axes, as tokens [B, T, C] and images [B, H, W, C]
-    do.  A label outside 0..C-1 gives nan.  Raises ValueError unless labels are
-    integers, one per row of logits.
+    do.  The loss is nan for a label below 0, or of C or above.  Raises ValueError
+    unless labels are integers, one per row of logits.
     """
     _check_labels(logits, labels)
     log_probs, index = jax.nn.log_softmax(_floats(logits)), labels.astype(int)
@@ -796,7 +800,7 @@ def use_cpu_devices(num_devices: int | None = None) -> None:
         jax.config.update("jax_num_cpu_devices", _count("num_devices", num_devices))
     except RuntimeError:  # JAX already runs, and its devices stay
         if jax.default_backend() == "cpu" and (lack := _lack(num_devices)):
-            warnings.warn(lack, stacklevel=2)
+            _warn(lack)
 
 
 def _lack(asked: int) -> str:
@@ -1247,13 +1251,15 @@ class _Member:
     def call(self, name: str, names: Sequence, args: tuple, more: str = "") -> Any:
         """Call a user's function of arguments with these names, and of the extras."""
         advice = f"it is called as {name}({', '.join([*names, *self.last])}){more}"
-        return _user_call(name, advice, getattr(self, name), *args)
+        taken, s = " and ".join(self.last), "s" * (len(self.last) > 1)
+        what = f"{name} takes {taken} as its last argument{s}" if taken else name
+        return _user_call(what, advice, getattr(self, name), *args)
 
     def optimizer_of(self, *hyper: PyTree) -> OptimizerLike:
         """Return the member's optimizer.  Raises ValueError if it is none."""
         made, both = self.optimizer, operator.attrgetter("init", "update")
         if hyper and callable(made) and not hasattr(made, "update"):
-            advice = "it is called as optimizer(hyper), of traced numbers; a schedule"
+            advice = "it takes hyper as its last argument, traced numbers; a schedule"
             advice += " that compares them takes a peak of 1, and hyper's as a factor"
             made = _user_call("optimizer", advice, made, *hyper)
         advice = "expected one with init and update, such as sgd(0.1)"
@@ -1465,8 +1471,7 @@ def gather_processes(x: Any) -> np.ndarray:
 
 
 def _is_consumed(state: PyTree) -> bool:
-    leaves = jax.tree.leaves(state)
-    return any(isinstance(x, Array) and x.is_deleted() for x in leaves)
+    return any(isinstance(x, Array) and x.is_deleted() for x in jax.tree.leaves(state))
 
 
 def _run_consuming(owner: Any, program: Callable, state: PyTree, *rest) -> tuple:
@@ -1524,8 +1529,7 @@ def _check_keys(key_data: Any, members: Sequence[int] | np.ndarray) -> None:
 
 def _identity(tree: PyTree) -> tuple:
     """Return which leaves a tree holds, and its structure."""
-    leaves, structure = jax.tree.flatten(tree)
-    return [*map(id, leaves)], structure
+    return jax.tree.flatten(jax.tree.map(id, tree))
 
 
 def _check_state(state: Any, given: tuple = ()) -> None:
@@ -1884,7 +1888,7 @@ class _Places:
             whole = size - size % replicas or replicas
             found = f"a batch of {size} is divided into {parts} parts, not {replicas}"
             remedy = f"multiples of {replicas}, such as {whole}, use them all"
-            warnings.warn(f"{found}, so some replicas idle; {remedy}", stacklevel=4)
+            _warn(f"{found}, so some replicas idle; {remedy}")
         part = np.int32(replica % parts)
         at = (member, part) if each else part
 
@@ -2694,7 +2698,7 @@ class Trainer:
         take the same part, which changes no result and takes longer.  Warns of that,
         and at the first step if members cannot differ: with equal weights, on the same
         batches, without a key.  A nan in the batch, or a label outside 0..C-1, gives no
-        warning: the member's loss is nan from there on.
+        warning: the member's loss is nan from there on (docs/training.md has causes).
 
         Raises ValueError for a batch that is empty or does not divide into
         micro-batches.
@@ -2743,8 +2747,8 @@ class Trainer:
 
     def _epoch(self, state, data, order, place=lambda data: data):
         if not isinstance(data, (tuple, list)):
-            found = f"data is {type(data).__name__}"
-            raise ValueError(f"{found}; expected a tuple of loss_fn's arguments")
+            found = f"data is {type(data).__name__}; expected a tuple of loss_fn's"
+            raise ValueError(f"{found} arguments: (data,) for a single tree")
         _check_axes("data", data)
         num_rows = np.shape(jax.tree.leaves(data)[0])[0]
         order = _checked_order(order, self.members, num_rows)
@@ -2777,8 +2781,7 @@ class Trainer:
         if all(map(equal, jax.tree.leaves(state.params))):
             found = "members have equal weights, see the same batches and use no random"
             remedy = "have init_fn draw from its key, or give each its own batches"
-            text = f"the {self.members} {found} key, so they stay equal; {remedy}"
-            warnings.warn(text, stacklevel=3)
+            _warn(f"the {self.members} {found} key, so they stay equal; {remedy}")
 
     # Predicting
 

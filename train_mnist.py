@@ -115,8 +115,29 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-if __name__ == "__main__":  # Ctrl-C during the imports ends without a traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+# What Ctrl-C says.  A run with a folder changes it after its first save.
+NOTHING = "nothing is saved yet by this command (never without --workdir); run it again"
+SAVED = [NOTHING]
+REPLACED: dict = {}  # handlers of signals that a run replaces while it listens
+
+
+def end_at_once(heard: socket.socket) -> None:
+    """Wait for SIGINT, whose number Python sends; end the process if no run listens.
+
+    A handler is not called before JAX has compiled.
+    """
+    while heard.recv(1)[0] != signal.SIGINT or REPLACED:
+        pass
+    os.write(2, f"train_mnist.py: SIGINT: {SAVED[0]}\n".encode())
+    os._exit(128 + signal.SIGINT)
+
+
+if __name__ == "__main__":  # before the imports that take long
+    heard, told = socket.socketpair()
+    told.setblocking(False)
+    signal.signal(signal.SIGINT, lambda *_: time.sleep(1))  # until the thread ends all
+    signal.set_wakeup_fd(told.fileno())
+    threading.Thread(target=end_at_once, args=(heard,), daemon=True).start()
 
 import jax
 import jax.numpy as jnp
@@ -127,10 +148,8 @@ import ensemble_metrics as em
 import pjax_ensemble as pe
 from mnist_data import SIDE, SOURCES, Dataset, default_folder, load_data
 
-try:
-    import fcntl
-except ImportError:  # Windows has no fcntl: a run's folder is not locked there
-    fcntl = None
+# Windows has no fcntl: a run's folder is not locked there.
+fcntl = importlib.import_module("fcntl") if importlib.util.find_spec("fcntl") else None
 
 
 # ---------------------------------------------------------------------------------
@@ -207,10 +226,9 @@ def batch_norm_cnn_init(key, *, image_shape=(28, 28, 1), num_classes=10) -> tupl
     change that number.  Returns (params, stats), with one `BatchStats` in stats per
     normalization.
     """
-    *_, channels = image_shape
     keys = jax.random.split(key, 5)
     norms, stats = zip(*(pe.batch_norm_init(c, scale=False) for c in (12, 24, 32)))
-    conv1 = pe.conv_init(keys[0], channels, 12, 3, bias=False)
+    conv1 = pe.conv_init(keys[0], image_shape[-1], 12, 3, bias=False)
     conv2 = pe.conv_init(keys[1], 12, 24, 6, bias=False)
     conv3 = pe.conv_init(keys[2], 24, 32, 6)
     dense = pe.dense_init(keys[3], 32, 256), pe.dense_init(keys[4], 256, num_classes)
@@ -295,8 +313,7 @@ def make_trainer(settings: Settings, devices: int | None = None) -> pe.Trainer:
     rate = SCHEDULES[settings.schedule](settings.learning_rate, num_steps)
     adam = settings.optimizer == "adam"
     optimizer = pe.adam(rate) if adam else pe.sgd(rate, settings.momentum)
-    names = "members", "at_once", "skip_nonfinite"
-    how = {name: getattr(settings, name) for name in names}
+    how = {n: getattr(settings, n) for n in ("members", "at_once", "skip_nonfinite")}
     how |= {"devices": devices, "microbatch": "auto", "stateful": True}
     return pe.make_trainer(init_fn, loss_fn, optimizer, apply_fn=apply_fn, **how)
 
@@ -351,6 +368,8 @@ class Run:
         """
         epochs, steps = self.settings.epochs, self.settings.epoch_steps
         self.save()
+        kept = f"the run is saved in {self.args.workdir}; --resume continues it"
+        SAVED[0] = kept if self.args.workdir else NOTHING
         # A resumed epoch may have taken all its steps, and lack only its evaluation.
         resumed = max(0, self.done - 1) // steps
         for epoch in range(resumed, max(1, epochs)):
@@ -395,13 +414,10 @@ class Run:
 
     def look(self) -> None:
         """If a process has received a signal, save, and raise Failure."""
-        if not (number := self.signals.agree()):
-            return
-        self.save(whenever=True)
-        self.signals.agree()  # no process leaves before process 0 has saved
-        text = f"the run is saved in {self.args.workdir}; --resume continues it"
-        text = text if self.args.workdir else "nothing is saved without --workdir"
-        raise Failure(f"{signal.Signals(number).name}: {text}", status=128 + number)
+        if number := self.signals.agree():
+            self.save(whenever=True)
+            self.signals.agree()  # no process leaves before process 0 has saved
+            raise Failure(f"{signal.Signals(number).name}: {SAVED[0]}", 128 + number)
 
     def save(self, whenever: bool = False) -> None:
         """Save if it is due or `whenever`.  Raises Failure if no member is finite.
@@ -435,8 +451,8 @@ class Run:
         done, key, state = share((np.int32(done), key, state._replace(key=None)))
         self.done = self.saved = int(done)
         self.good = -1 if self.settings.skip_nonfinite else self.done
-        state = state._replace(key=jax.random.wrap_key_data(key))
-        self.state = self.trainer.scatter(state)
+        key = jax.random.wrap_key_data(key)
+        self.state = self.trainer.scatter(state._replace(key=key))
 
     def diverged(self) -> Failure:
         text = f"no model is finite after step {self.done}; lower --learning-rate"
@@ -907,25 +923,24 @@ class Signals:
     """SIGTERM and SIGINT, as requests that training and evaluation look for.
 
     They are requests between `listen` and `close`.  Otherwise, while there is nothing
-    to save, they end the process at once.  A second SIGINT always does.
+    to save, they end the process at once (`end_at_once`).  A second SIGINT always does.
     """
 
     def __init__(self):
         self.received = 0  # the number of the last signal
-        self.handlers = {}  # the handlers that ours replaced
 
     def listen(self) -> None:
-        if not self.handlers and threading.current_thread() is threading.main_thread():
-            numbers = signal.SIGINT, signal.SIGTERM
-            self.handlers = {n: signal.signal(n, self.note) for n in numbers}
+        if not REPLACED and threading.current_thread() is threading.main_thread():
+            for number in signal.SIGINT, signal.SIGTERM:
+                REPLACED[number] = signal.signal(number, self.note)
 
     def note(self, number: int, frame: Any) -> None:
         self.received = number
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def close(self) -> None:
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
+        while REPLACED:
+            signal.signal(*REPLACED.popitem())
 
     def agree(self) -> int:
         """Return the signal that any process has received, or 0."""
@@ -1123,8 +1138,7 @@ def prepare(args: argparse.Namespace) -> tuple[Settings, Dataset, pe.Trainer]:
     """
     with named("--data-dir", ValueError):
         data = load_data(args.data, args.data_dir)
-    flags = {name: getattr(args, name, None) for name in Settings._fields}
-    given = {name: value for name, value in flags.items() if value is not None}
+    given = {n: x for n in Settings._fields if (x := vars(args).get(n)) is not None}
     recipe = RECIPES[given.get("network", "cnn")]
     has, side = len(data.train_images), min(data.train_images.shape[1:3])
     rate = LEARNING_RATES[given.get("optimizer", recipe.optimizer)]

@@ -33,8 +33,7 @@ from conftest import ENVIRONMENT, HERE, D, leaves_equal, posix, run_python, said
 from conftest import start_python
 
 pytestmark = pytest.mark.once  # no version of JAX changes these, or they take long
-LIBRARIES = {"tables": "sklearn.datasets"}  # asked for
-LIBRARIES |= dict.fromkeys(("tokens", "volumes"), "flax.linen")
+LIBRARIES = {"tables": "sklearn.datasets", "tokens": "flax", "volumes": "flax"}
 
 
 @pytest.fixture
@@ -59,13 +58,8 @@ def run_example(tmp_path, monkeypatch, capsys):
 
 def test_example_of_abstaining_finds_the_numbers_of_the_pages(run_example):
     classes, *found = run_example("abstain")
-    page = PAGES["deciding"]
-    ((kept, wrong),) = re.findall(r"\nrisk 0\.05, 500 .*: kept (.*), wrong (.*)", page)
-    assert_allclose(classes, 100 * np.float64([kept, wrong]), atol=2)
-    raw = re.findall(r"^(?:seen|beyond): .* held (.*)", page, re.MULTILINE)
-    calibrated = re.findall(r"^0\.9: mean .* held (.*) (.*)", page, re.MULTILINE)
-    expected = np.transpose([*calibrated, raw]).astype(float)
-    assert_allclose([row[1:] for row in found], 100 * expected, atol=5)
+    assert_allclose(classes, [82, 3.5], atol=2)  # of docs/deciding.md with more digits
+    assert_allclose([row[1:] for row in found], [[92, 81], [39, 31]], atol=5)
 
 
 @pytest.mark.usefixtures("optimized")
@@ -74,8 +68,7 @@ def test_example_of_forecasts_has_intervals_that_hold_at_each_horizon(run_exampl
     hours, errors, held, _ = np.transpose([row[[0, 1, -2, -1]] for row in rows])
     assert [*hours] == [1, 6, 12, 24] and errors[0] < errors[1] < errors[2] < 1
     assert_allclose(held, 90, atol=6)
-    assert_allclose(calibrated, 90, atol=4)
-    assert raw < 86
+    assert raw < 86 <= calibrated <= 94
 
 
 def test_example_of_a_sweep_chooses_a_setting_inside_the_grid(run_example):
@@ -281,19 +274,24 @@ OF_CODE = [name for name in PAGES if "```python" in PAGES[name] and name != "REA
 
 
 def run_page(text, names, tolerance=0.1):
-    """Run a page's Python; each block's output stands in an unnamed block below it."""
-    blocks = [*machines.blocks(text), ("end", "")]
+    """Run a page's Python; each block's output stands in an unnamed block below it.
+
+    With MOVED=1, fail if another processor's rounding moved figures, with these lines.
+    """
+    moved, blocks = [], [*machines.blocks(text), ("end", "")]
     for (kind, code), (next_kind, below) in itertools.pairwise(blocks):
         used = re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE)
         if kind == "python" and all(map(importlib.util.find_spec, used)):
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 exec(code, names)
             both = out.getvalue(), "" if next_kind else below
+            moved += [two for two in zip(*map(str.splitlines, both)) if len({*two}) > 1]
             printed, said = (re.split(r"(-?\d+\.?\d*)", text) for text in both)
             assert printed[::2] == said[::2]  # the text; between stand the numbers
             numbers = np.float64(printed[1::2]), np.float64(said[1::2])
-            # As JAX 0.10 rounds; with others a coverage without data is off by 0.06.
+            # Figures that move have one digit, which may be rounded the other way.
             assert_allclose(*numbers, atol=tolerance)
+    assert not (moved and os.environ.get("MOVED")), "\n".join(map(", not ".join, moved))
     return names
 
 
@@ -343,6 +341,20 @@ def test_code_of_every_page_runs_and_prints_what_it_says(
         assert (tmp_path / "ensemble.jax").read_bytes() == content
 
 
+PACKAGES = {"sklearn": "scikit-learn", "orbax": "orbax-checkpoint"}
+
+
+@pytest.mark.parametrize("name", sorted({*OF_CODE} - {"fast", "speed"}))
+def test_first_lines_of_every_page_name_the_packages_of_its_code(name):
+    code = "".join(c for kind, c in machines.blocks(PAGES[name]) if kind == "python")
+    used = {*re.findall(r"^\s*(?:import|from) (\w+)", code, re.MULTILINE)}
+    used -= {"jax", "jaxlib", "numpy", *sys.stdlib_module_names}
+    used -= {path.stem for path in [*HERE.glob("*.py"), *HERE.glob("examples/*.py")]}
+    head = PAGES[name].partition("\n## ")[0]
+    named = re.findall(r"`python -m pip install ([^`]+)`", head)
+    assert [" ".join(sorted(PACKAGES.get(x, x) for x in used))] == (named or [""])
+
+
 FOREVER = """
 data, few = (x[:200], y[:200]), order[:100]
 state, losses = trainer.epoch(state, data, few)
@@ -387,8 +399,7 @@ def test_readme_runs_in_a_notebook_that_is_interrupted(tmp_path, monkeypatch):
 
 
 def test_readme_is_read_to_the_end_and_trains_in_fifteen_lines():
-    assert README.count("\n") <= 150
-    assert max(map(len, README.splitlines())) <= 100
+    assert README.count("\n") <= 150 and max(map(len, README.splitlines())) <= 100
     code = README.partition("```python\nrate = ")[2].partition("\n```")[0]
     assert sum(map(bool, code.splitlines())) == 15
 
