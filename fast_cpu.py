@@ -34,14 +34,15 @@ for each of H and W.  There may be one axis, or three and more, in place of thes
 `how` holds the other parameters of `lax.conv_general_dilated_p`.
 
 Contents: Windows, Convolutions, Gradients of kernels, Any convolution, Products and
-sums, Options of the compiler, Programs, Functions.  Each section uses only the sections
-above it.  An import touches no device.
+sums, Options of the compiler, Programs, Functions, Memory.  Each section uses only the
+sections above it.  An import touches no device.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import enum
 import functools
 import inspect
@@ -63,7 +64,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-__all__ = ["compiler_options", "Program", "rewrite", "fast", "jit"]
+__all__ = ["compiler_options", "Program", "rewrite", "fast", "jit", "keep_memory"]
 
 
 def __dir__() -> list[str]:  # for completion: without the imported modules' names
@@ -1200,3 +1201,32 @@ def jit(f: Callable, **how: Any) -> Callable:
 
     vars(call)["lower"] = lower
     return call
+
+
+# ---------------------------------------------------------------------------------
+# Memory
+# ---------------------------------------------------------------------------------
+
+
+def keep_memory(*, wait: bool = True) -> None:
+    """Keep the memory that this process has taken, for the next calls.
+
+        fast_cpu.keep_memory()  # before JAX is first used, in a notebook too
+
+    XLA takes a program's temporary arrays as one block at each call.  glibc gives a
+    block above 32 MiB back to Linux, which then makes it anew, page by page.  This
+    tells glibc to keep such blocks; with other C libraries, it does nothing.  The
+    process does not get smaller until it ends, and its peak may grow by what glibc
+    cannot join: see docs/fast.md.
+
+    XLA takes the block in a thread of its own, and a heap of glibc's ends at 64 MiB
+    but for the main thread's.  With `wait`, JAX runs a program of one device in the
+    thread that calls it (no asynchronous dispatch), so larger blocks stay too.  Then a
+    call returns when its program has ended.  `wait` brings nothing on several devices,
+    and nothing after JAX has started.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        if wait:
+            jax.config.update("jax_cpu_enable_async_dispatch", False)
+        for option, value in (-4, 0), (-1, 2**31 - 1):  # M_MMAP_MAX, M_TRIM_THRESHOLD
+            ctypes.CDLL(None).mallopt(option, value)

@@ -500,8 +500,7 @@ def cnn(params: CNN, images: Array) -> Array:
     x = avg_pool(jax.nn.relu(conv(params.conv1, images)))
     x = avg_pool(jax.nn.relu(conv(params.conv2, x)))
     x = x.reshape(x.shape[0], -1)
-    x = jax.nn.relu(dense(params.dense1, x))
-    return dense(params.dense2, x)
+    return dense(params.dense2, jax.nn.relu(dense(params.dense1, x)))
 
 
 # ---------------------------------------------------------------------------------
@@ -731,8 +730,7 @@ def adam(
             denominator = jnp.sqrt(s) / root.astype(s.dtype) + jnp.asarray(eps, s.dtype)
             return _times(-rate, m) / denominator
 
-        updates = jax.tree.map(step, mean, square)
-        return updates, AdamState(num_steps + 1, mean, square)
+        return jax.tree.map(step, mean, square), AdamState(num_steps + 1, mean, square)
 
     return Optimizer(init, update)
 
@@ -786,13 +784,17 @@ def cosine_schedule(peak: Real, num_steps: Real, *, warmup: Real = 0.15) -> Sche
 # ---------------------------------------------------------------------------------
 
 
-def use_cpu_devices(num_devices: int | None = None) -> None:
+def use_cpu_devices(num_devices: int | None = None, *, keep_memory=True) -> None:
     """Divide the CPU into virtual devices, by default one per core.
 
     Call it before JAX first touches a device.  Later calls change nothing, and warn if
     there are fewer devices (JAX 0.5.0 does not warn).  It has no effect on other
-    platforms.  Raises ValueError for a number that is not an int of 1 or more.
+    platforms, but that the process keeps memory that it has taken, unless `keep_memory`
+    is False: see `fast_cpu.keep_memory`, which is called with `wait=False`.  Raises
+    ValueError for a number that is not an int of 1 or more.
     """
+    if keep_memory and hasattr(_fast_cpu, "keep_memory"):
+        _fast_cpu.keep_memory(wait=False)
     if num_devices is None:
         affinity = getattr(os, "sched_getaffinity", None)
         num_devices = len(affinity(0)) if affinity else os.cpu_count() or 1

@@ -1,5 +1,6 @@
 """Tests of fast_cpu.py."""
 
+import ctypes
 import dataclasses
 import enum
 import functools
@@ -26,7 +27,7 @@ from numpy.testing import assert_array_equal
 
 import fast_cpu as fc
 import pjax_ensemble as pe
-from conftest import SGD, assert_close, cases, dilated, randn, said_by
+from conftest import SGD, assert_close, cases, dilated, randn, run_python, said_by
 
 OLD = jax.__version_info__ < (0, 10)  # lowers the branches of all platforms
 new = pytest.mark.skipif(OLD, reason="0.5 keeps all branches")
@@ -1414,3 +1415,46 @@ def test_on_gpus_each_members_convolution_is_a_call_of_its_own(name):
     assert {*plain} == {"1", "2"} and {*apart} == {"1"}
     shared = groups(fc.fast(dilated), (0, None), both[1], KERNEL)
     assert shared == ["1", "1"]  # one call where the kernel is the same
+
+
+# ---------------------------------------------------------------------------------
+# Memory
+# ---------------------------------------------------------------------------------
+
+PAGES = """
+import resource, sys
+import jax, jax.numpy as jnp
+import fast_cpu
+
+if sys.argv[1] == "kept":
+    fast_cpu.keep_memory()
+hide = jax.lax.optimization_barrier
+f = lambda x: (hide(jnp.outer(x, x)) * hide(jnp.outer(x + 1, x))).sum()
+step, x = fast_cpu.jit(f), jnp.ones(5100)
+assert step.lower(x).compile().memory_analysis().temp_size_in_bytes > 100e6
+for _ in range(8):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    step(x).block_until_ready()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone is told")
+def test_calls_make_no_pages_where_memory_is_kept():
+    kept, given_back = (
+        [int(pages) for pages in run_python(PAGES, name).split()]
+        for name in ("kept", "given back")
+    )
+    # Now and then, a call cannot have the last one's block, and makes another.
+    assert np.median(kept[3:]) < 100 < 10_000 < np.median(given_back[3:])
+
+
+def test_memory_is_kept_by_glibc_and_where_it_is_asked_for(monkeypatch):
+    library = mock.Mock()
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
+    for name, count in ("", 0), ("glibc", 2):
+        monkeypatch.setattr(platform, "libc_ver", lambda name=name: (name, ""))
+        pe.use_cpu_devices(keep_memory=False)
+        assert library.mallopt.call_count == 0
+        pe.use_cpu_devices()
+        assert library.mallopt.call_count == count
