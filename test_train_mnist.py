@@ -487,9 +487,7 @@ def test_damaged_run_is_not_loaded(tmp_path, whole_run, name, content, message):
     (f'{"[" * 10**5}\n{{"epoch": "2"}}\n\xff{{"epoch": 3}}\n{{"epoch": 4}}', [4], 3),
     (None, [], 0),
 )
-def test_damaged_line_of_the_metrics_costs_itself_alone(
-    tmp_path, capsys, content, epochs, damaged
-):
+def test_damaged_line_costs_itself_alone(tmp_path, capsys, content, epochs, damaged):
     path = tmp_path / "metrics.jsonl"
     if content:
         path.write_bytes(content.encode("latin-1"))
@@ -604,8 +602,7 @@ def start_run(small_folder, tmp_path):
     """Yield a function that starts a process of a run in a folder, on one device."""
     flags = f"{RUN} --devices 1 --data-dir", small_folder, "--workdir", tmp_path
     # As many threads as in this process, since a product's bits depend on the number.
-    env = {"NPROC": str(D), **ENVIRONMENT}
-    runs = []
+    env, runs = {"NPROC": str(D), **ENVIRONMENT}, []
 
     def start(*more, code=SCRIPT, **slurm):
         runs.append(start_python(code, *words(*flags, *more), **env, **slurm))
@@ -827,8 +824,7 @@ def test_bad_flag_is_refused_in_one_line(tmp_path, small_folder, wrong, flags, m
 
 
 def test_settings_depend_on_the_data_and_not_on_their_name():
-    _, *arrays, classes = md.generate_digits(0, 40, 20)
-    settings = set()
+    (_, *arrays, classes), settings = md.generate_digits(0, 40, 20), set()
     for i, array in enumerate([arrays[0][:0]] * 2 + arrays):  # empty arrays stay
         array.flat[7:8] += 1
         data = md.Dataset(f"{i}", *arrays, classes)
@@ -852,9 +848,7 @@ SGD, SGD_RATE = "--optimizer sgd", {"optimizer": "sgd", "learning_rate": 0.15}
     ((8, 8), "--max-shift 8 --batch-size 48", {"max_shift": 8, "batch_size": 48}),
     ((28, 28), "--train-size 63 --batch-size 63", {"train_size": 63, "batch_size": 63}),
 )
-def test_settings_follow_the_network_the_optimizer_and_the_data(
-    tmp_path, size, flags, expected
-):
+def test_settings_follow_network_optimizer_and_data(tmp_path, size, flags, expected):
     folder = write_set(tmp_path, [np.zeros((64, *size))] * 2, [np.arange(64) % 2] * 2)
     args = tm.parse_arguments(words(flags, "--members 2 --data-dir", folder))
     settings, data, trainer = tm.prepare(args)

@@ -105,15 +105,13 @@ backend_config={"known_trip_count":{"n":"8"}}
 
 
 def test_compiled_programs_are_counted_turn_by_turn():
-    found = accelerators.count(*accelerators.read(HLO))
-    turns = 8 + 3 + 1
+    found, turns = accelerators.count(*accelerators.read(HLO)), 8 + 3 + 1
     sizes = {"all-reduce": 28 * turns, "all-gather": 2 * 32, "reduce-scatter": 64}
     expected = dict(endless=1, meetings=turns + 3, bytes=sum(sizes.values())) | sizes
     # Per turn a meeting and a fusion; kernels in the branches; the custom call.
     assert found == expected | dict(kernels=2 * turns + 5 + 1)
     # The optimizer is in a branch, so no loop has a hidden length, on a CPU either.
-    devices = jax.devices()[:2]
-    row = "cpu:2", "small", "update", 4, None, 1
+    devices, row = jax.devices()[:2], ("cpu:2", "small", "update", 4, None, 1)
     found, cells = accelerators.compile_one(row, devices)
     assert not found["endless"] + found["meetings"] and found["kernels"] > 10
     assert float(cells[4]) > 2
@@ -211,8 +209,7 @@ def test_interrupted_loops_go_on_from_the_latest_state():
 
 def test_tables_train_networks_on_the_rows_of_each_fold(monkeypatch):
     monkeypatch.setattr(tables, "STEPS", 200)
-    x = np.linspace(-1, 1, 40)
-    halves = [np.arange(20), np.arange(20, 40)]
+    x, halves = np.linspace(-1, 1, 40), np.split(np.arange(40), 2)
     data = tables.Data(x[:, None], np.abs(x), [])
     found = tables.train_networks(data, [halves[k % 2] for k in range(5)])
     errors = np.abs(found - data.y).reshape(5, 2, 20).mean(axis=2)  # of each half
@@ -332,11 +329,8 @@ def test_networks_take_turns_and_rates_are_of_all_members(monkeypatch, capsys):
 @pytest.mark.once
 def test_cifar10_is_trained_once_and_scored(tmp_path, monkeypatch, capsys):
     rng = np.random.default_rng(0)
-    for name, rows in {
-        "data_batch_1": 256,
-        "data_batch_2": 128,
-        "test_batch": 60,
-    }.items():
+    sizes = {"data_batch_1": 256, "data_batch_2": 128, "test_batch": 60}
+    for name, rows in sizes.items():
         labels = rng.integers(10, size=(rows, 1))  # images are brighter by label
         pixels = rng.integers(60, size=(rows, 3072)) + 18 * labels
         records = np.concatenate([labels, pixels], axis=1).astype(np.uint8)
@@ -405,9 +399,7 @@ def test_readme_starts_alike_on_any_number_of_cores(tmp_path, monkeypatch):
         assert len(devices.complaints(told, said)) == count
 
 
-def test_cases_that_end_their_process_are_named_and_others_go_on(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_case_that_ends_its_process_is_named_alone(tmp_path, monkeypatch, capsys):
     script = """import os, sys
 for seed in range(int(sys.argv[3]), int(sys.argv[1]) + int(sys.argv[3])):
     print('{"seed": %d, "verdict": "right"}' % seed if seed != 2 else os.abort())
@@ -416,8 +408,7 @@ for seed in range(int(sys.argv[3]), int(sys.argv[1]) + int(sys.argv[3])):
     (tmp_path / "convolutions.py").write_text(script)
     monkeypatch.setattr(speed, "PEERS", tmp_path / "peers")
     monkeypatch.setattr(sys, "argv", ["convolutions.py", "7", "--processes", "2"])
-    with pytest.raises(SystemExit, match="True"):
-        convolutions.main()
+    assert said_by(SystemExit, convolutions.main) == "True"
     first, last = capsys.readouterr().out.splitlines()
     assert first.startswith("seed 2 is ended: the process ended with status -6: ")
     assert last == "7 cases; wrong none; ended [2]; refused none; largest error 0"

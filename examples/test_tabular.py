@@ -412,8 +412,7 @@ def test_waves_are_sines_and_cosines_of_the_inputs_that_a_recipe_has():
 def test_score_of_numbers_is_the_interval_score():
     y, noise = randn(0, 50), randn(1, 2, 3, 50)
     means, variances = y + 0.3 * noise[0], np.exp(noise[1])
-    mean, deviation = tabular.mixture(means, variances)
-    totals = np.zeros(2)
+    (mean, deviation), totals = tabular.mixture(means, variances), np.zeros(2)
     for i, (rank, weight) in enumerate([(26, 4), (46, 20)]):  # of 51 for 50% and 90%
         q = sorted(abs(y - mean) / deviation)[rank - 1]
         for low, high, target in zip(mean - q * deviation, mean + q * deviation, y):
