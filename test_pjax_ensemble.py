@@ -1432,6 +1432,9 @@ def test_effects_of_a_rewritten_function_happen_once_per_member_and_step():
     assert sorted(seen) == [0, 0, 0, 2, 2, 2]
 
 
+OLD = jax.__version_info__ < (0, 10)  # programs have the branches of all platforms
+
+
 def test_programs_lowered_for_other_platforms_keep_their_convolutions():
     sizes = {"image_shape": (8, 8, 1), "classes": range(4), "train_size": 128}
     made = tm.make_trainer(tm.Settings(**sizes, members=4, at_once=2), 2)
@@ -1439,17 +1442,16 @@ def test_programs_lowered_for_other_platforms_keep_their_convolutions():
     # The network has two convolutions; a step adds their three gradients.  On a GPU,
     # each of two members at once has its own, but for a first layer that only predicts.
     calls = (made.update, 5, 10, images, labels), (made.predict, 2, 3, images)
-    old = jax.__version_info__ < (0, 10)  # programs have the branches of all platforms
     for call, count, apart, *args in calls:
         program, given = program_of(call, state, *args)
         expected = {"cuda": apart, "tpu": count, "cpu": count}
-        if old:
+        if OLD:
             expected = dict.fromkeys(("cuda", "tpu"), 2 * count + apart)
         for name, number in expected.items():
             text = exported(program, given, name)
             assert text.count("stablehlo.convolution") == number
             # But on TPUs, two members at once convolve one after another.
-            assert ("_group_count = 2" in text) == (name == "tpu" or old)
+            assert ("_group_count = 2" in text) == (name == "tpu" or OLD)
 
 
 @pytest.mark.usefixtures("optimized")  # otherwise no select is removed
@@ -1458,8 +1460,7 @@ def test_a_step_that_is_skipped_takes_a_branch_on_cpus_and_selects_elsewhere():
         trainer, state = begin(net_trainer.__wrapped__(1, 1, skip_nonfinite=True))
         program, args = program_of(trainer.update, state, *image_data())
     cuda = exported(program, args, "cuda")
-    old = jax.__version_info__ < (0, 10)  # programs have the branches of all platforms
-    assert old or "optimization_barrier" not in cuda
+    assert OLD or "optimization_barrier" not in cuda
     cpu = program.lower(*args).compile().as_text()
     assert re.search(r"\.select.*64x6xf32", cuda)
     assert not re.search(r"64,6\].* select\(", cpu)
@@ -1530,6 +1531,10 @@ class Parts(NamedTuple):
     last: pe.Dense  # [32, 4]
 
 
+def taken(tree, which):
+    return jax.tree.map(lambda x: x[np.array(which, int)], tree)
+
+
 @functools.cache
 def full_trainer(which, devices, *, attends=False, statistics=False, **options):
     """Make a trainer of some members of HYPER, with every option of a trainer.
@@ -1584,9 +1589,8 @@ def full_trainer(which, devices, *, attends=False, statistics=False, **options):
         return pe.sgd(pe.cosine_schedule(0.1 * h.rate, 20), momentum=h.rate)
 
     options = dict(frozen=FROZEN, chunk=4) | options
-    options |= dict(hyper=jax.tree.map(lambda x: x[[*which]], HYPER), devices=devices)
-    options |= dict(members=len(which), apply_fn=apply_fn)
-    options |= dict(stateful=True, has_aux=True, skip_nonfinite=True)
+    options |= dict(hyper=taken(HYPER, which), members=len(which), devices=devices)
+    options |= dict(stateful=True, has_aux=True, skip_nonfinite=True, apply_fn=apply_fn)
     return pe.make_trainer(init, loss_fn, optimizer, **options)
 
 
@@ -2176,10 +2180,6 @@ ATTENTION = dict(attends=True, statistics=True, chunk=8), jax.random.key, PLACES
 KINDS += [pytest.param(*ATTENTION, marks=needs_shards)]
 ATTENTION = dict(attends=True, chunk=8), jax.random.key, PLACES[6:]
 KINDS += [pytest.param(*ATTENTION, marks=[needs_shards, pytest.mark.once])]
-
-
-def taken(tree, which):
-    return jax.tree.map(lambda x: x[np.array(which, int)], tree)
 
 
 def joined(*leaves):  # NumPy compiles nothing
