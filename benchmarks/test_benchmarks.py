@@ -51,57 +51,7 @@ def test_memory_has_a_row_for_each_call(capsys):
 
 # Three loops: of eight turns, as the compiler for GPUs prints it; of three, as the
 # compiler for TPUs does; and of unknown length.
-HLO = """HloModule jit_f, is_scheduled=true
-
-%fused (p: f32[4]) -> f32[4] {
-  ROOT %add.1 = f32[4]{0} add(%p, %p)
-}
-
-%body (s: (s32[], f32[4])) -> (s32[], f32[4]) {
-  %s = (s32[], f32[4]{0:T(8)(2,1)S(1)}) parameter(0)
-  %x = f32[4]{0} get-tuple-element(%s), index=1
-  %meet = (f32[4]{0}, bf16[2,3]{1,0}) all-reduce-start(%x, %y), to_apply=%fused
-  %met = (f32[4]{0}, bf16[2,3]{1,0}) all-reduce-done(%meet)
-  %y = f32[4]{0} fusion(%x), kind=kLoop, calls=%fused
-  ROOT %t = (s32[], f32[4]{0}) tuple(%i, %y)
-}
-
-%below (s: (s32[], f32[4])) -> pred[] {
-  %three = s32[]{:T(128)} constant(3), metadata={op_name="while"}
-  %i = s32[] get-tuple-element(%s), index=0
-  ROOT %lt = pred[] compare(%i, %three), direction=LT, metadata={op_name="%lt"}
-}
-
-%unknown (s: (s32[], f32[4])) -> pred[] {
-  %three = s32[] constant(3)
-  ROOT %lt = pred[] compare(%i, %n), direction=LT
-}
-
-ENTRY %main (x: f32[4]) -> f32[4] {
-  %w = (s32[], /*index=1*/f32[4]{0}) while(%t), condition=%unknown, body=%body, \
-backend_config={"known_trip_count":{"n":"8"}}
-  %v = (s32[], f32[4]{0}) while(%w), condition=%below, body=%body
-  %u = (s32[], f32[4]{0}) while(%v), condition=%unknown, body=%body
-  %c = f32[4]{0} conditional(%p, %x), branch_computations={%branch, %fused}
-  ROOT %z = f32[4]{0} custom-call(%c), custom_call_target="convolve"
-}
-
-%all-reduce-scatter (x: f32[16]) -> f32[4] {
-  %sum = f32[16]{0} all-reduce(%x), channel_id=7, replica_groups={{0,1,2,3}}
-}
-
-%later (x: f32[2]) -> f32[8] {
-  %part = f32[8]{0} all-gather(%x), channel_id=8, frontend_attributes={chain_id="0"}
-}
-
-%branch (x: f32[4]) -> f32[4] {
-  %x = f32[2]{0} parameter(0)
-  %start = (f32[2]{0}, f32[8]{0}) all-gather-start(%x), channel_id=6
-  %first = f32[4]{0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter
-  %second = f32[4]{0} fusion(%x), kind=kCustom, calls=%later
-  ROOT %all = f32[8]{0} all-gather(%x), dimensions={0}
-}
-"""
+HLO = (HERE / "benchmarks" / "loops.hlo").read_text("utf-8")
 
 
 def test_compiled_programs_are_counted_turn_by_turn():
@@ -132,21 +82,7 @@ def test_members_fit_that_the_memory_holds(tmp_path, monkeypatch, capsys):
 
 
 # Three members, each by two loops of unknown length: over 32 steps, over single steps.
-EPOCH = """
-%many (s: f32[4]) -> f32[4] {
-  %w = f32[4] while(%s), condition=%unknown, body=%body, "known_trip_count":{"n":"32"}
-}
-
-%member (s: f32[4]) -> f32[4] {
-  %u = f32[4]{0} while(%s), condition=%unknown, body=%many
-  %v = f32[4]{0} while(%u), condition=%unknown, body=%body
-}
-
-ENTRY %all (s: f32[4]) -> f32[4] {
-  %c = f32[4]{0} copy(%s)
-  %w = f32[4] while(%c), condition=%unknown, body=%member, "known_trip_count":{"n":"3"}
-}
-"""
+EPOCH = (HERE / "benchmarks" / "epoch.hlo").read_text("utf-8")
 
 
 def test_an_epochs_kernels_and_meetings_are_those_of_a_single_step():
