@@ -87,7 +87,7 @@ from trials import devices, faults, interrupts
 
 @pytest.mark.once
 def test_usage_in_the_docstring_runs_with_the_module_alone(tmp_path):
-    shutil.copy(HERE / "pjax_ensemble.py", tmp_path)
+    file = shutil.copy(HERE / "pjax_ensemble.py", tmp_path)
     code = r"""
 import sys
 sys.modules |= {"fast_cpu": None, "ensemble_metrics": None}
@@ -100,7 +100,6 @@ pe.save("it", trainer.gather(state))
 again = trainer.scatter(pe.load("it", trainer.like()))
 print(np.array_equal(trainer.predict_members(again, images), probs))
 """
-    file = tmp_path / "pjax_ensemble.py"
     fast = dict(JAX_DISABLE_MOST_OPTIMIZATIONS="False")  # convolving takes longer
     assert run_python(code, cwd=tmp_path, **fast) == f"{file}\n(5, 4) 5\nTrue\n"
 
@@ -219,9 +218,8 @@ def test_layer_turns_integers_into_floats_and_keeps_half_precision(name):
 
 
 def test_init_draws_weights_of_hes_variance_and_zero_biases():
-    drawn = {(400, 100): pe.dense_init(KEY, 400, 100)}
-    drawn[5, 5, 16, 64] = pe.conv_init(KEY, 16, 64, 5)
-    for shape, params in drawn.items():
+    drawn = pe.dense_init(KEY, 400, 100), pe.conv_init(KEY, 16, 64, 5)
+    for shape, params in zip([(400, 100), (5, 5, 16, 64)], drawn):
         assert params.weight.shape == shape
         he = np.sqrt(2 / np.prod(shape[:-1]))
         assert_allclose(params.weight.std(), he, rtol=0.02)  # 25,600 draws or more
@@ -262,10 +260,8 @@ def test_batch_norm_equals_its_formula_in_training_and_in_evaluation(shape, scal
     def formula(x, mean, var, eps):
         return gamma * (x - mean) / jnp.sqrt(var + eps) + params.bias
 
-    def trained(x):
-        options = dict(training=True, momentum=0.8, eps=0.01)
-        return pe.batch_norm(params, stats, x, **options)
-
+    options = dict(training=True, momentum=0.8, eps=0.01)
+    trained = functools.partial(pe.batch_norm, params, stats, **options)
     found, gradients_of, new = jax.vjp(trained, x, has_aux=True)
     evaluated, kept = pe.batch_norm(params, stats, x, training=False)
     with jax.numpy_rank_promotion("allow"):
@@ -630,8 +626,7 @@ def test_schedule_equals_numpy_at_every_step(make, warmup, num_steps, x64, toler
     rise = (steps + 1) / (num_steps + 1) / warmup if warmup else np.inf
     options = {} if warmup == 0.15 else {"warmup": warmup}  # it is the default
     with enable_x64(x64):
-        schedule = make(0.4, num_steps, **options)
-        found = map(schedule, (steps, num_steps, 5 * num_steps))
+        found = map(make(0.4, num_steps, **options), (steps, num_steps, 5 * num_steps))
         rates, end, later = map(np.asarray, found)
     assert_allclose(rates, 0.4 * SHAPES[make](np.minimum(rise, fall)), rtol=tolerance)
     assert rates.min() > 0 == end == later
@@ -1240,8 +1235,7 @@ def test_only_training_averages_whatever_came_before(keep, earlier, members, dev
             rows = norm_batch(6 * pe.layout(*way[1:]).replicas)
             keys, stats = keys_of(0, way.members), pe.batch_norm_init(5)[1]
             first = members_state(keys, lambda k: norm_init(k)[0], model_state=stats)
-            loss_fn = norm_loss(forward)
-            before += (train(way, loss_fn, first, [rows], stateful=True)[1],)
+            before += (train(way, norm_loss(forward), first, [rows], stateful=True)[1],)
         state, losses = trainer.update(state, xs, ys)
         return before, losses, trainer.predict(state, xs)
 
@@ -1267,9 +1261,8 @@ def test_layout_uses_as_many_devices_as_it_can():
     for members, available in itertools.product(range(1, 201), repeat=2):
         _, devices, shared, replicas = pe.layout(members, available)
         assert devices <= available and (shared == 1 or replicas == 1)
-        slots = devices * shared // replicas
         # Only the last device has idle slots.
-        assert members <= slots < members + shared
+        assert members <= devices * shared // replicas < members + shared
         if members >= available:
             assert all(m * available < members for m in range(1, shared))
         else:
@@ -1425,8 +1418,8 @@ def test_effects_of_a_rewritten_function_happen_once_per_member_and_step():
     seen, data = [], (image_data()[0], np.arange(NUM_IMAGES) % 4)
     init = functools.partial(jax.random.normal, shape=(4, 1, 3, 3))
     trainer, state = begin(net_trainer(3, 1, loss_fn, init_fn=init, at_once=2))
-    order = np.arange(12).reshape(3, 2, 2)  # two members are together, one is alone
-    state, _ = trainer.epoch(state, data, order)
+    # Two members are together, one is alone.
+    state, _ = trainer.epoch(state, data, np.arange(12).reshape(3, 2, 2))
     jax.block_until_ready(state.params)
     jax.effects_barrier()
     assert sorted(seen) == [0, 0, 0, 2, 2, 2]
@@ -2281,8 +2274,7 @@ def test_members_that_share_a_device_are_in_memory_once(optimized, method, at_on
     for members in at_once, 8:
         trainer = net_trainer(members, 1, loss_fn, init_fn=init, at_once=at_once)
         memory.append(trainer.lower(method, *given).compile().memory_analysis())
-    state = trainer.like()
-    one = sum(4 * x.size for x in jax.tree.leaves(state[:2])) // 8
+    one = sum(4 * x.size for x in jax.tree.leaves(trainer.like()[:2])) // 8
     few, all_of_them = memory
     assert few.alias_size_in_bytes >= at_once * one  # it reuses the state's buffers
     assert all_of_them.alias_size_in_bytes >= 8 * one
@@ -2293,9 +2285,8 @@ def test_members_that_share_a_device_are_in_memory_once(optimized, method, at_on
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
 def test_choose_members_takes_each_member_with_its_key_from_either_state(make):
     trainer = net_trainer(4, 2, **NOISY)
-    old = trainer.gather(trainer.init(make(3)))
+    old, new = (trainer.gather(trainer.init(make(seed))) for seed in (3, 4))
     before = jax.tree.map(np.copy, old._replace(key=None))
-    new = trainer.gather(trainer.init(make(4)))
     new = jax.tree.map(lambda x: x + 1, new._replace(key=()))._replace(key=new.key)
     better = np.array([False, True, True, False])
     chosen = pe.choose_members(better, new, old)
@@ -2661,8 +2652,7 @@ def test_arrays_that_move_their_rows_are_right_in_every_program(move):
         return rows
 
     def loss_fn(params, states, key, rows, h):
-        aux = move(rows), move(h)
-        return params[0].sum() ** 2, ([*map(move, states)], aux)
+        return params[0].sum() ** 2, ([*map(move, states)], (move(rows), move(h)))
 
     def apply_fn(params, states, inputs, h):
         found = jnp.stack([*map(move, (h, *params, *states))])
@@ -2691,18 +2681,15 @@ def test_arrays_that_move_their_rows_are_right_in_every_program(move):
         ended = trainer.gather(state)
         for found in (*ended.model_state, ended.opt_state):
             assert_array_equal(found, [moved(b, 3)] * members)
-    for make in sync, ensemble:
+    for make, keys in (sync, pe.replicate(KEY, 2)), (ensemble, keys_of(0, 2)):
         update = make(lambda *args: loss_fn(*args, b), SGD, **options)
-        state = pe.replicate(pe.train_state([b], SGD, model_state=[b], key=KEY), 2)
-        if make is ensemble:
-            state = state._replace(key=keys_of(0, 2))
-        state, (_, aux) = update(state, pe.replicate(b, 2))
+        state = pe.replicate(pe.train_state([b], SGD, model_state=[b]), 2)
+        state, (_, aux) = update(state._replace(key=keys), pe.replicate(b, 2))
         assert_array_equal([aux[0], *state.model_state], [[moved(b)] * 2] * 2)
 
 
 def test_the_optimizer_of_the_docstring_runs():
-    text = inspect.getdoc(pe.Optimizer)
-    code = re.search(r"\n\n((?: {4}.*\n|\n)+)", text)[1]
+    code = re.search(r"\n\n((?: {4}.*\n|\n)+)", inspect.getdoc(pe.Optimizer))[1]
     names = dict(jax=jax, jnp=jnp, Optimizer=pe.Optimizer)
     exec(inspect.cleandoc(code), names)
     update, state = sync(product, names["optimizer"]), jnp.ones((1, 2))
@@ -2953,8 +2940,7 @@ def one_process(index, count, local, port, folder):
     found["sync update"] = np.asarray(pe.unreplicate(state.params).weight)
     keys = jax.random.split(jax.random.key(5), local)  # equal in every process
     state = pe.replicate(one, local)._replace(key=keys)
-    equal = f"members 0 and {local} have equal keys"
-    refused = pytest.raises(ValueError, match=equal)
+    refused = pytest.raises(ValueError, match=f"members 0 and {local} have equal keys")
     with refused if count > 1 else contextlib.nullcontext():
         other = pe.make_ensemble_update(loss_fn, optimizer)
         other(state, *pe.replicate((xs, ys), local))
@@ -3136,8 +3122,7 @@ def test_a_tree_comes_back_bit_by_bit_and_gives_the_same_file(tmp_path, tree):
     found, leaves = pe.load(path), jax.tree_util.tree_leaves_with_path(tree)
     expected = {jax.tree_util.keystr(place): leaf for place, leaf in leaves}
     assert_same_leaves(found, expected)
-    with safetensors.safe_open(path, "np") as file:
-        types = file.metadata()
+    types = safetensors.safe_open(path, "np").metadata()
     digits = types.pop("sha256")
     rest = path.read_bytes().partition(digits.encode())[2]
     assert hashlib.sha256(rest).hexdigest() == digits

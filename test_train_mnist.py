@@ -827,8 +827,7 @@ def test_settings_depend_on_the_data_and_not_on_their_name():
     (_, *arrays, classes), settings = md.generate_digits(0, 40, 20), set()
     for i, array in enumerate([arrays[0][:0]] * 2 + arrays):  # empty arrays stay
         array.flat[7:8] += 1
-        data = md.Dataset(f"{i}", *arrays, classes)
-        settings.add(json.dumps(tm.data_settings(data)))
+        settings.add(json.dumps(tm.data_settings(md.Dataset(f"{i}", *arrays, classes))))
     assert len(settings) == 5
 
 

@@ -39,8 +39,7 @@ TORCH = importlib.util.find_spec("torch") is not None
 
 @linux
 def test_memory_has_a_row_for_each_call(capsys):
-    sizes = dict(members=2, devices=1, at_once=1, width=8)
-    memory.peaks(argparse.Namespace(**sizes))
+    memory.peaks(argparse.Namespace(members=2, devices=1, at_once=1, width=8))
     rows = capsys.readouterr().out.splitlines()
     calls = [re.match(r"\| (\w+)[\w, ]* \| -?[\d.]+ \|$", row)[1] for row in rows[2:]]
     names = "init update update epoch epoch predict_members gather save load scatter"
@@ -241,8 +240,7 @@ def test_networks_take_turns_and_rates_are_of_all_members(monkeypatch, capsys):
     chosen = {name: every[name] for name in ("other", "by hand, fast")}
     assert len(every) == 5 and len(networks.systems("U-Net")) == 8
     monkeypatch.setattr(networks, "systems", lambda name, one: chosen)
-    options = "--seconds 0.01 --batch 8 --bfloat16"
-    found = networks.measure("LSTM", 1, options, one=True)
+    found = networks.measure("LSTM", 1, "--seconds 0.01 --batch 8 --bfloat16", one=True)
     for name, system in found.items():
         assert len(system["train"]) == len(system["predict"]) == 1, name
         assert 0.1 < system["memory"] < 9
