@@ -2328,9 +2328,8 @@ def test_a_trainer_warns_once_of_members_that_cannot_differ():
 
     update, epoch, order = pe.Trainer.update, pe.Trainer.epoch, np.arange(16)
     data, order = (randn(0, 16, 3),), order.reshape(2, 2, 4)
-    own = functools.partial(update, per_member=True)
     assert warned(update, *data) == 1
-    assert warned(own, randn(1, 2, 4, 3)) == 0
+    assert warned(functools.partial(update, per_member=True), randn(1, 2, 4, 3)) == 0
     assert warned(epoch, data, order[0]) == warned(epoch, data, order[[0, 0]]) == 1
     assert warned(epoch, data, order) == warned(epoch, data, order, devices=4) == 0
     stateful = dict(init_fn=lambda key: (jnp.ones(3), jnp.zeros(())), stateful=True)
@@ -2702,14 +2701,13 @@ def test_the_optimizer_of_the_docstring_runs():
 def test_microbatches_are_chosen_by_platform_and_batch(monkeypatch):
     def sizes(*rows, **options):
         seen, one = [], jnp.ones(())
-        made = (one, one) if "stateful" in options else one
 
         def loss_fn(params, *rest):
             seen.append(len(rest[-1]))
             loss = jnp.mean(params * rest[-1])
             return (loss, loss) if options.keys() & {"has_aux", "stateful"} else loss
 
-        options["init_fn"] = lambda _: made
+        options["init_fn"] = lambda _: (one, one) if "stateful" in options else one
         trainer = net_trainer.__wrapped__(1, 1, loss_fn, **options)
         for size in rows:
             trainer.lower("update", np.ones((size, 1)))
@@ -3239,15 +3237,11 @@ def test_a_file_is_replaced_when_it_is_whole_and_not_before(path, monkeypatch):
 
 
 @posix
-def test_only_regular_files_are_replaced_and_loaded(tmp_path):
-    (path, link), folder = (tmp_path / name for name in "xy"), tmp_path / "none" / "x"
-    pe.save(path, A)
-    link.symlink_to(path)
-    assert said_by(ValueError, pe.load, link) == f"{link}: not a regular file"
-    said = f"{link} is not a regular file; choose another name"
-    assert said_by(ValueError, pe.save, link, A) == said and link.is_symlink()
-    said = said_by(OSError, pe.save, folder, A)
-    assert said.endswith(f"file or directory: '{folder}'")
+def test_only_regular_files_are_replaced_and_loaded(path):
+    path.symlink_to(path.with_name("other"))
+    assert said_by(ValueError, pe.load, path) == f"{path}: not a regular file"
+    said = f"{path} is not a regular file; choose another name"
+    assert said_by(ValueError, pe.save, path, A) == said and path.is_symlink()
 
 
 @posix

@@ -157,7 +157,6 @@ def test_tables_score_each_split_on_its_test_rows(tmp_path):
     x, rows = np.arange(8.0), np.arange(8)
     np.savetxt(tmp_path / "made-up" / "data.txt", np.c_[x, x])
     (tmp_path / "made-up" / "test_rows.txt").write_text("0 1\n4 5 6 7\n")
-    data = tables.read("made-up", tmp_path)
 
     def predict(model, train, test):  # 2 below or above, and wide enough from 6 on
         assert model == "m" and {*train[0].flat} ^ {*test[0].flat} == {*rows}
@@ -166,7 +165,7 @@ def test_tables_score_each_split_on_its_test_rows(tmp_path):
         mean, wide = new + np.where(new < 5, -2, 2), 3 * (new > 5)
         return mean, np.stack([mean - 1 - wide, mean + 1], axis=1), new[0]
 
-    found = tables.measure(predict, "m", data)
+    found = tables.measure(predict, "m", tables.read("made-up", tmp_path))
     assert_array_equal(found[:, :4], [[2, 0, 0, 2], [2, 4, 0.5, 3.5]])
     classes = tables.read_classes("wine", tmp_path)
     found, seconds = tables.measure_classes(tables.CLASSIFIERS["logistic"], classes)

@@ -387,10 +387,9 @@ def test_waves_are_sines_and_cosines_of_the_inputs_that_a_recipe_has():
     params = jax.tree.map(lambda p: p + randn(9, *p.shape) / 9, params)
     normal = np.float64((x - x.mean(axis=0)) / x.std(axis=0))
     phases = [k * column for column in normal.T for k in range(1, 9)]
-    waves = [*np.sin(phases), *np.cos(phases)]
     for on in (0, 1):
         h = tabular.member_hyper(x, y, np.arange(20), 1, 1, on)
-        z = np.c_[normal, on * np.transpose(waves)]
+        z = np.c_[normal, on * np.transpose([*np.sin(phases), *np.cos(phases)])]
         for weight, bias in jax.tree.map(np.asarray, params[:2]):
             z = z @ weight + bias
             z /= 1 + np.exp(-z)
