@@ -203,8 +203,7 @@ def test_run_learns_oblong_images_in_the_bits_of_training_by_hand(
     assert (status, err) == (0, "")
     rows, network = (images[0][..., None], data[2]), tm.NETWORKS[network.split()[0]]
     trained = train_by_hand(network, members, epochs, optimizer, *rows)
-    found = pe.load(runs / names_of(48 * epochs)[0], trained)
-    assert leaves_equal(found, trained)
+    assert leaves_equal(pe.load(runs / names_of(48 * epochs)[0], trained), trained)
     report, metrics = report_of(runs), metrics_of(runs)
     assert "768 training and 200 test images of 14 x 10, 10 classes" in out
     assert [m["epoch"] for m in metrics] == [*range(1, epochs + 1)]
@@ -519,8 +518,7 @@ def test_run_resumes_from_its_newest_valid_checkpoint(tmp_path, script, whole_ru
     later = '\n{"epoch": 2}\n{"epoch": 3, "trai'  # lines later than the checkpoint
     (folder / "metrics.jsonl").write_text(first_line + later)
     leftovers = [folder / f".{name}.1a2b3c4d.tmp" for name in (first, "report.png")]
-    for path in leftovers:
-        path.write_text("half a file")
+    write_files(folder, dict.fromkeys(leftovers, b"half a file"))
     status, out, err = script(RUN, "--resume --keep 1 --workdir", folder)
     assert status == 0 and f"resumed from {folder / middle}" in out
     assert err.count("warning: skipped") == 3 and "damaged" in err
@@ -579,11 +577,10 @@ def test_older_checkpoints_go_once_the_newest_has_its_name(tmp_path, monkeypatch
         for step in steps:
             tm.save_checkpoint(tmp_path, np.array(step), step, keep=2, good=step)
 
-    others = [*names_of(99), "checkpoint_copy.safetensors"]
-    for name in others:  # a later, damaged checkpoint; another program's file
-        (tmp_path / name).write_bytes(b"")
+    # A later, damaged checkpoint; another program's file.
+    seen, others = [], [*names_of(99), "checkpoint_copy.safetensors"]
+    write_files(tmp_path, dict.fromkeys(others, b""))
     save(10, 20, 30)
-    seen = []
     hook(monkeypatch, os, "unlink", lambda _: seen.append(contents(tmp_path)))
     save(40)
     assert all(sorted(x) == [*names_of(20, 30, 40), *others] for x in seen)

@@ -153,10 +153,9 @@ def test_tables_train_networks_on_the_rows_of_each_fold(monkeypatch):
 
 
 def test_tables_score_each_split_on_its_test_rows(tmp_path):
-    (tmp_path / "made-up").mkdir()
+    folder = write_files(tmp_path / "made-up", {"test_rows.txt": b"0 1\n4 5 6 7\n"})
     x, rows = np.arange(8.0), np.arange(8)
-    np.savetxt(tmp_path / "made-up" / "data.txt", np.c_[x, x])
-    (tmp_path / "made-up" / "test_rows.txt").write_text("0 1\n4 5 6 7\n")
+    np.savetxt(folder / "data.txt", np.c_[x, x])
 
     def predict(model, train, test):  # 2 below or above, and wide enough from 6 on
         assert model == "m" and {*train[0].flat} ^ {*test[0].flat} == {*rows}
@@ -180,9 +179,7 @@ def test_speed_says_in_a_line_why_it_stops(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["speed.py", "--group", group])
         return said(speed.main)
 
-    data = tmp_path / "concrete" / "data.txt"
-    data.parent.mkdir()
-    data.write_text("1 2 3")
+    data = write_files(tmp_path / "concrete", {"data.txt": b"1 2 3"}) / "data.txt"
     monkeypatch.setenv("UCI_DIR", str(tmp_path))
     monkeypatch.setenv("MNIST_DIR", str(tmp_path / "none"))
     with monkeypatch.context() as patch:  # before anything starts
@@ -260,6 +257,7 @@ def test_networks_take_turns_and_rates_are_of_all_members(monkeypatch, capsys):
 
 
 @pytest.mark.once
+@mock.patch.multiple(cifar10, CALIBRATE=20, SHIFTED=20)
 def test_cifar10_is_trained_once_and_scored(tmp_path, monkeypatch, capsys):
     rng = np.random.default_rng(0)
     sizes = {"data_batch_1": 256, "data_batch_2": 128, "test_batch": 60}
@@ -270,8 +268,6 @@ def test_cifar10_is_trained_once_and_scored(tmp_path, monkeypatch, capsys):
         (tmp_path / f"{name}.bin").write_bytes(records.tobytes())
     digits = write_files(tmp_path / "digits", small_files())
     monkeypatch.setenv("MNIST_DIR", str(digits))
-    monkeypatch.setattr(cifar10, "CALIBRATE", 20)
-    monkeypatch.setattr(cifar10, "SHIFTED", 20)
     net = resnet.ResNet(0, (4,))  # a convolution and a layer
 
     files = [f"--json={tmp_path / 'report'}", f"--plot={tmp_path / 'report.png'}"]

@@ -411,8 +411,8 @@ def test_score_of_numbers_is_the_interval_score():
     assert_close(tabular.interval_score(means, variances, y), expected)
     still = np.zeros((1, 50)), np.ones((1, 50)), np.zeros(50)
     assert np.isfinite(tabular.interval_score(*still))
-    few = tabular.interval_score(means[:, :8], variances[:, :8], y[:8])
-    assert few == np.inf  # so that the plainest recipe is taken
+    # So that the plainest recipe is taken.
+    assert tabular.interval_score(means[:, :8], variances[:, :8], y[:8]) == np.inf
 
 
 def test_choice_is_the_plainest_of_the_best_that_are_finite():
