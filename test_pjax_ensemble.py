@@ -1285,15 +1285,12 @@ def begin(trainer, seed=0):
     return trainer, trainer.scatter(members)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(eq=False)
 class Steps:
     """A tree like older Flax's: two of the same form are not equal."""
 
-    def __init__(self, steps):
-        self.steps = steps
-
-
-both_ways = lambda tree: ((tree.steps,), None), lambda _, leaves: Steps(*leaves)
-jax.tree_util.register_pytree_node(Steps, *both_ways)
+    steps: jax.Array
 
 
 # This trainer of the net draws noise, and its model state counts its steps.
@@ -1961,9 +1958,9 @@ def test_outputs_that_depend_on_other_examples_are_refused(members, devices):
     trainer = net_trainer.__wrapped__(members, devices, apply_fn=rounded, output=None)
     trainer.predict(state, np.zeros_like(images))  # a warm-up, whose rows are equal
     assert "train=False" in said_by(ValueError, trainer.predict, state, images)
-    drawn = jax.random.normal(KEY, (8, 4))  # a draw of its own for each row
     nan = jnp.array([[jnp.nan, jnp.inf, 0, 0]])
-    predict(17, lambda p, x: net(p, x) + drawn[: len(x)] + nan)
+    # A draw of its own for each row.
+    predict(17, lambda p, x: net(p, x) + jax.random.normal(KEY, (8, 4))[: len(x)] + nan)
     predict(17, lambda p, x: net(p, x) * (1 + 1e-5 * x.mean()))  # as by rounding
 
 
@@ -2945,8 +2942,7 @@ def test_two_processes_equal_one_with_as_many_devices(tmp_path):
     for run in runs:
         _, errors = run.communicate(timeout=300)
         assert run.returncode == 0, errors
-    ends = [np.load(tmp_path / f"{name}.npz") for name in ("2 0", "2 1", "1 0")]
-    first, second, one = map(dict, ends)
+    one, first, second = map(dict, map(np.load, sorted(tmp_path.glob("*.npz"))))
     for name, value in first.items():
         assert_array_equal(value, second[name], err_msg=name)
         exact = name[0] == "5" and name != "5 predict"  # no replicas

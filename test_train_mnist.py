@@ -253,8 +253,7 @@ def test_failed_member_is_left_out(tmp_path, script, small_folder, drawn, monkey
     probs = tm.load_run(tmp_path, 2).predict_members(data.test_images)  # of two members
     assert probs.shape == (2, 200, 10) and np.isfinite(probs).all()
     assert "an ensemble of 2" in drawn().get_suptitle()
-    curves = {"members": np.concatenate(probs), "ensemble": probs.mean(axis=0)}
-    for name, p in curves.items():
+    for name, p in ("members", np.concatenate(probs)), ("ensemble", probs.mean(axis=0)):
         counts, *scores = em.reliability(p, np.resize(data.test_labels, len(p)))
         points = lines_of(drawn().subfigs[0].axes[2])[name]
         assert_allclose(points, 100 * np.transpose(scores)[counts > 0])

@@ -34,8 +34,6 @@ from conftest import ENVIRONMENT, HERE, cases, linux, posix, said_by
 # isort: split
 from conftest import small_files, write_files
 
-TORCH = importlib.util.find_spec("torch") is not None
-
 
 @linux
 def test_memory_has_a_row_for_each_call(capsys):
@@ -220,7 +218,7 @@ def test_networks_of_all_systems_have_the_same_parameters(name, monkeypatch):
     assert logits.shape == (3, *shape.labels, shape.classes)
     _, moved = jax.eval_shape(loss_fn, params, state, None, x[:3], y[:3])
     assert jax.tree.structure(moved) == jax.tree.structure(state)
-    if TORCH:
+    if importlib.util.find_spec("torch"):
         import networks_torch
 
         model = networks_torch.network(name)()
@@ -229,9 +227,8 @@ def test_networks_of_all_systems_have_the_same_parameters(name, monkeypatch):
 
 
 @pytest.mark.once
+@mock.patch.dict("os.environ", ENVIRONMENT)  # programs compile as this process's
 def test_networks_take_turns_and_rates_are_of_all_members(monkeypatch, capsys):
-    for variable in ENVIRONMENT.items():  # programs compile as this process's
-        monkeypatch.setenv(*variable)
     every = networks.systems("LSTM", one=True)
     chosen = {name: every[name] for name in ("other", "by hand, fast")}
     assert len(every) == 5 and len(networks.systems("U-Net")) == 8
@@ -304,14 +301,13 @@ def test_table_of_cheaper_ways_has_the_ways_that_the_page_prints():
 
 
 @linux
-def test_readme_starts_alike_on_any_number_of_cores(tmp_path, monkeypatch):
+@mock.patch.dict("os.environ", ENVIRONMENT)
+def test_readme_starts_alike_on_any_number_of_cores(tmp_path):
     """This is the short form of trials/devices.py: the README's first example."""
     code, said = devices.read_readme()
     short = [block.replace("(500, 50)", "(5, 50)") for block in code[:2]]
     assert short != code[:2]
     short.append("print(jax.device_count())")
-    for variable in ENVIRONMENT.items():
-        monkeypatch.setenv(*variable)
 
     def start(cores):
         folder = tmp_path / str(cores)

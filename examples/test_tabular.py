@@ -417,9 +417,9 @@ def test_score_of_numbers_is_the_interval_score():
 
 def test_choice_is_the_plainest_of_the_best_that_are_finite():
     y = 10 * np.float64(randn(5, 99))
-    errors = np.resize([1, -1, 0.5], 99)[None, None]  # of a recipe's members
     scales = np.array([2, 1, 0.5, 0.4999, np.nan])[:, None, None]
-    means = y + errors * scales + np.zeros((5, 2, 99))
+    # A recipe's members err alike.
+    means = y + np.resize([1, -1, 0.5], 99)[None, None] * scales + np.zeros((5, 2, 99))
     nll = tabular.losses(y, [means, np.ones(means.shape)])
     assert_close(nll[:3] - nll[2], np.log([4, 2, 1]), 0.02)
     assert 0 < nll[2] - nll[3] < 0.01 and nll[4] > 10
