@@ -324,7 +324,7 @@ def test_readme_starts_alike_on_any_number_of_cores(tmp_path):
         assert len(devices.complaints(told, said)) == count
 
 
-def test_a_case_that_ends_its_process_is_named_alone(tmp_path, monkeypatch, capsys):
+def test_a_case_that_ends_its_process_ends_no_other(tmp_path, monkeypatch, capsys):
     script = """import os, sys
 for seed in range(int(sys.argv[3]), int(sys.argv[1]) + int(sys.argv[3])):
     print('{"seed": %d, "verdict": "right"}' % seed if seed != 2 else os.abort())
