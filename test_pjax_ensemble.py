@@ -1678,8 +1678,11 @@ def on(platform):
         yield
 
 
+set_mesh = getattr(jax, "set_mesh", None)
+
+
 def explicit_mesh():
-    if not hasattr(jax, "set_mesh"):
+    if not set_mesh:
         pytest.skip("this JAX lacks set_mesh")
     kinds = (jax.sharding.AxisType.Explicit,) * 2
     return jax.make_mesh((2, 2), ("x", "y"), axis_types=kinds)
@@ -1706,7 +1709,7 @@ SAME = {
     "arrays change after each call": Case(with_arrays_that_change, put=spoiled),
     "it is a copy": Case(lambda trainer: copy.deepcopy(copy.copy(trainer))),
     "it is given devices": Case(replaced(devices=jax.devices()[6:4:-1])),
-    "a mesh is set": Case(replaced(), lambda: jax.set_mesh(explicit_mesh())),
+    "a mesh is set": Case(replaced(), lambda: set_mesh(explicit_mesh())),
     "no transfer is implicit": Case(replaced(), lambda: jax.transfer_guard("disallow")),
 }
 
