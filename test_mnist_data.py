@@ -139,8 +139,8 @@ def test_generated_digits_have_mnists_form_and_depend_on_the_seed():
     height, width = (np.sqrt(ink.sum(axis) @ at**2 / ink.sum()) for axis in (1, 0))
     slant = at @ ink @ at / ink.sum()
     one, inside = data.train_images[data.train_labels == 1], slice(7, 21)
-    differ = one[:, inside, inside].std(axis=0).mean()  # among the drawings of a digit
-    found = height, width, slant, differ
+    # The last is the spread among the drawings of a digit.
+    found = height, width, slant, one[:, inside, inside].std(axis=0).mean()
     assert_allclose(found, [5.887, 4.255, -7.48, 69.2], rtol=0.01)
     fewer, other = md.generate_digits(0, 700, 10), md.generate_digits(1, 700, 10)
     assert_array_equal(fewer.train_images, data.train_images[:700])

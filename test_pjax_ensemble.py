@@ -19,11 +19,9 @@ import signal
 import stat
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 import tracemalloc
-import types
 import warnings
 import weakref
 from collections.abc import Callable
@@ -37,8 +35,6 @@ import numpy as np
 import optax
 import pytest
 import safetensors.numpy
-from hypothesis import given
-from hypothesis import strategies as st
 from jax import export
 from numpy.testing import assert_allclose, assert_array_equal
 
@@ -49,10 +45,10 @@ import train_mnist as tm
 from conftest import HERE, SGD, D, as_bytes, assert_close, cases, dilated
 
 # isort: split
-from conftest import free_port, leaves_equal, linux, member, posix, randn, refuses
+from conftest import free_port, hook, leaves_equal, linux, member, posix, randn
 
 # isort: split
-from conftest import run_python, said_by, start_python
+from conftest import refuses, run_python, said_by, start_python
 
 
 def out_of_range(name, below, call, *values):
@@ -91,7 +87,7 @@ from trials import devices, faults, interrupts
 
 @pytest.mark.once
 def test_usage_in_the_docstring_runs_with_the_module_alone(tmp_path):
-    shutil.copy(HERE / "pjax_ensemble.py", tmp_path)
+    file = shutil.copy(HERE / "pjax_ensemble.py", tmp_path)
     code = r"""
 import sys
 sys.modules |= {"fast_cpu": None, "ensemble_metrics": None}
@@ -104,7 +100,6 @@ pe.save("it", trainer.gather(state))
 again = trainer.scatter(pe.load("it", trainer.like()))
 print(np.array_equal(trainer.predict_members(again, images), probs))
 """
-    file = tmp_path / "pjax_ensemble.py"
     fast = dict(JAX_DISABLE_MOST_OPTIMIZATIONS="False")  # convolving takes longer
     assert run_python(code, cwd=tmp_path, **fast) == f"{file}\n(5, 4) 5\nTrue\n"
 
@@ -169,12 +164,6 @@ def test_docstrings_give_shapes_and_errors(module, arrays):
 # ---------------------------------------------------------------------------------
 
 
-def windows_of(images, size, stride):
-    """Return NumPy's windows [B, H', W', I, kh, kw] of images, without padding."""
-    view = np.lib.stride_tricks.sliding_window_view(images, size, axis=(1, 2))
-    return view[:, :: stride[0], :: stride[1]]
-
-
 def pair(value):
     return value if isinstance(value, tuple) else (value, value)
 
@@ -223,9 +212,8 @@ def test_layer_turns_integers_into_floats_and_keeps_half_precision(name):
 
 
 def test_init_draws_weights_of_hes_variance_and_zero_biases():
-    drawn = {(400, 100): pe.dense_init(KEY, 400, 100)}
-    drawn[5, 5, 16, 64] = pe.conv_init(KEY, 16, 64, 5)
-    for shape, params in drawn.items():
+    drawn = pe.dense_init(KEY, 400, 100), pe.conv_init(KEY, 16, 64, 5)
+    for shape, params in zip([(400, 100), (5, 5, 16, 64)], drawn):
         assert params.weight.shape == shape
         he = np.sqrt(2 / np.prod(shape[:-1]))
         assert_allclose(params.weight.std(), he, rtol=0.02)  # 25,600 draws or more
@@ -248,8 +236,10 @@ WINDOWS += [((2, 3), (3, 1)), (3, 4)]
 @pytest.mark.parametrize("window, stride", WINDOWS)
 def test_pool_equals_numpy(pool, window, stride):
     images = randn(0, 2, 7, 9, 3)
-    windows = windows_of(images, pair(window), pair(stride or window))
-    expected = POOLS[pool](windows, axis=(-2, -1))
+    # [B, H', W', I, kh, kw]
+    windows = np.lib.stride_tricks.sliding_window_view(images, pair(window), (1, 2))
+    down, across = pair(stride or window)
+    expected = POOLS[pool](windows[:, ::down, ::across], axis=(-2, -1))
     assert_close(pool(jnp.asarray(images), window, stride=stride), expected)
 
 
@@ -266,10 +256,8 @@ def test_batch_norm_equals_its_formula_in_training_and_in_evaluation(shape, scal
     def formula(x, mean, var, eps):
         return gamma * (x - mean) / jnp.sqrt(var + eps) + params.bias
 
-    def trained(x):
-        options = dict(training=True, momentum=0.8, eps=0.01)
-        return pe.batch_norm(params, stats, x, **options)
-
+    options = dict(training=True, momentum=0.8, eps=0.01)
+    trained = functools.partial(pe.batch_norm, params, stats, **options)
     found, gradients_of, new = jax.vjp(trained, x, has_aux=True)
     evaluated, kept = pe.batch_norm(params, stats, x, training=False)
     with jax.numpy_rank_promotion("allow"):
@@ -589,16 +577,15 @@ def test_defaults_equal_those_in_the_docstrings():
 @pytest.mark.parametrize("make", [pe.sgd, pe.adam])
 def test_optimizer_keeps_half_precision_and_float32_moments(make):
     optimizer, params = make(pe.linear_schedule(0.1, 4)), jnp.ones(3, jnp.bfloat16)
-    with jax.numpy_dtype_promotion("strict"):
-        updates, (_, *state) = optimizer.update(params, optimizer.init(params))
-        assert pe.apply_updates(params, updates).dtype == jnp.bfloat16
-        # Bfloat16 would round this update to half the spacing of its numbers above 1.
-        above_half = jnp.full_like(updates, 2**-8 + 2**-18)
-        assert (pe.apply_updates(params, above_half) == 1 + 2**-7).all()
-    assert {x.dtype for x in (updates, *state)} == {jnp.dtype(jnp.float32)}
     traced = jax.jit(lambda *h: make(*h).update(params, optimizer.init(params)))
-    updates, (_, *state) = traced(0.1, 0.9)
-    assert {x.dtype for x in (updates, *state)} == {jnp.dtype(jnp.float32)}
+    with jax.numpy_dtype_promotion("strict"):
+        known = optimizer.update(params, optimizer.init(params))
+        assert pe.apply_updates(params, known[0]).dtype == jnp.bfloat16
+        # Bfloat16 would round this update to half the spacing of its numbers above 1.
+        above_half = jnp.full_like(known[0], 2**-8 + 2**-18)
+        assert (pe.apply_updates(params, above_half) == 1 + 2**-7).all()
+    for updates, (_, *state) in known, traced(0.1, 0.9):
+        assert {x.dtype for x in (updates, *state)} == {jnp.dtype(jnp.float32)}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -635,8 +622,7 @@ def test_schedule_equals_numpy_at_every_step(make, warmup, num_steps, x64, toler
     rise = (steps + 1) / (num_steps + 1) / warmup if warmup else np.inf
     options = {} if warmup == 0.15 else {"warmup": warmup}  # it is the default
     with enable_x64(x64):
-        schedule = make(0.4, num_steps, **options)
-        found = map(schedule, (steps, num_steps, 5 * num_steps))
+        found = map(make(0.4, num_steps, **options), (steps, num_steps, 5 * num_steps))
         rates, end, later = map(np.asarray, found)
     assert_allclose(rates, 0.4 * SHAPES[make](np.minimum(rise, fall)), rtol=tolerance)
     assert rates.min() > 0 == end == later
@@ -833,8 +819,7 @@ def start(way, loss_fn, first, optimizer=SGD, **options):
 
 def train(way, loss_fn, first, batches, optimizer=SGD, **options):
     """Train members [K, ...] on each batch [B, ...]; return them and metrics [K]."""
-    state, update = start(way, loss_fn, first, optimizer, **options)
-    metrics = []
+    (state, update), metrics = start(way, loss_fn, first, optimizer, **options), []
     for step, batch in enumerate(batches):
         before = jax.tree.leaves(state)
         state, now = update(state, *batch)
@@ -878,15 +863,11 @@ def test_step_equals_one_on_the_whole_batch_and_is_traced_once(way, name, microb
         right = pe.accuracy(net(params, images), labels)
         return noted["loss_fn"](params, images, labels), right
 
-    def counted():
-        for batch in batches:
-            counts.append(len(seen))
-            yield batch
-
     first = members_state(keys_of(0, way.members), optimizer=ours)
     batches, options = net_batches(3, 64), dict(has_aux=True, microbatch=microbatch)
+    counted = (counts.append(len(seen)) or batch for batch in batches)
     with mock.patch.object(pe, "_check_apart") as look:
-        ends, metrics = train(way, loss_fn, first, counted(), ours, **options)
+        ends, metrics = train(way, loss_fn, first, counted, ours, **options)
     assert look.call_count == 1  # update's own results are not checked again
     assert counts[0] == 0 < counts[1] == counts[2]
     assert leaves_equal(ends.key, jax.random.key_data(first.key))
@@ -1057,21 +1038,17 @@ def test_step_refuses_consumed_and_shared_buffers_and_empty_batches(way):
 
 
 @every_way
-def test_a_program_whose_devices_wait_for_each_other_runs_alone(way):
+def test_a_program_whose_devices_wait_for_each_other_runs_alone(way, monkeypatch):
     """On a CPU it waits for its arguments and results; other programs do not wait."""
 
     def watched(program, *args):
         return run(lambda *args: seen.append("run") or program(*args), *args)
 
-    def waiting(x):
-        seen.append("wait")
-        return wait(x)
-
-    seen, run, wait = [], pe._run, jax.block_until_ready
-    with mock.patch.multiple(pe, _run=watched):
-        state, update = start(way, net_loss, members_state(keys_of(0, way.members)))
-        with mock.patch.object(jax, "block_until_ready", waiting):
-            update(state, *net_batches(1)[0])
+    seen, run = [], pe._run
+    monkeypatch.setattr(pe, "_run", watched)
+    state, update = start(way, net_loss, members_state(keys_of(0, way.members)))
+    hook(monkeypatch, jax, "block_until_ready", lambda x: seen.append("wait"))
+    update(state, *net_batches(1)[0])
     meet = pe.layout(way.members, way.devices).replicas > 1
     assert seen == (["wait", "run", "wait"] if meet else ["run"])
 
@@ -1176,10 +1153,6 @@ def norm_init(key):
     return (pe.dense_init(key, 3, 5), norm), stats
 
 
-def norm_forward(params, stats, xs):
-    return pe.batch_norm(params[1], stats, pe.dense(params[0], xs), training=True)
-
-
 def norm_loss(forward):
     def loss_fn(params, stats, key, xs, ys):
         outputs, stats = forward(params, stats, xs)
@@ -1230,7 +1203,8 @@ def test_only_training_averages_whatever_came_before(keep, earlier, members, dev
 
     def ends(keep):
         def forward(params, stats, xs):
-            return norm_forward(params, stats, xs)
+            dense, norm = params
+            return pe.batch_norm(norm, stats, pe.dense(dense, xs), training=True)
 
         forward = keep(forward)
 
@@ -1240,11 +1214,8 @@ def test_only_training_averages_whatever_came_before(keep, earlier, members, dev
                 forward(params, stats, jnp.zeros((6, 2, 3)))
             return params, stats
 
-        def apply_fn(params, stats, xs):
-            return forward(params, stats, xs)[0]
-
-        options = dict(init_fn=init, apply_fn=apply_fn, chunk=6, output=None)
-        options |= dict(loss_fn=norm_loss(forward), stateful=True)
+        options = dict(init_fn=init, loss_fn=norm_loss(forward), stateful=True)
+        options |= dict(apply_fn=lambda *args: forward(*args)[0], chunk=6, output=None)
         trainer, state = begin(net_trainer(members, devices, **options))
         before = trainer.predict(state, xs) if earlier == "predict" else ()
         # And training on other replicas, each with six examples as here.
@@ -1253,8 +1224,7 @@ def test_only_training_averages_whatever_came_before(keep, earlier, members, dev
             rows = norm_batch(6 * pe.layout(*way[1:]).replicas)
             keys, stats = keys_of(0, way.members), pe.batch_norm_init(5)[1]
             first = members_state(keys, lambda k: norm_init(k)[0], model_state=stats)
-            loss_fn = norm_loss(forward)
-            before += (train(way, loss_fn, first, [rows], stateful=True)[1],)
+            before += (train(way, norm_loss(forward), first, [rows], stateful=True)[1],)
         state, losses = trainer.update(state, xs, ys)
         return before, losses, trainer.predict(state, xs)
 
@@ -1276,16 +1246,16 @@ def test_layout_of_several_processes_equals_the_table(arguments, expected):
     assert pe.layout(*arguments) == expected
 
 
-@given(st.integers(1, 200), st.integers(1, 200))
-def test_layout_uses_as_many_devices_as_it_can(members, available):
-    _, devices, shared, replicas = pe.layout(members, available)
-    assert devices <= available and (shared == 1 or replicas == 1)
-    slots = devices * shared // replicas
-    assert members <= slots < members + shared  # only the last device has idle slots
-    if members >= available:
-        assert all(m * available < members for m in range(1, shared))
-    else:
-        assert devices == members * replicas and devices + members > available
+def test_layout_uses_as_many_devices_as_it_can():
+    for members, available in itertools.product(range(1, 201), repeat=2):
+        _, devices, shared, replicas = pe.layout(members, available)
+        assert devices <= available and (shared == 1 or replicas == 1)
+        # Only the last device has idle slots.
+        assert members <= devices * shared // replicas < members + shared
+        if members >= available:
+            assert all(m * available < members for m in range(1, shared))
+        else:
+            assert devices == members * replicas and devices + members > available
 
 
 # The laws hold for one member with replicas, for several, and for K > D.
@@ -1315,15 +1285,12 @@ def begin(trainer, seed=0):
     return trainer, trainer.scatter(members)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(eq=False)
 class Steps:
     """A tree like older Flax's: two of the same form are not equal."""
 
-    def __init__(self, steps):
-        self.steps = steps
-
-
-both_ways = lambda tree: ((tree.steps,), None), lambda _, leaves: Steps(*leaves)
-jax.tree_util.register_pytree_node(Steps, *both_ways)
+    steps: jax.Array
 
 
 # This trainer of the net draws noise, and its model state counts its steps.
@@ -1419,11 +1386,10 @@ LINE["optimizer"] = pe.adam(0.01)
     (LINE, (randn(0, 96), randn(1, 96))),  # JAX 0.12
 )
 def test_an_optimizer_rounds_alike_for_a_member_alone_and_beside_another(options, data):
-    ends = []
-    order = np.random.default_rng(0).integers(len(data[0]), size=(200, 24))
+    ends, rows = [], np.random.default_rng(0).integers(len(data[0]), size=(200, 24))
     for members in 1, 2:
         trainer, state = begin(net_trainer(members, 1, **options), seed=5)
-        state, losses = trainer.epoch(state, data, order)
+        state, losses = trainer.epoch(state, data, rows)
         ends.append(member((losses, trainer.gather(state)[:2]), 0))
     assert leaves_equal(*ends)
 
@@ -1438,11 +1404,14 @@ def test_effects_of_a_rewritten_function_happen_once_per_member_and_step():
     seen, data = [], (image_data()[0], np.arange(NUM_IMAGES) % 4)
     init = functools.partial(jax.random.normal, shape=(4, 1, 3, 3))
     trainer, state = begin(net_trainer(3, 1, loss_fn, init_fn=init, at_once=2))
-    order = np.arange(12).reshape(3, 2, 2)  # two members are together, one is alone
-    state, _ = trainer.epoch(state, data, order)
+    # Two members are together, one is alone.
+    state, _ = trainer.epoch(state, data, np.arange(12).reshape(3, 2, 2))
     jax.block_until_ready(state.params)
     jax.effects_barrier()
     assert sorted(seen) == [0, 0, 0, 2, 2, 2]
+
+
+OLD = jax.__version_info__ < (0, 10)  # programs have the branches of all platforms
 
 
 def test_programs_lowered_for_other_platforms_keep_their_convolutions():
@@ -1452,17 +1421,16 @@ def test_programs_lowered_for_other_platforms_keep_their_convolutions():
     # The network has two convolutions; a step adds their three gradients.  On a GPU,
     # each of two members at once has its own, but for a first layer that only predicts.
     calls = (made.update, 5, 10, images, labels), (made.predict, 2, 3, images)
-    old = jax.__version_info__ < (0, 10)  # programs have the branches of all platforms
     for call, count, apart, *args in calls:
         program, given = program_of(call, state, *args)
         expected = {"cuda": apart, "tpu": count, "cpu": count}
-        if old:
+        if OLD:
             expected = dict.fromkeys(("cuda", "tpu"), 2 * count + apart)
         for name, number in expected.items():
             text = exported(program, given, name)
             assert text.count("stablehlo.convolution") == number
             # But on TPUs, two members at once convolve one after another.
-            assert ("_group_count = 2" in text) == (name == "tpu" or old)
+            assert ("_group_count = 2" in text) == (name == "tpu" or OLD)
 
 
 @pytest.mark.usefixtures("optimized")  # otherwise no select is removed
@@ -1471,8 +1439,7 @@ def test_a_step_that_is_skipped_takes_a_branch_on_cpus_and_selects_elsewhere():
         trainer, state = begin(net_trainer.__wrapped__(1, 1, skip_nonfinite=True))
         program, args = program_of(trainer.update, state, *image_data())
     cuda = exported(program, args, "cuda")
-    old = jax.__version_info__ < (0, 10)  # programs have the branches of all platforms
-    assert old or "optimization_barrier" not in cuda
+    assert OLD or "optimization_barrier" not in cuda
     cpu = program.lower(*args).compile().as_text()
     assert re.search(r"\.select.*64x6xf32", cuda)
     assert not re.search(r"64,6\].* select\(", cpu)
@@ -1543,6 +1510,10 @@ class Parts(NamedTuple):
     last: pe.Dense  # [32, 4]
 
 
+def taken(tree, which):
+    return jax.tree.map(lambda x: x[np.array(which, int)], tree)
+
+
 @functools.cache
 def full_trainer(which, devices, *, attends=False, statistics=False, **options):
     """Make a trainer of some members of HYPER, with every option of a trainer.
@@ -1597,9 +1568,8 @@ def full_trainer(which, devices, *, attends=False, statistics=False, **options):
         return pe.sgd(pe.cosine_schedule(0.1 * h.rate, 20), momentum=h.rate)
 
     options = dict(frozen=FROZEN, chunk=4) | options
-    options |= dict(hyper=jax.tree.map(lambda x: x[[*which]], HYPER), devices=devices)
-    options |= dict(members=len(which), apply_fn=apply_fn)
-    options |= dict(stateful=True, has_aux=True, skip_nonfinite=True)
+    options |= dict(hyper=taken(HYPER, which), members=len(which), devices=devices)
+    options |= dict(stateful=True, has_aux=True, skip_nonfinite=True, apply_fn=apply_fn)
     return pe.make_trainer(init, loss_fn, optimizer, **options)
 
 
@@ -1708,16 +1678,14 @@ def on(platform):
         yield
 
 
+set_mesh = getattr(jax, "set_mesh", None)
+
+
 def explicit_mesh():
-    if not hasattr(jax, "set_mesh"):
+    if not set_mesh:
         pytest.skip("this JAX lacks set_mesh")
     kinds = (jax.sharding.AxisType.Explicit,) * 2
     return jax.make_mesh((2, 2), ("x", "y"), axis_types=kinds)
-
-
-def set_explicit_mesh():
-    mesh = explicit_mesh()
-    return jax.set_mesh(mesh)
 
 
 def replaced(**options):
@@ -1741,7 +1709,7 @@ SAME = {
     "arrays change after each call": Case(with_arrays_that_change, put=spoiled),
     "it is a copy": Case(lambda trainer: copy.deepcopy(copy.copy(trainer))),
     "it is given devices": Case(replaced(devices=jax.devices()[6:4:-1])),
-    "a mesh is set": Case(replaced(), set_explicit_mesh),
+    "a mesh is set": Case(replaced(), lambda: set_mesh(explicit_mesh())),
     "no transfer is implicit": Case(replaced(), lambda: jax.transfer_guard("disallow")),
 }
 
@@ -1939,11 +1907,11 @@ def test_a_prediction_does_not_depend_on_the_other_rows(members, devices):
     images = image_data()[0][:235]
     trainer, state = begin(net_trainer(members, devices, chunk=3))
     whole = trainer.predict(state, images), trainer.predict_members(state, images)
-    alone = trainer.predict_members(state, images[17:18])
     with mock.patch.object(pe, "_BLOCK_CHUNKS", 2):  # several blocks, one partial
         blocks = trainer.predict(state, images), trainer.predict_members(state, images)
     assert leaves_equal(whole, blocks)
-    assert_close(alone, whole[1][:, 17:18])  # a chunk of one may round differently
+    # A chunk of one may round differently.
+    assert_close(trainer.predict_members(state, images[17:18]), whole[1][:, 17:18])
     inputs = {"images": images, "none": np.ones((len(images), 0))}
     without = net_trainer(members, devices, apply_fn=lambda p, x: net(p, x["images"]))
     assert_close(without.predict(state, inputs), whole[0])
@@ -1993,9 +1961,9 @@ def test_outputs_that_depend_on_other_examples_are_refused(members, devices):
     trainer = net_trainer.__wrapped__(members, devices, apply_fn=rounded, output=None)
     trainer.predict(state, np.zeros_like(images))  # a warm-up, whose rows are equal
     assert "train=False" in said_by(ValueError, trainer.predict, state, images)
-    drawn = jax.random.normal(KEY, (8, 4))  # a draw of its own for each row
     nan = jnp.array([[jnp.nan, jnp.inf, 0, 0]])
-    predict(17, lambda p, x: net(p, x) + drawn[: len(x)] + nan)
+    # A draw of its own for each row.
+    predict(17, lambda p, x: net(p, x) + jax.random.normal(KEY, (8, 4))[: len(x)] + nan)
     predict(17, lambda p, x: net(p, x) * (1 + 1e-5 * x.mean()))  # as by rounding
 
 
@@ -2196,10 +2164,6 @@ ATTENTION = dict(attends=True, chunk=8), jax.random.key, PLACES[6:]
 KINDS += [pytest.param(*ATTENTION, marks=[needs_shards, pytest.mark.once])]
 
 
-def taken(tree, which):
-    return jax.tree.map(lambda x: x[np.array(which, int)], tree)
-
-
 def joined(*leaves):  # NumPy compiles nothing
     return (np if isinstance(leaves[0], np.ndarray) else jnp).concatenate(leaves)
 
@@ -2274,8 +2238,7 @@ def test_frozen_arrays_are_in_no_program_and_train_as_constants_do():
     constant = dataclasses.replace(trainer, frozen=None)  # its functions hold it
     assert repr(trainer.like()) == repr(trainer.gather(state))
     start = constant.scatter(trainer.gather(state))
-    own = [np.stack([x[:10]] * 3) for x in data]  # as on a journey
-    ends = []
+    own, ends = [np.stack([x[:10]] * 3) for x in data], []  # as on a journey
     for each, first in (trainer, state), (constant, start):
         ended, metrics = each.update(first, *own, per_member=True)
         ends.append((metrics, each.gather(ended)[:3]))
@@ -2300,8 +2263,7 @@ def test_members_that_share_a_device_are_in_memory_once(optimized, method, at_on
     for members in at_once, 8:
         trainer = net_trainer(members, 1, loss_fn, init_fn=init, at_once=at_once)
         memory.append(trainer.lower(method, *given).compile().memory_analysis())
-    state = trainer.like()
-    one = sum(4 * x.size for x in jax.tree.leaves(state[:2])) // 8
+    one = sum(4 * x.size for x in jax.tree.leaves(trainer.like()[:2])) // 8
     few, all_of_them = memory
     assert few.alias_size_in_bytes >= at_once * one  # it reuses the state's buffers
     assert all_of_them.alias_size_in_bytes >= 8 * one
@@ -2312,9 +2274,8 @@ def test_members_that_share_a_device_are_in_memory_once(optimized, method, at_on
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
 def test_choose_members_takes_each_member_with_its_key_from_either_state(make):
     trainer = net_trainer(4, 2, **NOISY)
-    old = trainer.gather(trainer.init(make(3)))
+    old, new = (trainer.gather(trainer.init(make(seed))) for seed in (3, 4))
     before = jax.tree.map(np.copy, old._replace(key=None))
-    new = trainer.gather(trainer.init(make(4)))
     new = jax.tree.map(lambda x: x + 1, new._replace(key=()))._replace(key=new.key)
     better = np.array([False, True, True, False])
     chosen = pe.choose_members(better, new, old)
@@ -2356,9 +2317,8 @@ def test_a_trainer_warns_once_of_members_that_cannot_differ():
 
     update, epoch, order = pe.Trainer.update, pe.Trainer.epoch, np.arange(16)
     data, order = (randn(0, 16, 3),), order.reshape(2, 2, 4)
-    own = functools.partial(update, per_member=True)
     assert warned(update, *data) == 1
-    assert warned(own, randn(1, 2, 4, 3)) == 0
+    assert warned(functools.partial(update, per_member=True), randn(1, 2, 4, 3)) == 0
     assert warned(epoch, data, order[0]) == warned(epoch, data, order[[0, 0]]) == 1
     assert warned(epoch, data, order) == warned(epoch, data, order, devices=4) == 0
     stateful = dict(init_fn=lambda key: (jnp.ones(3), jnp.zeros(())), stateful=True)
@@ -2452,7 +2412,7 @@ def handling(handler):
 @pytest.fixture
 def interrupts(monkeypatch):
     """Send SIGINT before and after programs, as often as set; count their ends."""
-    run, times = pe._run, types.SimpleNamespace(before=0, after=0, ended=0, fails=False)
+    run, times = pe._run, mock.Mock(before=0, after=0, ended=0, fails=False)
 
     def interrupted(*args):
         for _ in range(times.before):
@@ -2504,10 +2464,7 @@ def test_updates_keep_other_interrupt_handlers_and_run_in_threads(interrupts):
     assert len(received) == 3 and trainer.latest is state
     # If a handler returns, as asyncio's does, a second SIGINT still waits for the end.
     # If the first handler sets another one, that one stays in place after the update.
-
-    def second(*args):
-        raise KeyboardInterrupt
-
+    second = mock.Mock(side_effect=KeyboardInterrupt)
     for new in second, signal.default_int_handler:
         with handling(lambda *args, new=new: signal.signal(signal.SIGINT, new)):
             said_by(KeyboardInterrupt, trainer.update, state, *batch)
@@ -2531,8 +2488,7 @@ def test_updates_keep_other_interrupt_handlers_and_run_in_threads(interrupts):
 
 
 def train_beside_a_program_that_fails():
-    def fail(_):
-        raise RuntimeError("a callback")
+    fail = mock.Mock(side_effect=RuntimeError("a callback"))
 
     def failing(*args):
         loss = net_loss(*args)
@@ -2604,8 +2560,7 @@ def test_a_pickled_trainer_lays_its_hyper_over_the_devices_that_are_there():
 
 def test_trainers_and_states_have_one_line_reprs_without_values():
     trainer, state = begin(net_trainer(3, 2))
-    stands = "members=3, devices=2, members_per_device=2, replicas=1"
-    shown = f"Trainer(net_init, net_loss, Layout({stands}), shards=1, at_once=1)"
+    shown = f"Trainer(net_init, net_loss, {trainer.layout}, shards=1, at_once=1)"
     assert repr(trainer) == shown
     nameless = dataclasses.replace(trainer, init_fn=functools.partial(net_init))
     assert repr(nameless) == repr(trainer).replace("net_init", "partial")
@@ -2620,9 +2575,7 @@ def test_trainers_and_states_have_one_line_reprs_without_values():
 
 
 def test_deleting_a_trainer_frees_its_state_and_its_loss():
-    def loss_fn(*args):
-        return net_loss(*args)
-
+    loss_fn = functools.partial(net_loss)
     trainer, state = begin(net_trainer.__wrapped__(2, 4, loss_fn))
     gc.disable()
     try:
@@ -2686,8 +2639,7 @@ def test_arrays_that_move_their_rows_are_right_in_every_program(move):
         return rows
 
     def loss_fn(params, states, key, rows, h):
-        aux = move(rows), move(h)
-        return params[0].sum() ** 2, ([*map(move, states)], aux)
+        return params[0].sum() ** 2, ([*map(move, states)], (move(rows), move(h)))
 
     def apply_fn(params, states, inputs, h):
         found = jnp.stack([*map(move, (h, *params, *states))])
@@ -2716,20 +2668,17 @@ def test_arrays_that_move_their_rows_are_right_in_every_program(move):
         ended = trainer.gather(state)
         for found in (*ended.model_state, ended.opt_state):
             assert_array_equal(found, [moved(b, 3)] * members)
-    for make in sync, ensemble:
+    for make, keys in (sync, pe.replicate(KEY, 2)), (ensemble, keys_of(0, 2)):
         update = make(lambda *args: loss_fn(*args, b), SGD, **options)
-        state = pe.replicate(pe.train_state([b], SGD, model_state=[b], key=KEY), 2)
-        if make is ensemble:
-            state = state._replace(key=keys_of(0, 2))
-        state, (_, aux) = update(state, pe.replicate(b, 2))
+        state = pe.replicate(pe.train_state([b], SGD, model_state=[b]), 2)
+        state, (_, aux) = update(state._replace(key=keys), pe.replicate(b, 2))
         assert_array_equal([aux[0], *state.model_state], [[moved(b)] * 2] * 2)
 
 
 def test_the_optimizer_of_the_docstring_runs():
-    text = inspect.getdoc(pe.Optimizer)
-    code = re.search(r"\n\n((?: {4}.*\n|\n)+)", text)[1]
+    code = re.search(r"\n\n((?: {4}.*\n|\n)+)", inspect.getdoc(pe.Optimizer))[1]
     names = dict(jax=jax, jnp=jnp, Optimizer=pe.Optimizer)
-    exec(textwrap.dedent(code), names)
+    exec(inspect.cleandoc(code), names)
     update, state = sync(product, names["optimizer"]), jnp.ones((1, 2))
     state = pe.replicate(pe.train_state(state, names["optimizer"]))
     state, _ = update(state, np.ones((D, 1, 1)) * np.float32([3, -2]))
@@ -2740,14 +2689,13 @@ def test_the_optimizer_of_the_docstring_runs():
 def test_microbatches_are_chosen_by_platform_and_batch(monkeypatch):
     def sizes(*rows, **options):
         seen, one = [], jnp.ones(())
-        made = (one, one) if "stateful" in options else one
 
         def loss_fn(params, *rest):
             seen.append(len(rest[-1]))
             loss = jnp.mean(params * rest[-1])
             return (loss, loss) if options.keys() & {"has_aux", "stateful"} else loss
 
-        options["init_fn"] = lambda _: made
+        options["init_fn"] = lambda _: (one, one) if "stateful" in options else one
         trainer = net_trainer.__wrapped__(1, 1, loss_fn, **options)
         for size in rows:
             trainer.lower("update", np.ones((size, 1)))
@@ -2924,9 +2872,6 @@ def one_process(index, count, local, port, folder):
     def init(key, *_):
         return pe.dense_init(key, 6, 4)
 
-    def same(_):
-        return init(jax.random.key(0))
-
     def loss_fn(params, xs, ys):
         return pe.softmax_cross_entropy(pe.dense(params, xs), ys).mean()
 
@@ -2963,7 +2908,7 @@ def one_process(index, count, local, port, folder):
             found[f"{members} {name}"] = np.append(logits, rates[..., None], axis=-1)
 
     optimizer = pe.sgd(0.1)
-    plain = on_all(same, loss_fn, optimizer, members=2)
+    plain = on_all(lambda _: init(jax.random.key(0)), loss_fn, optimizer, members=2)
     with pytest.warns(UserWarning, match="equal weights"):
         _, found["losses"] = plain.update(plain.init(jax.random.key(1)), xs, ys)
 
@@ -2974,26 +2919,24 @@ def one_process(index, count, local, port, folder):
         found["into two shards"] = ours.gather(state).params.weight
 
     update = pe.make_sync_update(loss_fn, optimizer)
-    one = pe.train_state(same(None), optimizer)
+    one = pe.train_state(init(jax.random.key(0)), optimizer)
     state, mine = pe.replicate(one, local), np.split(np.arange(48), count)[index]
     for _ in range(3):
         state, _ = update(state, *pe.split((xs[mine], ys[mine]), local))
     found["sync update"] = np.asarray(pe.unreplicate(state.params).weight)
     keys = jax.random.split(jax.random.key(5), local)  # equal in every process
-    state, said = pe.replicate(one, local)._replace(key=keys), ""
-    try:
+    state = pe.replicate(one, local)._replace(key=keys)
+    refused = pytest.raises(ValueError, match=f"members 0 and {local} have equal keys")
+    with refused if count > 1 else contextlib.nullcontext():
         other = pe.make_ensemble_update(loss_fn, optimizer)
         other(state, *pe.replicate((xs, ys), local))
-    except ValueError as error:
-        said = str(error)
-    found["equal keys"] = f"members 0 and {local} have equal keys" in said
     np.savez(f"{folder}/{count} {index}.npz", **found)
 
 
 @linux
 def test_two_processes_equal_one_with_as_many_devices(tmp_path):
-    code = "import functools, jax, pytest, numpy as np, pjax_ensemble as pe\n"
-    code += inspect.getsource(one_process)
+    code = "import contextlib, functools, jax, pytest, numpy as np, pjax_ensemble as pe"
+    code += f"\n{inspect.getsource(one_process)}"
     port, folder = free_port(), str(tmp_path)
     calls = [f"one_process({i}, 2, 2, {port}, {folder!r})" for i in range(2)]
     runs = [start_python(code + call) for call in calls]
@@ -3002,15 +2945,11 @@ def test_two_processes_equal_one_with_as_many_devices(tmp_path):
     for run in runs:
         _, errors = run.communicate(timeout=300)
         assert run.returncode == 0, errors
-    ends = [np.load(tmp_path / f"{name}.npz") for name in ("2 0", "2 1", "1 0")]
-    first, second, one = map(dict, ends)
-    assert first.pop("equal keys") and not one.pop("equal keys")
+    one, first, second = map(dict, map(np.load, sorted(tmp_path.glob("*.npz"))))
     for name, value in first.items():
         assert_array_equal(value, second[name], err_msg=name)
-        if name[0] == "5" and name != "5 predict":  # no replicas
-            assert_array_equal(value, one[name], err_msg=name)
-        else:
-            assert_close(value, one[name])
+        exact = name[0] == "5" and name != "5 predict"  # no replicas
+        assert_close(value, one[name], 0 if exact else 1e-5)
 
 
 @pytest.mark.parametrize("bootstrap", [False, True])
@@ -3035,8 +2974,8 @@ def test_each_member_has_its_own_order_and_with_bootstrap_its_own_resample(boots
         assert_array_equal(second[2].ravel(), rows)
         return
     counts = np.array([np.bincount(rows, minlength=5000) for rows in images])
-    seen = np.mean(counts > 0, axis=1)
-    assert_allclose(seen, 1 - np.exp(-1), atol=0.02)  # drawn with replacement
+    # Drawn with replacement.
+    assert_allclose(np.mean(counts > 0, axis=1), 1 - np.exp(-1), atol=0.02)
     assert np.abs(np.corrcoef(counts) - np.eye(3)).max() < 0.05
 
 
@@ -3046,10 +2985,7 @@ test_epoch_order_and_prefetch_refuse_numbers_out_of_range = refuses(
     *out_of_range("num_examples", None, lambda v: pe.epoch_order(v, 1), -1, np.ones(9)),
     *out_of_range("members", None, lambda v: pe.epoch_order(9, 3, members=v), 0, True),
     *((lambda s=s: pe.epoch_order(9, 3, seed=s), f"^seed={s}, ") for s in (-1, 0.5)),
-    (
-        lambda: pe.epoch_order(9, 3, epoch=2**32),
-        "seed=0, epoch=4294967296; expected in",
-    ),
+    (lambda: pe.epoch_order(9, 3, epoch=2**32), "^seed=0, epoch=4294967296; expected"),
     *out_of_range("size", None, lambda v: pe.prefetch([], v), 0),
 )
 
@@ -3127,12 +3063,8 @@ A, K = np.ones((2, 3), np.float32), jax.random.key(1)
 KINDS_OF_KEYS = "key<threefry2x32>", "key<rbg>"
 LEAVES = {
     "float32": np.float32([[1.5, -0.0], [np.nan, np.inf]]),
-    "bfloat16": jnp.asarray([1.5, -2, np.nan], jnp.bfloat16),
-    "float8": jnp.asarray([0.5, 2], jnp.float8_e4m3fn),
-    "int4": jnp.asarray([-8, 7], jnp.int4),
     "empty": np.zeros((0, 3), np.int16),
     "empty float8": np.zeros((2, 0), jnp.float8_e5m2),
-    "bool": np.array([True, False]),
     "complex64": np.complex64([1 + 2j]),
     "complex128": np.array(1 + 2j),
     "complex128, big-endian": np.array([1 + 2j], ">c16"),
@@ -3145,6 +3077,11 @@ LEAVES = {
 }
 
 
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "x"
+
+
 def assert_same_leaves(found, expected):
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
@@ -3153,6 +3090,7 @@ def assert_same_leaves(found, expected):
         assert isinstance(x, jax.Array) or x.flags.aligned
 
 
+LEAVES |= {name: jnp.arange(-8, 8).astype(name) for name in SMALL_TYPES}
 LEAVES |= {f"native {code}": np.arange(4, dtype=code) for code in "efdbhiqBHIQ"}
 EVERYTHING = {"__metadata__": (LEAVES, A), "a" * 250: [LEAVES, None]}
 EVERYTHING |= {"": [], "é'\"\n": A}
@@ -3167,8 +3105,7 @@ def test_a_tree_comes_back_bit_by_bit_and_gives_the_same_file(tmp_path, tree):
     found, leaves = pe.load(path), jax.tree_util.tree_leaves_with_path(tree)
     expected = {jax.tree_util.keystr(place): leaf for place, leaf in leaves}
     assert_same_leaves(found, expected)
-    with safetensors.safe_open(path, "np") as file:
-        types = file.metadata()
+    types = safetensors.safe_open(path, "np").metadata()
     digits = types.pop("sha256")
     rest = path.read_bytes().partition(digits.encode())[2]
     assert hashlib.sha256(rest).hexdigest() == digits
@@ -3184,11 +3121,11 @@ def test_a_tree_comes_back_bit_by_bit_and_gives_the_same_file(tmp_path, tree):
     assert again.read_bytes() == path.read_bytes()
 
 
-def test_tensors_of_other_libraries_are_taken_and_saved_as_arrays(tmp_path):
+def test_tensors_of_other_libraries_are_taken_and_saved_as_arrays(path):
     tensor = Labelled(A)
     assert pe.split(tensor, 2).shape == (2, 1, 3) and pe.merge(tensor).shape == (6,)
-    pe.save(tmp_path / "x", [tensor])
-    assert_same_leaves(pe.load(tmp_path / "x", [tensor]), [A])
+    pe.save(path, [tensor])
+    assert_same_leaves(pe.load(path, [tensor]), [A])
 
 
 @cases(
@@ -3200,16 +3137,14 @@ def test_tensors_of_other_libraries_are_taken_and_saved_as_arrays(tmp_path):
     ({"a": A, "k": jax.random.key_data(K)}, "2>[]; expected uint32[2]"),
     ((), "leaf '['a']' is float32[2, 3]; expected absent"),
 )
-def test_load_names_the_leaf_that_does_not_match(tmp_path, like, message):
-    path = tmp_path / "x"
+def test_load_names_the_leaf_that_does_not_match(path, like, message):
     pe.save(path, {"a": A, "k": K})
     said = said_by(ValueError, pe.load, path, like)
     assert said.startswith(f"{path}: ") and message in said and "\n" not in said
 
 
-def test_a_state_saved_without_gather_can_still_be_loaded(tmp_path):
+def test_a_state_saved_without_gather_can_still_be_loaded(path):
     trainer, state = begin(net_trainer(2, 4, **NOISY))
-    path = tmp_path / "x"
     said = said_by(ValueError, pe.save, path, trainer.like())
     assert said.endswith("weight' is a form, without numbers; expected an array")
     pe.save(path, state)
@@ -3229,8 +3164,7 @@ def test_a_state_saved_without_gather_can_still_be_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("like", [None, {"a": A}])
-def test_load_says_whether_a_file_is_damaged_or_foreign(tmp_path, like):
-    path = tmp_path / "x"
+def test_load_says_whether_a_file_is_damaged_or_foreign(path, like):
     pe.save(path, {"a": A})
     whole, foreign = path.read_bytes(), safetensors.numpy.save({"['a']": A})
     others = "has no digest .* whose files safetensors.numpy.load_file reads"
@@ -3266,53 +3200,46 @@ jax.tree_util.register_pytree_with_keys(Paths, as_paths, lambda *_: None)
     ({"a": np.ma.masked_array([1, 2], [0, 1])}, r"'\['a'\]': found MaskedArray of int"),
     *((Paths(p), "share a path") for p in ("aa", ["__metadata__"], ["sha256"])),
 )
-def test_save_refuses_leaves_that_load_could_not_restore(tmp_path, tree, message):
-    path = tmp_path / "x"
+def test_save_refuses_leaves_that_load_could_not_restore(path, tree, message):
     assert re.search(message, said_by(ValueError, pe.save, path, tree))
-    assert not list(tmp_path.iterdir())
+    assert not list(path.parent.iterdir())
     pe.save(path, A)
     assert re.search(message, said_by(ValueError, pe.load, path, tree))
 
 
-def test_a_file_is_replaced_when_it_is_whole_and_not_before(tmp_path, monkeypatch):
-    path = tmp_path / "x"
-    monkeypatch.chdir(tmp_path)
+def test_a_file_is_replaced_when_it_is_whole_and_not_before(path, monkeypatch):
+    monkeypatch.chdir(path.parent)
     path.write_bytes(b"old")
     with pe.replace_file("x") as file:
         file.write(b"new")
-        assert path.read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 2
+        assert path.read_bytes() == b"old" and len(list(path.parent.iterdir())) == 2
     with pytest.raises(KeyError), pe.replace_file(path) as file:
         file.write(b"newer")
         raise KeyError
     with pytest.raises(FileNotFoundError, match="'other'"), pe.replace_file(path):
         Path("other").read_bytes()
-    assert path.read_bytes() == b"new" and list(tmp_path.iterdir()) == [path]
+    assert path.read_bytes() == b"new" and list(path.parent.iterdir()) == [path]
 
 
 @posix
-def test_only_regular_files_are_replaced_and_loaded(tmp_path):
-    (path, link), folder = (tmp_path / name for name in "xy"), tmp_path / "none" / "x"
-    pe.save(path, A)
-    link.symlink_to(path)
-    assert said_by(ValueError, pe.load, link) == f"{link}: not a regular file"
-    said = f"{link} is not a regular file; choose another name"
-    assert said_by(ValueError, pe.save, link, A) == said and link.is_symlink()
-    said = said_by(OSError, pe.save, folder, A)
-    assert said.endswith(f"file or directory: '{folder}'")
+def test_only_regular_files_are_replaced_and_loaded(path):
+    path.symlink_to(path.with_name("other"))
+    assert said_by(ValueError, pe.load, path) == f"{path}: not a regular file"
+    said = f"{path} is not a regular file; choose another name"
+    assert said_by(ValueError, pe.save, path, A) == said and path.is_symlink()
 
 
 @posix
-def test_a_file_is_synced_before_its_rename_and_its_folder_after(tmp_path, monkeypatch):
+def test_a_file_is_synced_before_its_rename_and_its_folder_after(path, monkeypatch):
     calls = []
 
-    def watched(call, what, *args):
+    def note(name, what, *_):
         info = os.stat(what)  # a path or an open file
-        calls.append((call.__name__, stat.S_ISDIR(info.st_mode) or info.st_size))
-        return call(what, *args)
+        calls.append((name, stat.S_ISDIR(info.st_mode) or info.st_size))
 
     for name in ("fsync", "replace"):
-        monkeypatch.setattr(os, name, functools.partial(watched, getattr(os, name)))
-    with pe.replace_file(tmp_path / "x") as file:
+        hook(monkeypatch, os, name, functools.partial(note, name))
+    with pe.replace_file(path) as file:
         file.write(b"new")
     assert calls == [("fsync", 3), ("replace", 3), ("fsync", True)]
 
@@ -3364,6 +3291,5 @@ BAD_FLAGS = {
 @pytest.mark.parametrize("flag", BAD_FLAGS)
 def test_demo_refuses_flags_that_do_not_fit(monkeypatch, capsys, flag):
     monkeypatch.setattr(sys, "argv", ["pjax_ensemble.py", flag])
-    with pytest.raises(SystemExit):
-        runpy.run_path(pe.__file__, run_name="__main__")
+    said_by(SystemExit, runpy.run_path, pe.__file__, run_name="__main__")
     assert f"error: {BAD_FLAGS[flag]}" in capsys.readouterr().err

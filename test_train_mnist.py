@@ -203,8 +203,7 @@ def test_run_learns_oblong_images_in_the_bits_of_training_by_hand(
     assert (status, err) == (0, "")
     rows, network = (images[0][..., None], data[2]), tm.NETWORKS[network.split()[0]]
     trained = train_by_hand(network, members, epochs, optimizer, *rows)
-    found = pe.load(runs / names_of(48 * epochs)[0], trained)
-    assert leaves_equal(found, trained)
+    assert leaves_equal(pe.load(runs / names_of(48 * epochs)[0], trained), trained)
     report, metrics = report_of(runs), metrics_of(runs)
     assert "768 training and 200 test images of 14 x 10, 10 classes" in out
     assert [m["epoch"] for m in metrics] == [*range(1, epochs + 1)]
@@ -254,8 +253,7 @@ def test_failed_member_is_left_out(tmp_path, script, small_folder, drawn, monkey
     probs = tm.load_run(tmp_path, 2).predict_members(data.test_images)  # of two members
     assert probs.shape == (2, 200, 10) and np.isfinite(probs).all()
     assert "an ensemble of 2" in drawn().get_suptitle()
-    curves = {"members": np.concatenate(probs), "ensemble": probs.mean(axis=0)}
-    for name, p in curves.items():
+    for name, p in ("members", np.concatenate(probs)), ("ensemble", probs.mean(axis=0)):
         counts, *scores = em.reliability(p, np.resize(data.test_labels, len(p)))
         points = lines_of(drawn().subfigs[0].axes[2])[name]
         assert_allclose(points, 100 * np.transpose(scores)[counts > 0])
@@ -487,9 +485,7 @@ def test_damaged_run_is_not_loaded(tmp_path, whole_run, name, content, message):
     (f'{"[" * 10**5}\n{{"epoch": "2"}}\n\xff{{"epoch": 3}}\n{{"epoch": 4}}', [4], 3),
     (None, [], 0),
 )
-def test_damaged_line_of_the_metrics_costs_itself_alone(
-    tmp_path, capsys, content, epochs, damaged
-):
+def test_damaged_line_costs_itself_alone(tmp_path, capsys, content, epochs, damaged):
     path = tmp_path / "metrics.jsonl"
     if content:
         path.write_bytes(content.encode("latin-1"))
@@ -521,8 +517,7 @@ def test_run_resumes_from_its_newest_valid_checkpoint(tmp_path, script, whole_ru
     later = '\n{"epoch": 2}\n{"epoch": 3, "trai'  # lines later than the checkpoint
     (folder / "metrics.jsonl").write_text(first_line + later)
     leftovers = [folder / f".{name}.1a2b3c4d.tmp" for name in (first, "report.png")]
-    for path in leftovers:
-        path.write_text("half a file")
+    write_files(folder, dict.fromkeys(leftovers, b"half a file"))
     status, out, err = script(RUN, "--resume --keep 1 --workdir", folder)
     assert status == 0 and f"resumed from {folder / middle}" in out
     assert err.count("warning: skipped") == 3 and "damaged" in err
@@ -581,11 +576,10 @@ def test_older_checkpoints_go_once_the_newest_has_its_name(tmp_path, monkeypatch
         for step in steps:
             tm.save_checkpoint(tmp_path, np.array(step), step, keep=2, good=step)
 
-    others = [*names_of(99), "checkpoint_copy.safetensors"]
-    for name in others:  # a later, damaged checkpoint; another program's file
-        (tmp_path / name).write_bytes(b"")
+    # A later, damaged checkpoint; another program's file.
+    seen, others = [], [*names_of(99), "checkpoint_copy.safetensors"]
+    write_files(tmp_path, dict.fromkeys(others, b""))
     save(10, 20, 30)
-    seen = []
     hook(monkeypatch, os, "unlink", lambda _: seen.append(contents(tmp_path)))
     save(40)
     assert all(sorted(x) == [*names_of(20, 30, 40), *others] for x in seen)
@@ -604,8 +598,7 @@ def start_run(small_folder, tmp_path):
     """Yield a function that starts a process of a run in a folder, on one device."""
     flags = f"{RUN} --devices 1 --data-dir", small_folder, "--workdir", tmp_path
     # As many threads as in this process, since a product's bits depend on the number.
-    env = {"NPROC": str(D), **ENVIRONMENT}
-    runs = []
+    env, runs = {"NPROC": str(D), **ENVIRONMENT}, []
 
     def start(*more, code=SCRIPT, **slurm):
         runs.append(start_python(code, *words(*flags, *more), **env, **slurm))
@@ -827,12 +820,10 @@ def test_bad_flag_is_refused_in_one_line(tmp_path, small_folder, wrong, flags, m
 
 
 def test_settings_depend_on_the_data_and_not_on_their_name():
-    _, *arrays, classes = md.generate_digits(0, 40, 20)
-    settings = set()
+    (_, *arrays, classes), settings = md.generate_digits(0, 40, 20), set()
     for i, array in enumerate([arrays[0][:0]] * 2 + arrays):  # empty arrays stay
         array.flat[7:8] += 1
-        data = md.Dataset(f"{i}", *arrays, classes)
-        settings.add(json.dumps(tm.data_settings(data)))
+        settings.add(json.dumps(tm.data_settings(md.Dataset(f"{i}", *arrays, classes))))
     assert len(settings) == 5
 
 
@@ -852,9 +843,7 @@ SGD, SGD_RATE = "--optimizer sgd", {"optimizer": "sgd", "learning_rate": 0.15}
     ((8, 8), "--max-shift 8 --batch-size 48", {"max_shift": 8, "batch_size": 48}),
     ((28, 28), "--train-size 63 --batch-size 63", {"train_size": 63, "batch_size": 63}),
 )
-def test_settings_follow_the_network_the_optimizer_and_the_data(
-    tmp_path, size, flags, expected
-):
+def test_settings_follow_network_optimizer_and_data(tmp_path, size, flags, expected):
     folder = write_set(tmp_path, [np.zeros((64, *size))] * 2, [np.arange(64) % 2] * 2)
     args = tm.parse_arguments(words(flags, "--members 2 --data-dir", folder))
     settings, data, trainer = tm.prepare(args)

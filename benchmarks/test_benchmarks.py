@@ -34,13 +34,10 @@ from conftest import ENVIRONMENT, HERE, cases, linux, posix, said_by
 # isort: split
 from conftest import small_files, write_files
 
-TORCH = importlib.util.find_spec("torch") is not None
-
 
 @linux
 def test_memory_has_a_row_for_each_call(capsys):
-    sizes = dict(members=2, devices=1, at_once=1, width=8)
-    memory.peaks(argparse.Namespace(**sizes))
+    memory.peaks(argparse.Namespace(members=2, devices=1, at_once=1, width=8))
     rows = capsys.readouterr().out.splitlines()
     calls = [re.match(r"\| (\w+)[\w, ]* \| -?[\d.]+ \|$", row)[1] for row in rows[2:]]
     names = "init update update epoch epoch predict_members gather save load scatter"
@@ -51,69 +48,17 @@ def test_memory_has_a_row_for_each_call(capsys):
 
 # Three loops: of eight turns, as the compiler for GPUs prints it; of three, as the
 # compiler for TPUs does; and of unknown length.
-HLO = """HloModule jit_f, is_scheduled=true
-
-%fused (p: f32[4]) -> f32[4] {
-  ROOT %add.1 = f32[4]{0} add(%p, %p)
-}
-
-%body (s: (s32[], f32[4])) -> (s32[], f32[4]) {
-  %s = (s32[], f32[4]{0:T(8)(2,1)S(1)}) parameter(0)
-  %x = f32[4]{0} get-tuple-element(%s), index=1
-  %meet = (f32[4]{0}, bf16[2,3]{1,0}) all-reduce-start(%x, %y), to_apply=%fused
-  %met = (f32[4]{0}, bf16[2,3]{1,0}) all-reduce-done(%meet)
-  %y = f32[4]{0} fusion(%x), kind=kLoop, calls=%fused
-  ROOT %t = (s32[], f32[4]{0}) tuple(%i, %y)
-}
-
-%below (s: (s32[], f32[4])) -> pred[] {
-  %three = s32[]{:T(128)} constant(3), metadata={op_name="while"}
-  %i = s32[] get-tuple-element(%s), index=0
-  ROOT %lt = pred[] compare(%i, %three), direction=LT, metadata={op_name="%lt"}
-}
-
-%unknown (s: (s32[], f32[4])) -> pred[] {
-  %three = s32[] constant(3)
-  ROOT %lt = pred[] compare(%i, %n), direction=LT
-}
-
-ENTRY %main (x: f32[4]) -> f32[4] {
-  %w = (s32[], /*index=1*/f32[4]{0}) while(%t), condition=%unknown, body=%body, \
-backend_config={"known_trip_count":{"n":"8"}}
-  %v = (s32[], f32[4]{0}) while(%w), condition=%below, body=%body
-  %u = (s32[], f32[4]{0}) while(%v), condition=%unknown, body=%body
-  %c = f32[4]{0} conditional(%p, %x), branch_computations={%branch, %fused}
-  ROOT %z = f32[4]{0} custom-call(%c), custom_call_target="convolve"
-}
-
-%all-reduce-scatter (x: f32[16]) -> f32[4] {
-  %sum = f32[16]{0} all-reduce(%x), channel_id=7, replica_groups={{0,1,2,3}}
-}
-
-%later (x: f32[2]) -> f32[8] {
-  %part = f32[8]{0} all-gather(%x), channel_id=8, frontend_attributes={chain_id="0"}
-}
-
-%branch (x: f32[4]) -> f32[4] {
-  %x = f32[2]{0} parameter(0)
-  %start = (f32[2]{0}, f32[8]{0}) all-gather-start(%x), channel_id=6
-  %first = f32[4]{0} fusion(%x), kind=kCustom, calls=%all-reduce-scatter
-  %second = f32[4]{0} fusion(%x), kind=kCustom, calls=%later
-  ROOT %all = f32[8]{0} all-gather(%x), dimensions={0}
-}
-"""
+HLO = (HERE / "benchmarks" / "loops.hlo").read_text("utf-8")
 
 
 def test_compiled_programs_are_counted_turn_by_turn():
-    found = accelerators.count(*accelerators.read(HLO))
-    turns = 8 + 3 + 1
+    found, turns = accelerators.count(*accelerators.read(HLO)), 8 + 3 + 1
     sizes = {"all-reduce": 28 * turns, "all-gather": 2 * 32, "reduce-scatter": 64}
     expected = dict(endless=1, meetings=turns + 3, bytes=sum(sizes.values())) | sizes
     # Per turn a meeting and a fusion; kernels in the branches; the custom call.
     assert found == expected | dict(kernels=2 * turns + 5 + 1)
     # The optimizer is in a branch, so no loop has a hidden length, on a CPU either.
-    devices = jax.devices()[:2]
-    row = "cpu:2", "small", "update", 4, None, 1
+    devices, row = jax.devices()[:2], ("cpu:2", "small", "update", 4, None, 1)
     found, cells = accelerators.compile_one(row, devices)
     assert not found["endless"] + found["meetings"] and found["kernels"] > 10
     assert float(cells[4]) > 2
@@ -134,21 +79,7 @@ def test_members_fit_that_the_memory_holds(tmp_path, monkeypatch, capsys):
 
 
 # Three members, each by two loops of unknown length: over 32 steps, over single steps.
-EPOCH = """
-%many (s: f32[4]) -> f32[4] {
-  %w = f32[4] while(%s), condition=%unknown, body=%body, "known_trip_count":{"n":"32"}
-}
-
-%member (s: f32[4]) -> f32[4] {
-  %u = f32[4]{0} while(%s), condition=%unknown, body=%many
-  %v = f32[4]{0} while(%u), condition=%unknown, body=%body
-}
-
-ENTRY %all (s: f32[4]) -> f32[4] {
-  %c = f32[4]{0} copy(%s)
-  %w = f32[4] while(%c), condition=%unknown, body=%member, "known_trip_count":{"n":"3"}
-}
-"""
+EPOCH = (HERE / "benchmarks" / "epoch.hlo").read_text("utf-8")
 
 
 def test_an_epochs_kernels_and_meetings_are_those_of_a_single_step():
@@ -211,8 +142,7 @@ def test_interrupted_loops_go_on_from_the_latest_state():
 
 def test_tables_train_networks_on_the_rows_of_each_fold(monkeypatch):
     monkeypatch.setattr(tables, "STEPS", 200)
-    x = np.linspace(-1, 1, 40)
-    halves = [np.arange(20), np.arange(20, 40)]
+    x, halves = np.linspace(-1, 1, 40), np.split(np.arange(40), 2)
     data = tables.Data(x[:, None], np.abs(x), [])
     found = tables.train_networks(data, [halves[k % 2] for k in range(5)])
     errors = np.abs(found - data.y).reshape(5, 2, 20).mean(axis=2)  # of each half
@@ -221,11 +151,9 @@ def test_tables_train_networks_on_the_rows_of_each_fold(monkeypatch):
 
 
 def test_tables_score_each_split_on_its_test_rows(tmp_path):
-    (tmp_path / "made-up").mkdir()
+    folder = write_files(tmp_path / "made-up", {"test_rows.txt": b"0 1\n4 5 6 7\n"})
     x, rows = np.arange(8.0), np.arange(8)
-    np.savetxt(tmp_path / "made-up" / "data.txt", np.c_[x, x])
-    (tmp_path / "made-up" / "test_rows.txt").write_text("0 1\n4 5 6 7\n")
-    data = tables.read("made-up", tmp_path)
+    np.savetxt(folder / "data.txt", np.c_[x, x])
 
     def predict(model, train, test):  # 2 below or above, and wide enough from 6 on
         assert model == "m" and {*train[0].flat} ^ {*test[0].flat} == {*rows}
@@ -234,7 +162,7 @@ def test_tables_score_each_split_on_its_test_rows(tmp_path):
         mean, wide = new + np.where(new < 5, -2, 2), 3 * (new > 5)
         return mean, np.stack([mean - 1 - wide, mean + 1], axis=1), new[0]
 
-    found = tables.measure(predict, "m", data)
+    found = tables.measure(predict, "m", tables.read("made-up", tmp_path))
     assert_array_equal(found[:, :4], [[2, 0, 0, 2], [2, 4, 0.5, 3.5]])
     classes = tables.read_classes("wine", tmp_path)
     found, seconds = tables.measure_classes(tables.CLASSIFIERS["logistic"], classes)
@@ -249,9 +177,7 @@ def test_speed_says_in_a_line_why_it_stops(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["speed.py", "--group", group])
         return said(speed.main)
 
-    data = tmp_path / "concrete" / "data.txt"
-    data.parent.mkdir()
-    data.write_text("1 2 3")
+    data = write_files(tmp_path / "concrete", {"data.txt": b"1 2 3"}) / "data.txt"
     monkeypatch.setenv("UCI_DIR", str(tmp_path))
     monkeypatch.setenv("MNIST_DIR", str(tmp_path / "none"))
     with monkeypatch.context() as patch:  # before anything starts
@@ -292,7 +218,7 @@ def test_networks_of_all_systems_have_the_same_parameters(name, monkeypatch):
     assert logits.shape == (3, *shape.labels, shape.classes)
     _, moved = jax.eval_shape(loss_fn, params, state, None, x[:3], y[:3])
     assert jax.tree.structure(moved) == jax.tree.structure(state)
-    if TORCH:
+    if importlib.util.find_spec("torch"):
         import networks_torch
 
         model = networks_torch.network(name)()
@@ -301,15 +227,13 @@ def test_networks_of_all_systems_have_the_same_parameters(name, monkeypatch):
 
 
 @pytest.mark.once
+@mock.patch.dict("os.environ", ENVIRONMENT)  # programs compile as this process's
 def test_networks_take_turns_and_rates_are_of_all_members(monkeypatch, capsys):
-    for variable in ENVIRONMENT.items():  # programs compile as this process's
-        monkeypatch.setenv(*variable)
     every = networks.systems("LSTM", one=True)
     chosen = {name: every[name] for name in ("other", "by hand, fast")}
     assert len(every) == 5 and len(networks.systems("U-Net")) == 8
     monkeypatch.setattr(networks, "systems", lambda name, one: chosen)
-    options = "--seconds 0.01 --batch 8 --bfloat16"
-    found = networks.measure("LSTM", 1, options, one=True)
+    found = networks.measure("LSTM", 1, "--seconds 0.01 --batch 8 --bfloat16", one=True)
     for name, system in found.items():
         assert len(system["train"]) == len(system["predict"]) == 1, name
         assert 0.1 < system["memory"] < 9
@@ -330,21 +254,17 @@ def test_networks_take_turns_and_rates_are_of_all_members(monkeypatch, capsys):
 
 
 @pytest.mark.once
+@mock.patch.multiple(cifar10, CALIBRATE=20, SHIFTED=20)
 def test_cifar10_is_trained_once_and_scored(tmp_path, monkeypatch, capsys):
     rng = np.random.default_rng(0)
-    for name, rows in {
-        "data_batch_1": 256,
-        "data_batch_2": 128,
-        "test_batch": 60,
-    }.items():
+    sizes = {"data_batch_1": 256, "data_batch_2": 128, "test_batch": 60}
+    for name, rows in sizes.items():
         labels = rng.integers(10, size=(rows, 1))  # images are brighter by label
         pixels = rng.integers(60, size=(rows, 3072)) + 18 * labels
         records = np.concatenate([labels, pixels], axis=1).astype(np.uint8)
         (tmp_path / f"{name}.bin").write_bytes(records.tobytes())
     digits = write_files(tmp_path / "digits", small_files())
     monkeypatch.setenv("MNIST_DIR", str(digits))
-    monkeypatch.setattr(cifar10, "CALIBRATE", 20)
-    monkeypatch.setattr(cifar10, "SHIFTED", 20)
     net = resnet.ResNet(0, (4,))  # a convolution and a layer
 
     files = [f"--json={tmp_path / 'report'}", f"--plot={tmp_path / 'report.png'}"]
@@ -381,14 +301,13 @@ def test_table_of_cheaper_ways_has_the_ways_that_the_page_prints():
 
 
 @linux
-def test_readme_starts_alike_on_any_number_of_cores(tmp_path, monkeypatch):
+@mock.patch.dict("os.environ", ENVIRONMENT)
+def test_readme_starts_alike_on_any_number_of_cores(tmp_path):
     """This is the short form of trials/devices.py: the README's first example."""
     code, said = devices.read_readme()
     short = [block.replace("(500, 50)", "(5, 50)") for block in code[:2]]
     assert short != code[:2]
     short.append("print(jax.device_count())")
-    for variable in ENVIRONMENT.items():
-        monkeypatch.setenv(*variable)
 
     def start(cores):
         folder = tmp_path / str(cores)
@@ -405,9 +324,7 @@ def test_readme_starts_alike_on_any_number_of_cores(tmp_path, monkeypatch):
         assert len(devices.complaints(told, said)) == count
 
 
-def test_cases_that_end_their_process_are_named_and_others_go_on(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_case_that_ends_its_process_ends_no_other(tmp_path, monkeypatch, capsys):
     script = """import os, sys
 for seed in range(int(sys.argv[3]), int(sys.argv[1]) + int(sys.argv[3])):
     print('{"seed": %d, "verdict": "right"}' % seed if seed != 2 else os.abort())
@@ -416,8 +333,7 @@ for seed in range(int(sys.argv[3]), int(sys.argv[1]) + int(sys.argv[3])):
     (tmp_path / "convolutions.py").write_text(script)
     monkeypatch.setattr(speed, "PEERS", tmp_path / "peers")
     monkeypatch.setattr(sys, "argv", ["convolutions.py", "7", "--processes", "2"])
-    with pytest.raises(SystemExit, match="True"):
-        convolutions.main()
+    assert said_by(SystemExit, convolutions.main) == "True"
     first, last = capsys.readouterr().out.splitlines()
     assert first.startswith("seed 2 is ended: the process ended with status -6: ")
     assert last == "7 cases; wrong none; ended [2]; refused none; largest error 0"

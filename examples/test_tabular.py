@@ -4,6 +4,7 @@ import builtins
 import dataclasses
 import datetime
 import functools
+import itertools
 import re
 from unittest import mock
 
@@ -39,8 +40,7 @@ def solve(trainer, state, data, order):
         hidden, own = jax.tree.map(lambda leaf, i=i: leaf[i], (params[:-1], h))
         units = np.asarray(tabular.network((*hidden, identity), x[rows], own))
         normal = (y[rows] - own["y_mean"]) / own["y_scale"]
-        classes = np.arange(last.bias.shape[1])
-        one_hot = 10 * (y[rows, None] == classes) - 5
+        one_hot = 10 * (y[rows, None] == np.arange(last.bias.shape[1])) - 5
         targets = np.c_[normal, 0 * normal - 2] if numbers else one_hot
         squares = units.T @ units + own["decay"] * len(rows) * np.eye(len(units.T))
         last.weight[i] = np.linalg.solve(squares, units.T @ targets)
@@ -104,18 +104,15 @@ def test_groups_reach_every_fit_by_the_ways_of_the_page(routing):
     pipe = make_pipeline(StandardScaler(), tabular.EnsembleRegressor(**SHORT))
     named, own = {"ensembleregressor__groups": patients}, {"groups": patients}
     search = GridSearchCV(pipe, {"ensembleregressor__epochs": [1]}, cv=GroupKFold(2))
-    with (
-        sklearn.config_context(enable_metadata_routing=routing),
-        mock.patch.object(tabular, "link", wraps=tabular.link) as link,
-    ):
+    watched = mock.patch.object(tabular, "link", wraps=tabular.link)
+    with sklearn.config_context(enable_metadata_routing=routing), watched as link:
         if routing:
             pipe[-1].set_fit_request(groups=True)
             named, own = own, {}
         pipe.fit(X, Y, **named)
         search.fit(X, Y, **own | named)
         cross_validate(pipe, X, Y, params=named, cv=search.cv, **own)
-        params = {"groups": patients}
-        cross_validate(pipe[-1], X, Y, params=params, cv=search.cv, **own)
+        cross_validate(pipe[-1], X, Y, params={"groups": patients}, cv=search.cv, **own)
     found = [len({*call.args[1]}) for call in link.call_args_list]
     assert found == [8, 4, 4, 8, 4, 4, 4, 4]
 
@@ -188,6 +185,7 @@ def test_classifier_learns_labels_of_any_type():
 X, Y = np.float64(randn(6, 24, 2)), np.float64(randn(7, 24))
 SIXTH = np.arange(24) == 5
 SHORT = dict(members=1, epochs=1, random_state=0)
+COUNTS = itertools.product(("members", "epochs"), (0, -1, 2.0, True, None))
 LABELS = [True] * 24, ["1"] * 24, np.array([False, 2.5] * 12, object)
 
 
@@ -215,11 +213,7 @@ def test_estimators_take_numbers_of_any_scale():
 
 @cases(
     "options, y, message",
-    *(
-        ({name: bad}, Y, f"{name} is {bad!r}; expected an integer, 1 or more")
-        for name in ("members", "epochs")
-        for bad in (0, -1, 2.0, True, None)
-    ),
+    *(({n: x}, Y, f"{n} is {x!r}; expected an integer, 1 or more") for n, x in COUNTS),
     *(({}, y, f"y[0] is {y[0]!r}; use numbers, or Ens") for y in LABELS),
     *(({}, np.where(SIXTH, bad, Y), f"y[5] is {bad}; use n") for bad in (None, np.nan)),
     ({}, np.arange(24).astype("M8[ns]"), "y[0] is np.datetime64('1970-01-01T00:00:00"),
@@ -321,13 +315,10 @@ def test_networks_are_those_that_train_one_by_one_without_padding():
     together, ends = tabular.make_trainer(model, 3, 4), []
     start = together.gather(tabular.start(together, hyper, 3 * 2, 0))
     start = start._replace(opt_state=start.opt_state.adam)
-    alone = dataclasses.replace(  # 52 rows: 2 batches of 26 in each of 3 epochs
-        together,
-        optimizer=pe.adam(pe.cosine_schedule(0.5 * 6**-0.5, 6, warmup=0.05)),
-        loss_fn=lambda params, h, key, x, y: (model.loss_fn(params, x, y, 1, h), h),
-        members=1,
-        devices=1,
-    )
+    # Of 52 rows, 2 batches of 26 in each of 3 epochs.
+    options = dict(optimizer=pe.adam(pe.cosine_schedule(0.5 * 6**-0.5, 6, warmup=0.05)))
+    options["loss_fn"] = lambda p, h, key, x, y: (model.loss_fn(p, x, y, 1, h), h)
+    alone = dataclasses.replace(together, members=1, devices=1, **options)
     for i, rows in enumerate(trains):
         assert_close(hyper[i]["x_mean"][0], x[rows].mean(axis=0))
         assert_close(hyper[i]["x_scale"][0], [*x[rows, :2].std(axis=0), 1])
@@ -396,10 +387,9 @@ def test_waves_are_sines_and_cosines_of_the_inputs_that_a_recipe_has():
     params = jax.tree.map(lambda p: p + randn(9, *p.shape) / 9, params)
     normal = np.float64((x - x.mean(axis=0)) / x.std(axis=0))
     phases = [k * column for column in normal.T for k in range(1, 9)]
-    waves = [*np.sin(phases), *np.cos(phases)]
     for on in (0, 1):
         h = tabular.member_hyper(x, y, np.arange(20), 1, 1, on)
-        z = np.c_[normal, on * np.transpose(waves)]
+        z = np.c_[normal, on * np.transpose([*np.sin(phases), *np.cos(phases)])]
         for weight, bias in jax.tree.map(np.asarray, params[:2]):
             z = z @ weight + bias
             z /= 1 + np.exp(-z)
@@ -412,8 +402,7 @@ def test_waves_are_sines_and_cosines_of_the_inputs_that_a_recipe_has():
 def test_score_of_numbers_is_the_interval_score():
     y, noise = randn(0, 50), randn(1, 2, 3, 50)
     means, variances = y + 0.3 * noise[0], np.exp(noise[1])
-    mean, deviation = tabular.mixture(means, variances)
-    totals = np.zeros(2)
+    (mean, deviation), totals = tabular.mixture(means, variances), np.zeros(2)
     for i, (rank, weight) in enumerate([(26, 4), (46, 20)]):  # of 51 for 50% and 90%
         q = sorted(abs(y - mean) / deviation)[rank - 1]
         for low, high, target in zip(mean - q * deviation, mean + q * deviation, y):
@@ -422,15 +411,15 @@ def test_score_of_numbers_is_the_interval_score():
     assert_close(tabular.interval_score(means, variances, y), expected)
     still = np.zeros((1, 50)), np.ones((1, 50)), np.zeros(50)
     assert np.isfinite(tabular.interval_score(*still))
-    few = tabular.interval_score(means[:, :8], variances[:, :8], y[:8])
-    assert few == np.inf  # so that the plainest recipe is taken
+    # So that the plainest recipe is taken.
+    assert tabular.interval_score(means[:, :8], variances[:, :8], y[:8]) == np.inf
 
 
 def test_choice_is_the_plainest_of_the_best_that_are_finite():
     y = 10 * np.float64(randn(5, 99))
-    errors = np.resize([1, -1, 0.5], 99)[None, None]  # of a recipe's members
     scales = np.array([2, 1, 0.5, 0.4999, np.nan])[:, None, None]
-    means = y + errors * scales + np.zeros((5, 2, 99))
+    # A recipe's members err alike.
+    means = y + np.resize([1, -1, 0.5], 99)[None, None] * scales + np.zeros((5, 2, 99))
     nll = tabular.losses(y, [means, np.ones(means.shape)])
     assert_close(nll[:3] - nll[2], np.log([4, 2, 1]), 0.02)
     assert 0 < nll[2] - nll[3] < 0.01 and nll[4] > 10
@@ -440,8 +429,7 @@ def test_choice_is_the_plainest_of_the_best_that_are_finite():
 @cases("dof", *tabular.DOFS)
 def test_density_is_a_students_t_with_the_deviation(dof):
     errors = np.linspace(-9, 9, 7)
-    scale = 3 / scipy.stats.t.std(dof)
-    expected = -scipy.stats.t.logpdf(errors, dof, scale=scale)
+    expected = -scipy.stats.t.logpdf(errors, dof, scale=3 / scipy.stats.t.std(dof))
     assert_close(tabular.student_nll(errors, 3, dof), expected)
 
 
