@@ -175,12 +175,22 @@ def _views(x, places, size, strides, apart) -> list[jax.Array]:
 
 @functools.cache
 def _instructions() -> set[str]:
-    """Return the names of the processor's instructions, by Linux."""
+    """Return the names of the processor's instructions, by Linux; none if oneDNN's end.
+
+    The variable may let oneDNN have none for bfloat16, and XLA would not notice.
+    """
+    most = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
+    if most == "AVX" or most.startswith(("SSE", "AVX2")):
+        return set()
     try:
         with open("/proc/cpuinfo") as file:
             return {*file.read().split()}
     except OSError:  # another system, whose processor may have AMX
         return {"amx_tile"}
+
+
+def _has_half() -> bool:
+    return bool({"amx_bf16", "avx512_bf16"} & _instructions())
 
 
 def _asks_for_half(precision, *arrays) -> bool:
@@ -190,8 +200,7 @@ def _asks_for_half(precision, *arrays) -> bool:
     `jax.default_matmul_precision`.  Where nothing is asked for, `precision` is None.
     """
     asked = precision == (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
-    gains = {"amx_bf16", "avx512_bf16"} & _instructions()
-    return asked and bool(gains) and all(x.dtype == np.float32 for x in arrays)
+    return asked and _has_half() and all(x.dtype == np.float32 for x in arrays)
 
 
 def _library(x, kernel, axes, how):
@@ -206,7 +215,8 @@ def _library(x, kernel, axes, how):
     (JAX 0.12) fails for half types that it left: a barrier hides how a kernel is made.
     It ends the process for many windows of bfloat16 in padding alone: such zeros are
     made.  With AMX, it is wrong now and then for half types with strides, so float32 is
-    taken.
+    taken; and where there are no instructions for bfloat16, since XLA would round the
+    sum of each chunk.
     """
     *window, ins, outs = kernel.shape
     how, axes = {**how}, [*axes]
@@ -222,7 +232,8 @@ def _library(x, kernel, axes, how):
         axes = [axis._replace(low=0, high=0) for axis in axes]
     if not by_xla:
         doubtful = any(axis.stride > 1 for axis in axes) or x.dtype == np.float16
-        if doubtful and x.dtype.itemsize < 4 and "amx_tile" in _instructions():
+        doubtful = (doubtful and "amx_tile" in _instructions()) or not _has_half()
+        if doubtful and x.dtype.itemsize < 4:
             x, kernel = (y.astype(np.float32) for y in (x, kernel))
             how["preferred_element_type"] = x.dtype
         kernel = lax.optimization_barrier(kernel)
@@ -628,6 +639,9 @@ def _multiply(*arrays, primitive, onednn, joined, left, small, **how):
         if onednn and made.dtype == np.float16:
             more |= dict(preferred_element_type=np.dtype(np.float32), precision=None)
         x, y, *rest = arrays
+        if onednn and not _has_half() and jnp.bfloat16 in (x.dtype, y.dtype):
+            arrays = x.astype(np.float32), y.astype(np.float32), *rest
+            more |= dict(preferred_element_type=np.dtype(np.float32))
         if onednn and _asks_for_half(how["precision"], x, y, made):
             arrays = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16), *rest
             more |= dict(preferred_element_type=jnp.bfloat16, precision=None)
