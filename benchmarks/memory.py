@@ -2,6 +2,7 @@
 
     python benchmarks/memory.py                       # eight members on one device
     python benchmarks/memory.py --devices 2 --at-once 4
+    python benchmarks/memory.py --keep                # memory that was taken is kept
 
 One row per call has the most memory that the process held during the call, on devices
 and host together (a CPU is both).  The unit is the state of one member: its parameters
@@ -94,12 +95,13 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1, metavar="D")
     parser.add_argument("--at-once", type=int, default=1, metavar="N")
     parser.add_argument("--width", type=int, default=1500, help="of the six layers")
+    parser.add_argument("--keep", action="store_true", help="as a process does")
     args = parser.parse_args()
     # So that freed memory returns to the system at once.
-    if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+    if "MALLOC_MMAP_THRESHOLD_" not in os.environ and not args.keep:
         env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
         os.execve(sys.executable, [sys.executable, *sys.argv], env)
-    pe.use_cpu_devices(args.devices)
+    pe.use_cpu_devices(args.devices, keep_memory=args.keep)
     peaks(args)
 
 

@@ -3,7 +3,7 @@
     python -m pip install '.[bench]'
     python benchmarks/networks.py [--networks NAME ...] [--rounds 5]
                                   [--torch PYTHON] [--one] [--dtype TYPE]
-                                  [--first-calls]
+                                  [--first-calls] [--keep]
 
 Two members train on two cores: ours on two virtual devices, by hand in a `jit` of a
 step, member after member, as it is and through `fast_cpu.fast`, and in PyTorch
@@ -22,10 +22,12 @@ With --one, like is compared with like: one member on one device of two threads,
 bfloat16, weights and inputs become this type in the loss, and PyTorch has `autocast`;
 with --dtype on-request, float32 networks have `jax.default_matmul_precision`, and
 `torch.set_float32_matmul_precision`.  With --first-calls, the table has the seconds of
-the first calls of one member, which compile.
+the first calls of one member, which compile.  With --keep, all systems, PyTorch too,
+keep memory as after `fast_cpu.keep_memory()`, by environment variables.
 """
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
@@ -44,6 +46,8 @@ TRANSFORMERS = {  # layers, width, heads
     "transformer, 128 wide": (2, 128, 4),
 }
 DENSE = 512, 2048, 2048, 2048, 10  # widths
+KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
+KEPT["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "0"
 
 
 class Shape(NamedTuple):
@@ -168,7 +172,9 @@ def main() -> None:
     parser.add_argument("--one", action="store_true")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "on-request"))
     parser.add_argument("--first-calls", action="store_true")
+    parser.add_argument("--keep", action="store_true")
     args = parser.parse_args()
+    os.environ.update(KEPT if args.keep else {})
     for beginning in args.networks:
         if not any(name.startswith(beginning) for name in SHAPES):
             raise SystemExit(f"no network is {beginning!r}; there are {[*SHAPES]}")

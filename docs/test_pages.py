@@ -344,7 +344,7 @@ def test_code_of_every_page_runs_and_prints_what_it_says(
 PACKAGES = {"sklearn": "scikit-learn", "orbax": "orbax-checkpoint"}
 
 
-@pytest.mark.parametrize("name", sorted({*OF_CODE} - {"fast", "speed"}))
+@pytest.mark.parametrize("name", sorted(OF_CODE))
 def test_first_lines_of_every_page_name_the_packages_of_its_code(name):
     code = "".join(c for kind, c in machines.blocks(PAGES[name]) if kind == "python")
     used = {*re.findall(r"^\s*(?:import|from) (\w+)", code, re.MULTILINE)}
