@@ -175,9 +175,10 @@ def _views(x, places, size, strides, apart) -> list[jax.Array]:
 
 @functools.cache
 def _instructions() -> set[str]:
-    """Return the names of the processor's instructions, by Linux; none if oneDNN's end.
+    """Return the names of the processor's instructions, by Linux.
 
-    The variable may let oneDNN have none for bfloat16, and XLA would not notice.
+    There are none where oneDNN's variable leaves it none for bfloat16: XLA does not
+    notice that, and the process ends.
     """
     most = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
     if most == "AVX" or most.startswith(("SSE", "AVX2")):
@@ -759,7 +760,7 @@ def _round(*arrays, primitive, several, **how):
     def on_cpu(*arrays):
         made = as_it_is(*(widen(x) if x.dtype == jnp.bfloat16 else x for x in arrays))
         bits = lax.bitcast_convert_type(made, np.uint32)
-        bits = bits + ((bits >> 16 & 1) + np.uint32(0x7FFF)) >> 16
+        bits = (bits + ((bits >> 16 & 1) + np.uint32(0x7FFF))) >> 16
         if primitive.name in _LOGARITHMS:
             bits = lax.select(made == made, bits, lax.full_like(bits, 0x7FC0))
         made = lax.bitcast_convert_type(bits.astype(np.uint16), jnp.bfloat16)
@@ -932,7 +933,7 @@ def _replace(eqn: Any, onednn: bool, hint: Any = None) -> Any:
     a barrier stands behind it.  `hint` is, for a product, the permutation of a
     transposition that follows, if one does; for a sum, whether half types of its shape
     became float32 near it, which XLA then does in the loop that adds eighths, and for
-    YNNPACK in memory.
+    YNNPACK in memory; for an operation on bfloat16, whether several use its result.
     """
     choose, new = _WAYS[eqn.primitive.name], None
     sizes = {n for v in (*eqn.invars, *eqn.outvars) for n in v.aval.shape}
@@ -1097,8 +1098,8 @@ _VALUES = bool, str, enum.Enum, type, types.ModuleType, functools.partial, np.uf
 def _hold(tree: Any, name: str) -> Any:
     """Wrap all leaves but arrays and numbers, so that `jit` takes and returns them.
 
-    These leaves are static, so they are functions or values.  Of another object, whose
-    class does not say when two are equal, a change would be ignored.
+    These leaves are static, so they are functions or values.  A change of another
+    object, whose class does not say when two are equal, would be ignored.
     """
     kinds = {*map(type, jax.tree.leaves(tree))}
     held = {x for x in kinds if issubclass(x, _VALUES) or not issubclass(x, _NUMBERS)}
@@ -1164,14 +1165,15 @@ def fast(f: Callable, options: dict | None = None) -> Callable:
 
     f is the outermost function that you compile, such as a training step that takes
     gradients.  It takes and returns any trees, by position or by name.  Leaves that are
-    neither arrays nor numbers (flags, strings, functions) are static; a number that f
-    needs to know is fixed before: `fast(functools.partial(f, num_steps=2))`.  `options`
-    are those with which the result is compiled, by `compiler_options`: ways differ.
+    functions or values (flags, strings, types) are static; a number that f needs to
+    know is fixed before: `fast(functools.partial(f, num_steps=2))`.  `options` are
+    those with which the result is compiled, by `compiler_options`: ways differ.
 
     The result equals f's to rounding.  It works in `scan`, `vmap`, `shard_map` and
     `jax.export`, and with donated arguments.  It raises ValueError if it is
-    differentiated where a convolution was replaced, and if f changes an argument in
-    place and does not return the change: see docs/fast.md for Flax NNX.
+    differentiated where an operation was replaced, for leaves that are other objects,
+    and if f changes an argument in place and does not return the change: see
+    docs/fast.md for Flax NNX.
     """
     held = _rewritten(f, options)
 

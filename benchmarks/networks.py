@@ -22,8 +22,8 @@ With --one, like is compared with like: one member on one device of two threads,
 bfloat16, weights and inputs become this type in the loss, and PyTorch has `autocast`;
 with --dtype on-request, float32 networks have `jax.default_matmul_precision`, and
 `torch.set_float32_matmul_precision`.  With --first-calls, the table has the seconds of
-the first calls of one member, which compile.  With --keep, all systems, PyTorch too,
-keep memory as after `fast_cpu.keep_memory()`, by environment variables.
+the first calls of one member, which compile.  With --keep, JAX has called
+`fast_cpu.keep_memory()`, and PyTorch has the same settings by environment variables.
 """
 
 import argparse
@@ -47,7 +47,6 @@ TRANSFORMERS = {  # layers, width, heads
 }
 DENSE = 512, 2048, 2048, 2048, 10  # widths
 KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
-KEPT["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "0"
 
 
 class Shape(NamedTuple):
