@@ -236,7 +236,7 @@ def _library(x, kernel, axes, how):
         doubtful = (doubtful and "amx_tile" in _instructions()) or not _has_half()
         if doubtful and x.dtype.itemsize < 4:
             x, kernel = (y.astype(np.float32) for y in (x, kernel))
-            how["preferred_element_type"] = x.dtype
+            how["preferred_element_type"] = _wide(how["preferred_element_type"])
         kernel = lax.optimization_barrier(kernel)
     if by_xla and math.prod(window) > 1 and how["feature_group_count"] == 1:
         more = [-ins % 4 if ins % 2 and ins > 1 else 0, 0]
@@ -623,7 +623,8 @@ def _multiply(*arrays, primitive, onednn, joined, left, small, **how):
     GELU of a product in the product's place, also for other users, such as the
     gradient, and rounds sums of half types too early.  A barrier hides the operations.
     For float16, oneDNN has only a reference implementation, several hundred times as
-    slow, unless the sums are float32.  Many `small` matrices are multiplied in a loop.
+    slow, unless the sums are float32; bfloat16 becomes float32 where the processor has
+    no instructions for it.  Many `small` matrices are multiplied in a loop.
     """
     as_it_is = functools.partial(primitive.bind, **how)
     made = jax.eval_shape(as_it_is, *arrays)
@@ -640,9 +641,9 @@ def _multiply(*arrays, primitive, onednn, joined, left, small, **how):
         if onednn and made.dtype == np.float16:
             more |= dict(preferred_element_type=np.dtype(np.float32), precision=None)
         x, y, *rest = arrays
-        if onednn and not _has_half() and jnp.bfloat16 in (x.dtype, y.dtype):
+        if onednn and not _has_half() and x.dtype == y.dtype == jnp.bfloat16:
             arrays = x.astype(np.float32), y.astype(np.float32), *rest
-            more |= dict(preferred_element_type=np.dtype(np.float32))
+            more |= dict(preferred_element_type=_wide(made.dtype))
         if onednn and _asks_for_half(how["precision"], x, y, made):
             arrays = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16), *rest
             more |= dict(preferred_element_type=jnp.bfloat16, precision=None)
