@@ -379,8 +379,7 @@ def _planes(x, kernel, axes, how):
     made = jax.eval_shape(lambda: planes(0, 1))
     num_bytes = (x[0, 0].size * depth + made.size) * x.dtype.itemsize
     count = _at_once(num_planes, num_bytes)
-    firsts = jnp.arange(0, len(x) * num_planes, count)
-    y = lax.map(lambda i: planes(i, count), firsts)
+    y = lax.map(lambda i: planes(i, count), jnp.arange(0, len(x) * num_planes, count))
     return y.reshape(len(x), num_planes, *y.shape[2:])
 
 
@@ -945,7 +944,8 @@ def _replace(eqn: Any, onednn: bool, hint: Any = None) -> Any:
     # Inside of `shard_map`, gradients name a mesh that leaves nothing to place.
     if here := placed is None or placed.are_all_axes_manual:
         how |= dict.fromkeys({"out_sharding"} & how.keys())
-    if not _is_placed(eqn):
+    explicit = (x.name == "Explicit" for x in getattr(_mesh(eqn), "axis_types", ()))
+    if not any(explicit):
         try:
             way = choose(eqn, here, onednn, hint)
             new = way and _call(functools.partial(way, **how), eqn, onednn)
@@ -962,30 +962,31 @@ def _mesh(eqn: Any) -> Any:
     return next((x.mesh for x in shardings if x is not None and not x.mesh.empty), None)
 
 
-def _is_placed(eqn: Any) -> bool:
-    """Return whether the arrays have explicit shardings."""
-    return any(x.name == "Explicit" for x in getattr(_mesh(eqn), "axis_types", ()))
-
-
 def _call(way: functools.partial, eqn: Any, onednn: bool) -> Any:
     """Return `eqn` with a call of `way` in its place, for the same shape and types."""
     (made,) = (v.aval for v in eqn.outvars)
-
-    def call(*arrays):
-        y = way(*arrays)
-        weak = dict(new_dtype=made.dtype, weak_type=True, sharding=None)
-        return lax.convert_element_type_p.bind(y, **weak) if made.weak_type else y
-
-    call.__name__ = f"fast_cpu{way.func.__name__}" + "_hidden" * onednn
+    call = _shared(way.func, (*way.keywords.items(),), onednn, made.weak_type)
     enter, mesh = getattr(jax.sharding, "use_abstract_mesh", None), _mesh(eqn)
     in_mesh = enter(mesh) if enter and mesh is not None else contextlib.nullcontext()
     with jax.disable_jit(False), in_mesh:  # JAX 0.5 has no meshes to enter
-        program = jax.make_jaxpr(jax.jit(call))(*(v.aval for v in eqn.invars))
+        program = jax.make_jaxpr(call)(*(v.aval for v in eqn.invars))
     (inner,), forms = program.eqns, (*program.out_avals, made)  # `jit` makes one of it
     found, asked = ((x.shape, x.dtype, x.weak_type) for x in forms)
     if found != asked:
         raise TypeError(f"{call.__name__} makes {found} in place of {asked}")
     return eqn.replace(primitive=inner.primitive, params=inner.params)
+
+
+@functools.cache
+def _shared(way: Callable, how: tuple, onednn: bool, weak: bool) -> Callable:
+    """Return a function that equal operations share, so that JAX traces it once."""
+
+    def call(*arrays):
+        y, cast = way(*arrays, **dict(how)), lax.convert_element_type_p.bind
+        return cast(y, new_dtype=y.dtype, weak_type=True, sharding=None) if weak else y
+
+    call.__name__ = f"fast_cpu.{way.__name__}" + ".hidden" * onednn
+    return jax.jit(call)
 
 
 # JAX's primitives that are in no public module.  They hold no products, or as programs.
@@ -1038,6 +1039,7 @@ def rewrite(jaxpr: Any, options: dict | None = None) -> Any:
     Raises: ValueError with oneDNN's options, if an equation may hold products that
     cannot be replaced: a function of `jax.export`, a primitive that is not JAX's.
     """
+    _shared.cache_clear()  # the next program shares anew
     return _rewrite(jaxpr, bool((options or {}).get(_ONEDNN)), {})
 
 
@@ -1046,11 +1048,9 @@ def _rewrite(x: Any, onednn: bool, hints: dict[int, Any]) -> Any:
     if isinstance(x, core.JaxprEqn):
         if x.primitive.name in _WAYS:
             return _replace(x, onednn, hints.get(id(x.outvars[0])))
-        done = _convolve, _multiply, _add_up, _max_pool_gradient, _round
-        ends = "_hidden", "_hidden" * onednn
-        names = {f"fast_cpu{f.__name__}{end}" for f in done for end in ends}
-        if x.params.get("name") in names:
-            return x
+        called = str(x.params.get("name"))
+        if called.startswith("fast_cpu.") and called.endswith(".hidden" * onednn):
+            return x  # a call that replaced an equation
         if not _is_known(x):  # such as a kernel
             if onednn:
                 raise _CannotEnter(f"the primitive {x.primitive.name}")
@@ -1064,7 +1064,7 @@ def _rewrite(x: Any, onednn: bool, hints: dict[int, Any]) -> Any:
     hints, eqns = {}, parts if name == "eqns" else []
     uses = collections.Counter(v for eqn in eqns for v in {*map(id, eqn.invars)})
     cast = lax.convert_element_type_p
-    casts = (eqn.invars[0].aval for eqn in eqns if eqn.primitive is cast)
+    casts = (e.invars[0].aval for e in eqns if e.primitive is cast and _are_inexact(e))
     halves = {x.shape for x in casts if _wide(x.dtype) != x.dtype}
     for eqn in reversed(eqns):
         if eqn.primitive is lax.transpose_p:  # several in a row are one

@@ -1258,6 +1258,27 @@ def test_sums_of_eighths_are_the_sums(reduce, axes, monkeypatch):
         assert "fast(jax.grad(f)) in place of jax.grad(fast(f))" in said
 
 
+@cases("dtype", bool, np.int8, jnp.bfloat16)
+def test_eighths_are_for_sums_near_half_types(dtype, monkeypatch):
+    monkeypatch.setattr(fc, "_version", lambda: (0, 12))  # others need none there
+    x = jnp.ones((2048, 16))
+    fast = jax.jit(fc.fast(lambda x, near: (x * near.astype(x.dtype)).sum(0)))
+    eighths = "stablehlo.slice" in fast.lower(x, x.astype(dtype)).as_text()
+    assert eighths == (dtype == jnp.bfloat16)
+
+
+def test_equal_operations_are_traced_once():
+    def f(x, y):
+        for _ in range(5):
+            x = jnp.tanh(x * y)
+        return x
+
+    x = jnp.ones((4, 4), jnp.bfloat16)
+    text = jax.jit(fc.fast(f)).lower(x, x).as_text()
+    assert text.count("call @fast_cpu._round") == 10
+    assert text.count("func.func private @fast_cpu._round") == 2
+
+
 def test_jit_is_fast_and_takes_the_arguments_of_jit():
     def step(kernel, images, power):
         """A step."""
