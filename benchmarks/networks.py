@@ -41,9 +41,9 @@ SEPARABLE = (64, 1), (128, 2), (128, 1), (256, 1)  # widths and strides
 SIGNALS = 32, 48, 64, 96, 128  # widths
 VOLUMES = 16, 32, 64
 CAUSAL = 1, 2, 4, 8, 16  # dilations
-TRANSFORMERS = {  # layers, width, heads
-    "transformer, 256 wide": (4, 256, 8),
-    "transformer, 128 wide": (2, 128, 4),
+TRANSFORMERS = {  # layers, width, heads, words
+    "transformer, 256 wide": (4, 256, 8, 1000),
+    "transformer, 128 wide": (2, 128, 4, 256),
 }
 DENSE = 512, 2048, 2048, 2048, 10  # widths
 KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
@@ -80,8 +80,8 @@ SHAPES = {
     "causal": Shape((512, 4), 32, (512,)),
     "LSTM": Shape((64, 16)),
     "transformer": Shape((32,), 32, (32,), 64),
-    "transformer, 256 wide": Shape((128,), 8, (128,), 64),
-    "transformer, 128 wide": Shape((64,), 16, (64,), 64),
+    "transformer, 256 wide": Shape((128,), 8, (128,), 1000),
+    "transformer, 128 wide": Shape((64,), 16, (64,), 256),
     "MLP": Shape((512,), 256),
     "MLP, batch of 32": Shape((512,), 32),
 }
@@ -92,7 +92,7 @@ def draw(name: str) -> tuple[np.ndarray, np.ndarray]:
     rng, shape = np.random.default_rng(0), SHAPES[name]
     x = rng.normal(size=(shape.rows, *shape.inputs)).astype(np.float32)
     if name.startswith("transformer"):
-        x = rng.integers(64, size=(shape.rows, *shape.inputs)).astype(np.int32)
+        x = rng.integers(shape.classes, size=x.shape).astype(np.int32)
     y = rng.integers(shape.classes, size=(shape.rows, *shape.labels))
     return x, y.astype(np.int32)
 

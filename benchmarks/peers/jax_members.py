@@ -28,20 +28,21 @@ class Transformer(linen.Module):
     layers: int = LAYERS
     width: int = WIDTH
     heads: int = HEADS
+    words: int = VOCABULARY
 
     @linen.compact
-    def __call__(self, tokens):  # [B, length] -> [B, length, VOCABULARY]
+    def __call__(self, tokens):  # [B, length] -> [B, length, words]
         draw = linen.initializers.normal(0.02)
         shape = 1, tokens.shape[1], self.width
         positions = self.param("positions", draw, shape)
-        x = linen.Embed(VOCABULARY, self.width)(tokens) + positions
+        x = linen.Embed(self.words, self.width)(tokens) + positions
         mask = linen.make_causal_mask(tokens)
         for _ in range(self.layers):
             y = linen.LayerNorm()(x)
             x = x + linen.MultiHeadDotProductAttention(self.heads)(y, mask=mask)
             y = linen.Dense(HIDDEN // WIDTH * self.width)(linen.LayerNorm()(x))
             x = x + linen.Dense(self.width)(jax.nn.relu(y))
-        return linen.Dense(VOCABULARY)(linen.LayerNorm()(x))
+        return linen.Dense(self.words)(linen.LayerNorm()(x))
 
 
 def transformer_init(key):

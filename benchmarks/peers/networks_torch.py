@@ -265,13 +265,19 @@ class Layer(nn.Module):
 
 class Transformer(nn.Module):
     def __init__(
-        self, layers=LAYERS, width=WIDTH, heads=HEADS, length=LENGTH, fused=False
+        self,
+        layers=LAYERS,
+        width=WIDTH,
+        heads=HEADS,
+        words=VOCABULARY,
+        length=LENGTH,
+        fused=False,
     ):
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, width)
+        self.embed = nn.Embedding(words, width)
         self.positions = nn.Parameter(0.02 * torch.randn(length, width))
         layers = [Layer(width, heads, fused) for _ in range(layers)]
-        last = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
+        last = nn.LayerNorm(width), nn.Linear(width, words)
         self.layers = nn.Sequential(*layers, *last)
 
     def forward(self, tokens):
