@@ -2217,12 +2217,6 @@ def test_a_trainer_warns_of_batches_that_leave_replicas_idle():
         assert [each.filename for each in said] == [__file__]
 
 
-def test_at_once_changes_no_bit_when_members_share_no_device():
-    for args in (("init", KEY), ("epoch", image_data(), orders(1)[0])):
-        one, two = (net_trainer(2, 4, at_once=n, **NOISY).lower(*args) for n in (1, 2))
-        assert one.as_text() == two.as_text()
-
-
 @cases("at_once, together", (1, 1), (2, 2), (9, 4))
 def test_at_once_is_the_number_of_members_in_one_vmap(at_once, together):
     sizes = {1}  # a call without vmap counts as one
