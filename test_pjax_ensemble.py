@@ -307,7 +307,6 @@ test_layers_refuse_arguments_that_do_not_fit = refuses(
     (lambda: pe.max_pool(ONES, (1, 2, 3)), r"window is \(1, 2, 3\)"),
     *out_of_range("stride", None, lambda n: pe.avg_pool(ONES, stride=n), 0),
     (lambda: pe.dense_init(KEY, 0, 2), r"weights \[0, 2\] is 0; expected an int >= 1"),
-    (lambda: pe.conv_init(KEY, 2, -1), r"weights \[3, 3, 2, -1\] is -1; expected an"),
     *out_of_range("channels", None, pe.batch_norm_init, 0, 2.0),
     (lambda: pe.dense(DENSE, ONES), r"expected \[..., 3\], as .* shape \(3, 1\) take"),
     (lambda: training(ONES), r"have shape \(1, 5, 5, 2\); expected \[..., 3\]"),
@@ -485,7 +484,6 @@ SCORES, BELOW, THREE = np.eye(4)[:3], np.zeros((3, 1), int), np.ones(3)
 
 test_losses_refuse_arrays_that_do_not_fit = refuses(
     (lambda: cross_entropy(SCORES, BELOW), r"labels are int64\[3, 1\]; exp"),
-    (lambda: cross_entropy(SCORES, SCORES), r"labels are float64\[3, 4\]"),
     (lambda: pe.accuracy(SCORES, THREE), r"4\[3\]; expected integers \[3\], class"),
     (lambda: pe.gaussian_nll(THREE, THREE, BELOW), r"\(3,\), \(3, 1\)\]; expected"),
 )
@@ -515,7 +513,6 @@ def steps_of(optimizer, apply_updates):
 @pytest.mark.parametrize("x64, tolerance", [(False, 1e-5), (True, 1e-14)])
 @cases(
     "name, rate, options",
-    ("sgd", 0.1, dict(momentum=0.0)),
     ("sgd", COSINE, dict(momentum=0.0, nesterov=True)),
     ("sgd", LINEAR, dict(momentum=0.9)),
     ("sgd", 0.1, dict(momentum=0.9, nesterov=True)),
@@ -640,7 +637,6 @@ test_optimizers_refuse_numbers_out_of_range_and_integer_parameters = refuses(
     *out_of_range("peak", np.inf, lambda x: pe.linear_schedule(x, 9), -0.1, np.inf),
     (lambda: pe.train_state({"w": 3}, SGD), r"'\['w'\]' is int32; expected floating"),
     (lambda: pe.train_state([3], pe.adam(1)), "is int32; expected floating point"),
-    (lambda: pe.train_state([1j], pe.adam(1)), r"'\[0\]' is complex64; expected"),
     (lambda: jax.eval_shape(SGD.init, [1j]), r"'\[0\]' is complex64; expected"),
 )
 
@@ -1101,8 +1097,6 @@ RETURNED = [
     ("has_aux stateful", (ONE, 1), SGD, rf"one result{PAIR}\(model_state, aux\)\)$"),
     ("stateful", (ONE, {"n": 0.5}), SGD, rf"model state .* '\['n'\]' .*2\[\]{FORM}"),
     ("", ONE, optimizing(dict, n=0.5, m=1), rf"state: .*'n'\]' is float32\[\]{FORM}$"),
-    ("", ONE, optimizing(dict, n=np.ones(2, int), m=1), rf"'\]' is int32\[2\]{FORM}"),
-    ("", ONE, optimizing(dict, n=1), rf"new state: leaf '\['m'\]' is absent{FORM}$"),
     ("", ONE, optimizing(lambda g: {"w": np.ones(2)}), r"updated par.*32\[2\]; ex"),
     ("", ONE, optimizing(lambda g: [g["w"]]), "; expected a tree like the parameters$"),
 ]
@@ -2256,7 +2250,6 @@ def test_choose_members_takes_each_member_with_its_key_from_either_state(make):
         (([1, 0, 0, 1], new, old), r"better is int64\[4\]; expected bool\[K\]"),
         (([[True]] * 4, new, old), r"better is bool\[4, 1\]"),
         (([True], new, old), r"states and better have lengths \[\(1,\), \(4,\)\]"),
-        ((True, new, old), r"lengths \[\(\), \(4,\)\]"),
         ((better, other, old), r"new: .*'.params.*float32\[2, .*; expected float32\[4"),
     ):
         assert re.search(message, said_by(ValueError, pe.choose_members, *args))
@@ -2744,7 +2737,6 @@ ONE_KEY = r"^key: .*; expected one random key, such as jax.random.key\(0\)"
 test_init_refuses_bad_keys_and_models_that_are_not_arrays = refuses(
     *((initializing(key=key), ONE_KEY) for key in NO_KEYS),
     (initializing(lambda _: {"act": 1.0}), r"returns \w*float\w* at .*act.*array"),
-    (initializing(lambda _: {"act": "relu"}), r"returns str at .*act.*array"),
     (initializing(net_init, stateful=True), "init_fn returns Net; with stateful=True"),
     (initializing(lambda _: np.int64(2**40)), "init_fn returns: found 1099511627776"),
     (lambda: jax.eval_shape(making()().init, KEY), "traced, inside jax.jit .* outside"),
@@ -2810,16 +2802,12 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         (r"\[\(8,\)\]; expected this trainer's 4: use", other.update, *data),
         ("takes an apply_fn; give make_trainer one", blind.predict, data[0]),
         (r"inputs .*\[\(0,\)\]; .*, 1 or more", trainer.predict_members, data[0][:0]),
-        (r"inputs .*\[\(10,\), \(240,\)\]", trainer.predict, (data[0], ten[1])),
         (r"\(10, 8\)\]; expected arrays \[K, B, ...\], with K = 2", own, *ten),
         (r"\[\(2, 8\), \(2, 9\)\]; .* one B", own, *(np.ones((2, n)) for n in (8, 9))),
         (r"\[\(2,\)\]; expected arrays \[K, B", own, np.ones(2)),
-        ("first axes of the batch", own),
         (r"\(3,\)\]; expected .* 2 members", lambda _: trainer.scatter(three)),
         ("members 0 and 2 have equal keys", lambda _: other.scatter(equal)),
-        ("no key, .*members from repl", lambda s: trainer.predict(bare(s), data[0])),
-        (r"take jax.random.split\(key, 3\)", lambda _: other.scatter(bare(three))),
-        ("state is tuple; expected a Tr", lambda s: trainer.epoch(data, s, rows)),
+        (r"no key, .*split\(key, 2\)", lambda s: trainer.predict(bare(s), data[0])),
         ("state is Net; exp", lambda s: trainer.scatter(trainer.gather(s).params)),
     ]:
         refuses_state(state, message, (call, *args))
@@ -3102,8 +3090,6 @@ def test_tensors_of_other_libraries_are_taken_and_saved_as_arrays(path):
     ({"a": A.T, "k": K}, "leaf '['a']' is float32[2, 3]; expected float32[3, 2]"),
     ({"a": A.astype(int), "k": K}, "'['a']' is float32[2, 3]; expected int64[2"),
     ({"a": A, "k": jax.random.key(1, impl="rbg")}, "2>[]; expected key<rbg>[]"),
-    ({"a": A, "k": jax.random.key_data(K)}, "2>[]; expected uint32[2]"),
-    ((), "leaf '['a']' is float32[2, 3]; expected absent"),
 )
 def test_load_names_the_leaf_that_does_not_match(path, like, message):
     pe.save(path, {"a": A, "k": K})
@@ -3161,7 +3147,6 @@ jax.tree_util.register_pytree_with_keys(Paths, as_paths, lambda *_: None)
     ("text", "leaf '': found str of <U4; expected numbers"),
     ({"a": object()}, r"leaf '\['a'\]': found object of object; expected numbers"),
     ({"a": np.zeros(2, "M8[s]")}, r"found ndarray of datetime64\[s\]"),
-    ({"a": np.zeros(2, "f4,f4")}, "found ndarray of .*; expected numbers"),
     ({"a": np.rec.array([(1, 2.0)])}, "'a'.*: found recarray of .*; expected numbers"),
     ({"a": np.array(["b"], STRINGS)}, "'a'.*: found ndarray of .*; expected numbers"),
     ({"a": Attached()}, r"leaf '\['a'\]': requires grad; expected numbers"),
