@@ -45,10 +45,10 @@ import train_mnist as tm
 from conftest import HERE, SGD, D, as_bytes, assert_close, cases, dilated
 
 # isort: split
-from conftest import free_port, hook, leaves_equal, linux, member, posix, randn
+from conftest import free_port, handling, hook, leaves_equal, linux, member, posix
 
 # isort: split
-from conftest import refuses, run_python, said_by, start_python
+from conftest import randn, refuses, run_python, said_by, start_python
 
 
 def out_of_range(name, below, call, *values):
@@ -2357,16 +2357,6 @@ def test_functions_may_call_back_to_the_host(members, devices):
         return trainer.predict_members(state, np.arange(3)), trainer.gather(state)
 
     assert leaves_equal(run(twice_there), run(lambda x: 2 * x))
-
-
-@contextlib.contextmanager
-def handling(handler):
-    """Have SIGINT call a handler."""
-    old = signal.signal(signal.SIGINT, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, old)
 
 
 @pytest.fixture
