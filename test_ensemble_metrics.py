@@ -394,16 +394,11 @@ def test_regression_report_equals_loops_for_members_and_sizes(members, offset, s
 ZEROS, NONE, COLUMN = np.zeros((2, 2)), np.ones((1, 0)), np.ones((2, 3, 1))
 
 test_means_and_variances_that_do_not_fit_are_named = refuses(
-    (lambda: regression(ZEROS, np.eye(2), ZEROS[0]), r"s\[0, 1\] is 0.0, its .*ce 0.0"),
-    (lambda: regression(ZEROS, np.eye(2)[::-1], ZEROS[0]), r"means\[0, 0\] is 0.0, "),
-    (lambda: regression(ZEROS, np.tri(2).T, ZEROS[0]), r"means\[1, 0\] is 0.0, "),
+    (lambda: regression(ZEROS, np.tri(2).T, ZEROS[0]), r"s\[1, 0\] is 0.0, .*ce 0.0"),
     (lambda: regression([ZEROS], [np.tri(2)], ZEROS), r"means\[0, 0, 1\] is 0.0, its"),
     (lambda: regression(NONE, NONE, []), "expected .*, none of them empty"),
-    (lambda: regression(ZEROS[:0], ZEROS[:0], ZEROS[0]), "none of them empty"),
     (lambda: regression(THREE, THREE, 1), r"shape \(3,\), .* expected \[K, N, ...\], "),
     (lambda: regression(COLUMN, COLUMN, THREE), r"\(3,\); .*a last axis of 1 by \[\."),
-    (lambda: regression(*[COLUMN[..., 0]] * 2, COLUMN[0]), r"targets \(3, 1\);"),
-    (lambda: regression(COLUMN, COLUMN[..., 0], COLUMN[0]), r"variances \(2, 3\) and"),
 )
 
 
@@ -576,9 +571,6 @@ def test_temperature_equals_netcal_and_minimizes_the_likelihood_loss():
     theirs, mean = [1.7999928, 1.2852887], FIXED_PROBS.mean(axis=0)
     for probs, inverse in zip([*FIXED_PROBS, mean], [*theirs, 2.1739141]):
         assert_allclose(1 / em.fit_temperature(probs, FIXED_LABELS), inverse, rtol=2e-5)
-    # For equal rows the best probability is the frequency: divide the log odds
-    found = em.fit_temperature([[0.8, 0.2]] * 4, [0, 1, 0, 0])
-    assert_allclose(found, np.log(4) / np.log(3), rtol=1e-8)
     optimize, special = map(pytest.importorskip, ("scipy.optimize", "scipy.special"))
     probs, rows = (random_probs(1, 300, 5) + 1e-3) / 1.005, np.arange(300)
     labels = np.where(rows % 2, probs.argmax(axis=1), rows % 5)
