@@ -1063,7 +1063,6 @@ REFUSED_STEPS = [
     (sync, one_number, {}, (D, 0), "the batch is empty; expected one or more"),
     (sync, integers, dict(optimizer=optax.sgd(0.1)), 8, r"'\[0\]' is int32; expect"),
     (sync, one_number, {}, 16, r"axes .* \[\(8,\), \(16,\)\]; expected the number of"),
-    (sync, lambda: one_number().params, {}, (D, 2), "state is ArrayImpl; expected a"),
     (sync, lambda: pe.train_state(jnp.ones(()), SGD), {}, (D, 2), "of the state have"),
 ]
 
@@ -1286,7 +1285,6 @@ trainer.place(data, trainer.layout)  # wrong
 trainer.chunk = 64  # wrong
 make(print, print, pe.sgd(0.1))  # wrong
 make(print, print, pe.sgd(0.1), 2)  # wrong
-make(print, print, pe.sgd(0.1), member=2)  # wrong
 pe.make_sync_update(print, 0.1)  # wrong
 """
 
@@ -1419,7 +1417,6 @@ def test_a_lowered_program_is_the_one_that_runs(devices, make):
         ("update", state, *own, shapes_of(own), dict(per_member=True)),
         ("epoch", state, data, order, (), dict(order=Labelled(order), data=data)),
         ("predict", state, images, (), dict(inputs=shapes_of(images))),
-        ("predict", state, images, (frame,), {}),
     ):
         options = {"per_member": True} if "per_member" in named else {}
         program, given = program_of(getattr(trainer, method), *args, **options)
@@ -1448,8 +1445,6 @@ def test_lower_takes_shapes_alone_and_moves_no_data():
     shapes = [x.shape for x in jax.tree.leaves(lowered.in_avals)]
     assert images.shape in shapes and order.shape in shapes
     assert trainer.latest is None
-    said = said_by(ValueError, trainer.lower, "update", *data[:1], order)
-    assert "first axes of the batch" in said
     vars(trainer._places)["absent"] = True  # as with a topology's devices
     assert "are a topology's; use T" in said_by(ValueError, trainer.init, KEY)
 
@@ -2684,7 +2679,6 @@ test_make_trainer_refuses_options_that_do_not_fit = refuses(
     *out_of_range("chunk", None, lambda n: making(chunk=n)(), 0),
     *out_of_range("at_once", None, lambda n: making(at_once=n)(), -1, 1.5, True, "2"),
     *out_of_range("microbatch", None, lambda n: making(microbatch=n)(), 0, "all"),
-    *out_of_range("microbatch", None, lambda n: sync(product, SGD, microbatch=n), 0),
     (making(devices=9), "9 devices requested, 8 available"),
     *((in_two(making(devices=n)), OF_TWO) for n in (4, jax.devices()[:4])),
     (in_an_old_jax(making(shards=2)), "shards=2 takes JAX 0.8 or newer; this is"),
@@ -2702,7 +2696,6 @@ test_make_trainer_refuses_options_that_do_not_fit = refuses(
     (making(hyper=np.ones(2), optimizer=lambda: SGD), f"takes hyper {LAST}, "),
     (making(hyper=np.ones(2), optimizer=3), "optimizer: .*'int'.*; expected one with"),
     (making(hyper=np.ones(3)), r"\[\(3,\)\]; expected arrays \[K, ...\].* 2 members"),
-    (making(hyper=np.array(["a", "b"])), "hyper: found ndarray of <U1; expected numb"),
     (making(hyper=[0.1, 0.2]), r"\[\(\)\]; expected arrays .*; a list holds numbers:"),
     (making(hyper=np.array([1, 2**40 + 5])), "hyper: found 1099511627781, beyond int3"),
     (making(hyper=np.array([0.1, -1]), optimizer=pe.sgd), "learning_rate is .*-1.0"),
@@ -2733,7 +2726,7 @@ def long_double(call):  # no rows where it is float64
     return [(r"batch: .*; convert it", *call(np.longdouble))] if wide else []
 
 
-CALLED = r"it is called as loss_fn\(params, "
+CALLED = r"it is called as loss_fn\(params, batch\[0\]\); stateful=True adds model"
 
 
 def bare(state):
@@ -2748,9 +2741,8 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
     last = np.arange(4)[None] == 3
     ten, blind = [x[:10] for x in data], net_trainer(2, D, apply_fn=None)
     odd, odds = begin(net_trainer(2, D, optimizer=optax.lbfgs()))
-    bad = net_trainer(2, D, optimizer=SGD._replace(update=optax.adam(0.1).update))
     bent, bents = begin(net_trainer(2, D, loss_fn=lambda p, x, y: p.dense.bias))
-    large, keyed = np.full(NUM_IMAGES, 2**40), net_trainer(2, D, loss_fn=noisy_loss)
+    large = np.full(NUM_IMAGES, 2**40)
     own = functools.partial(trainer.update, per_member=True)
     for message, call, *args in [
         ("rows 0 to 240; the data have rows 0 to 239", trainer.epoch, data, 240 * last),
@@ -2761,17 +2753,13 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         (r"\(3, 1, 4\).*with K = 2", trainer.epoch, data, np.stack([rows] * 3)),
         ("^order: .*inhomog.*; expected number", trainer.epoch, data, [[0, 1], [2]]),
         (r"data is ndarray; .*\(data,\) for a s", trainer.epoch, data[0], rows),
-        (rf"loss_fn: .*'labels'; {CALLED}batch\[0\]\); ", trainer.update, data[0]),
+        (rf"loss_fn: .*'labels'; {CALLED}", trainer.update, data[0]),
         ("data: found 1099511627776, beyo", trainer.epoch, (data[0], large), rows),
         (r"loss of shapes \[\(4,\)\]; exp", lambda _: bent.update(bents, *data)),
-        ("'labels'; .*; stateful=True adds model_state and key$", keyed.update, *data),
         (".*'value_fn'; .*=loss; docs.*#l-bfgs", lambda _: odd.update(odds, *data)),
-        ("update: .* no attribute .*; it is given gradients", bad.update, *data),
         (r"data .*\[\(10,\), \(240,\)\]", trainer.epoch, (data[0], ten[1]), rows),
         ("batch: found 1099511627776, beyond int", trainer.update, *data[:1], large),
-        ("inputs: found MaskedArray of ", trainer.predict, np.ma.array(data[0])),
         ("inputs: found 1099511627776, bey", trainer.predict_members, large[:4]),
-        ("batch: requires grad.*; expected", trainer.update, *data[:1], Attached()),
         ("arguments are traced, inside", jax.jit(trainer.predict), data[0]),
         ("are traced", lambda s: jax.jit(lambda x: trainer.update(s, x, x))(data[1])),
         *long_double(lambda x: (trainer.update, *data[:1], data[1].astype(x))),
@@ -2780,9 +2768,7 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         (r"\[\(8,\)\]; expected this trainer's 4: use", other.update, *data),
         ("takes an apply_fn; give make_trainer one", blind.predict, data[0]),
         (r"inputs .*\[\(0,\)\]; .*, 1 or more", trainer.predict_members, data[0][:0]),
-        (r"\(10, 8\)\]; expected arrays \[K, B, ...\], with K = 2", own, *ten),
-        (r"\[\(2, 8\), \(2, 9\)\]; .* one B", own, *(np.ones((2, n)) for n in (8, 9))),
-        (r"\[\(2,\)\]; expected arrays \[K, B", own, np.ones(2)),
+        (r"\(10, 8\)\]; expected .* \[K, B, ...\], with K = 2 and one B", own, *ten),
         (r"\(3,\)\]; expected .* 2 members", lambda _: trainer.scatter(three)),
         ("members 0 and 2 have equal keys", lambda _: other.scatter(equal)),
         (r"no key, .*split\(key, 2\)", lambda s: trainer.predict(bare(s), data[0])),
@@ -3215,7 +3201,6 @@ def test_demo_fits_the_line(monkeypatch, capsys, flags, count):
 BAD_FLAGS = {
     "--devices=3": "a batch of 128 does not split over 3 devices; use a multiple",
     "--devices=0": "num_devices is 0; expected an int >= 1",
-    "2": "unrecognized arguments: 2",
 }
 
 
