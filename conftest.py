@@ -9,6 +9,7 @@ import functools
 import inspect
 import itertools
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -176,6 +177,16 @@ def hook(patch, owner, name, act):
         return call(*args, **options)
 
     patch.setattr(owner, name, acting)
+
+
+@contextlib.contextmanager
+def handling(handler):
+    """Have SIGINT call a handler."""
+    old = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, old)
 
 
 @pytest.fixture

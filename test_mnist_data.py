@@ -30,12 +30,10 @@ load_mnist = functools.partial(md.load_data, "mnist")
 GOOD = idx(np.ones((40, 28, 28)))
 PACKED = gzip.compress(idx(np.ones(40)), mtime=0)
 BAD_FILES = [  # a file, its content, and the message about it
-    (IMAGES, b"PK\3\4" + GOOD[4:], "begins 0x504b0304; expected 0x00000803, unsign"),
     (IMAGES, b"\0\0\r\3" + GOOD[4:], "begins 0x00000d03; expected 0x00000803, unsi"),
     (IMAGES, idx(np.ones(40)), "begins 0x00000801; expected 0x00000803, unsigned"),
     (IMAGES, b"", "the file begins 0x; expected 0x00000803"),
     (IMAGES, GOOD[:15], "buffer is smaller than requested size"),
-    (IMAGES, GOOD[:-5], "cannot reshape array of size 31355 into shape (40,28,28)"),
     (IMAGES, GOOD + b"\0", "cannot reshape array of size 31361 into shape (40,28,28)"),
     (IMAGES, idx(np.ones((0, 28, 28))), "holds [0, 28, 28]; expected 1 or more"),
     (IMAGES, idx([], dims=(2**32 - 1,) * 3), "size 0 into shape (4294967295,429496729"),

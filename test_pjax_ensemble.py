@@ -45,10 +45,10 @@ import train_mnist as tm
 from conftest import HERE, SGD, D, as_bytes, assert_close, cases, dilated
 
 # isort: split
-from conftest import free_port, hook, leaves_equal, linux, member, posix, randn
+from conftest import free_port, handling, hook, leaves_equal, linux, member, posix
 
 # isort: split
-from conftest import refuses, run_python, said_by, start_python
+from conftest import randn, refuses, run_python, said_by, start_python
 
 
 def out_of_range(name, below, call, *values):
@@ -195,8 +195,7 @@ LAYERS = {
     "avg_pool": pe.avg_pool,
     "batch_norm": functools.partial(pe.batch_norm, *NORM, training=False),
     "batch_norm, training": training,
-    "dropout": lambda x: pe.dropout(KEY, x, 0.3),
-    "dropout, traced": lambda x: jax.jit(functools.partial(pe.dropout, KEY, x))(0.3),
+    "dropout": lambda x: jax.jit(functools.partial(pe.dropout, KEY, x))(0.3),
 }
 
 
@@ -228,12 +227,11 @@ def test_init_draws_weights_of_hes_variance_and_zero_biases():
         assert (weight != weight.astype(np.float32)).any()  # drawn in float64
 
 
-POOLS, WINDOWS = {pe.avg_pool: np.mean, pe.max_pool: np.max}, [(2, None), (3, 2)]
-WINDOWS += [((2, 3), (3, 1)), (3, 4)]
+POOLS = {pe.avg_pool: np.mean, pe.max_pool: np.max}
 
 
 @pytest.mark.parametrize("pool", POOLS)
-@pytest.mark.parametrize("window, stride", WINDOWS)
+@cases("window, stride", (2, None), ((2, 3), (3, 1)), (3, 4))
 def test_pool_equals_numpy(pool, window, stride):
     images = randn(0, 2, 7, 9, 3)
     # [B, H', W', I, kh, kw]
@@ -307,7 +305,6 @@ test_layers_refuse_arguments_that_do_not_fit = refuses(
     (lambda: pe.max_pool(ONES, (1, 2, 3)), r"window is \(1, 2, 3\)"),
     *out_of_range("stride", None, lambda n: pe.avg_pool(ONES, stride=n), 0),
     (lambda: pe.dense_init(KEY, 0, 2), r"weights \[0, 2\] is 0; expected an int >= 1"),
-    (lambda: pe.conv_init(KEY, 2, -1), r"weights \[3, 3, 2, -1\] is -1; expected an"),
     *out_of_range("channels", None, pe.batch_norm_init, 0, 2.0),
     (lambda: pe.dense(DENSE, ONES), r"expected \[..., 3\], as .* shape \(3, 1\) take"),
     (lambda: training(ONES), r"have shape \(1, 5, 5, 2\); expected \[..., 3\]"),
@@ -337,14 +334,10 @@ def test_cnn_equals_the_guides_network(form):
     params = jax.tree.map(lambda x: x + randn(x.size, *x.shape) / 99, params)
     images = jnp.asarray(randn(0, 3, *form.get("image_shape", (28, 28, 1))))
 
-    def pool(x):
-        ones = (1, 2, 2, 1)
-        return jax.lax.reduce_window(x, 0.0, jax.lax.add, ones, ones, "VALID") / 4
-
     @jax.jit
     def network(params, images):
-        x = pool(jax.nn.relu(conv_library(params.conv1, images, (1, 1))))
-        x = pool(jax.nn.relu(conv_library(params.conv2, x, (1, 1))))
+        x = pe.avg_pool(jax.nn.relu(conv_library(params.conv1, images, (1, 1))))
+        x = pe.avg_pool(jax.nn.relu(conv_library(params.conv2, x, (1, 1))))
         return two_dense(params, x.reshape(3, -1))
 
     logits = jax.jit(pe.cnn)(params, images)
@@ -485,7 +478,6 @@ SCORES, BELOW, THREE = np.eye(4)[:3], np.zeros((3, 1), int), np.ones(3)
 
 test_losses_refuse_arrays_that_do_not_fit = refuses(
     (lambda: cross_entropy(SCORES, BELOW), r"labels are int64\[3, 1\]; exp"),
-    (lambda: cross_entropy(SCORES, SCORES), r"labels are float64\[3, 4\]"),
     (lambda: pe.accuracy(SCORES, THREE), r"4\[3\]; expected integers \[3\], class"),
     (lambda: pe.gaussian_nll(THREE, THREE, BELOW), r"\(3,\), \(3, 1\)\]; expected"),
 )
@@ -515,7 +507,6 @@ def steps_of(optimizer, apply_updates):
 @pytest.mark.parametrize("x64, tolerance", [(False, 1e-5), (True, 1e-14)])
 @cases(
     "name, rate, options",
-    ("sgd", 0.1, dict(momentum=0.0)),
     ("sgd", COSINE, dict(momentum=0.0, nesterov=True)),
     ("sgd", LINEAR, dict(momentum=0.9)),
     ("sgd", 0.1, dict(momentum=0.9, nesterov=True)),
@@ -640,7 +631,6 @@ test_optimizers_refuse_numbers_out_of_range_and_integer_parameters = refuses(
     *out_of_range("peak", np.inf, lambda x: pe.linear_schedule(x, 9), -0.1, np.inf),
     (lambda: pe.train_state({"w": 3}, SGD), r"'\['w'\]' is int32; expected floating"),
     (lambda: pe.train_state([3], pe.adam(1)), "is int32; expected floating point"),
-    (lambda: pe.train_state([1j], pe.adam(1)), r"'\[0\]' is complex64; expected"),
     (lambda: jax.eval_shape(SGD.init, [1j]), r"'\[0\]' is complex64; expected"),
 )
 
@@ -1020,24 +1010,6 @@ def test_a_nonfinite_step_can_be_skipped_and_changes_no_other_member(way):
 
 
 @every_way
-def test_step_refuses_consumed_and_shared_buffers_and_empty_batches(way):
-    first, (batch,) = members_state(keys_of(0, way.members)), net_batches(1)
-    state, update = start(way, net_loss, first)
-    for _ in range(2):
-        used, (state, _) = state, update(state, *batch)
-    shared = state.opt_state._replace(velocity=state.params)
-    names = "'.params.hidden.weight' and '.opt_state.velocity.hidden.weight'"
-    for message, bad in (
-        ("consumed by an earlier call; go on with the one that it", used),
-        ("consumed by an", state._replace(opt_state=used.opt_state)),
-        (f"{names} of the state share one", state._replace(opt_state=shared)),
-    ):
-        assert re.search(message, said_by(ValueError, update, bad, *batch))
-    empty = [x[:0] for x in batch]
-    refuses_state(state, "batch (is empty|have lengths .*1 or more)", (update, *empty))
-
-
-@every_way
 def test_a_program_whose_devices_wait_for_each_other_runs_alone(way, monkeypatch):
     """On a CPU it waits for its arguments and results; other programs do not wait."""
 
@@ -1070,6 +1042,11 @@ def one_number(num_devices=D, **kwargs):
     return pe.replicate(pe.train_state(jnp.float32(1), SGD, **kwargs), num_devices)
 
 
+def sharing():
+    state = one_number()
+    return state._replace(opt_state=state.opt_state._replace(velocity=state.params))
+
+
 def integers():
     return pe.replicate(pe.train_state([jnp.int32(3)], optax.sgd(0.1)))
 
@@ -1082,9 +1059,10 @@ REFUSED_STEPS = [
     (sync, one_number, dict(microbatch=4), (D, 6), "batch of 6 .*divide.* of 4; use a"),
     (sync, counting, dict(microbatch=4), (D, 8), "model state.* of 8; use microbatch"),
     (sync, one_number, dict(stateful=True), (D, 1), r"train_state\(..., key=key\)"),
+    (sync, sharing, {}, (D, 2), r"s '.params' and '.opt_state.velocity' of the sta"),
+    (sync, one_number, {}, (D, 0), "the batch is empty; expected one or more"),
     (sync, integers, dict(optimizer=optax.sgd(0.1)), 8, r"'\[0\]' is int32; expect"),
     (sync, one_number, {}, 16, r"axes .* \[\(8,\), \(16,\)\]; expected the number of"),
-    (sync, lambda: one_number().params, {}, (D, 2), "state is ArrayImpl; expected a"),
     (sync, lambda: pe.train_state(jnp.ones(()), SGD), {}, (D, 2), "of the state have"),
 ]
 
@@ -1112,8 +1090,6 @@ RETURNED = [
     ("has_aux stateful", (ONE, 1), SGD, rf"one result{PAIR}\(model_state, aux\)\)$"),
     ("stateful", (ONE, {"n": 0.5}), SGD, rf"model state .* '\['n'\]' .*2\[\]{FORM}"),
     ("", ONE, optimizing(dict, n=0.5, m=1), rf"state: .*'n'\]' is float32\[\]{FORM}$"),
-    ("", ONE, optimizing(dict, n=np.ones(2, int), m=1), rf"'\]' is int32\[2\]{FORM}"),
-    ("", ONE, optimizing(dict, n=1), rf"new state: leaf '\['m'\]' is absent{FORM}$"),
     ("", ONE, optimizing(lambda g: {"w": np.ones(2)}), r"updated par.*32\[2\]; ex"),
     ("", ONE, optimizing(lambda g: [g["w"]]), "; expected a tree like the parameters$"),
 ]
@@ -1174,26 +1150,10 @@ def test_replica_mean_makes_floats_and_changes_nothing_else_outside_of_a_step():
     assert jax.pmap(pe.replica_mean)(jnp.arange(4.0)).tolist() == [0, 1, 2, 3]
 
 
-def by_scan(forward):
-    def layer(model, xs):
-        outputs, stats = forward(*model, xs)
-        return (model[0], stats), outputs
-
-    def through(params, stats, xs):
-        (_, stats), outputs = jax.lax.scan(layer, (params, stats), xs[None])
-        return outputs[0], stats
-
-    return through
-
-
-# These transformations cache a function's trace; JAX reuses it where axes have equal
+# JAX's transformations cache a function's trace, and reuse it where axes have equal
 # names.
-KEEPING = {"jit": jax.jit, "checkpoint": jax.checkpoint, "scan": by_scan}
-
-
 KEPT = ("jit", "predict", 2, 4), ("jit", "training", 1, 2)
-KEPT += ("checkpoint", "init", 2, 4), ("scan", "by hand", 1, 2)
-KEPT += (("jit", "by hand", 2, 8),)
+KEPT += ("checkpoint", "init", 2, 4), ("jit", "by hand", 2, 8)
 
 
 @mock.patch.object(pe, "_near", lambda *_, like: True)  # which a chunk's mean is not
@@ -1228,7 +1188,7 @@ def test_only_training_averages_whatever_came_before(keep, earlier, members, dev
         state, losses = trainer.update(state, xs, ys)
         return before, losses, trainer.predict(state, xs)
 
-    assert_close(ends(KEEPING[keep]), ends(lambda forward: forward))
+    assert_close(ends(getattr(jax, keep)), ends(lambda forward: forward))
 
 
 # ---------------------------------------------------------------------------------
@@ -1325,7 +1285,6 @@ trainer.place(data, trainer.layout)  # wrong
 trainer.chunk = 64  # wrong
 make(print, print, pe.sgd(0.1))  # wrong
 make(print, print, pe.sgd(0.1), 2)  # wrong
-make(print, print, pe.sgd(0.1), member=2)  # wrong
 pe.make_sync_update(print, 0.1)  # wrong
 """
 
@@ -1362,15 +1321,12 @@ def test_keys_that_draw_differently_under_vmap_work_only_without_at_once():
 
 
 def test_init_makes_member_i_from_the_key_and_i_alone():
-    key, ends = jax.random.key(7), []
-    for members, devices in ((10, 1), *LAYOUTS):
-        trainer = net_trainer(members, devices)
-        ends.append(trainer.gather(trainer.init(key)))
-        first = jax.tree.map(lambda x, n=members: x[:n], ends[0].params)
-        assert leaves_equal(ends[-1].params, first)
-    init_key, key = jax.random.split(jax.random.fold_in(key, 3))
-    assert ends[0].key[3] == key
-    assert leaves_equal(member(ends[0].params, 3), jax.jit(net_init)(init_key))
+    for members, devices in LAYOUTS:
+        trainer, i = net_trainer(members, devices), members - 1
+        made = trainer.gather(trainer.init(jax.random.key(7)))
+        init_key, key = jax.random.split(jax.random.fold_in(jax.random.key(7), i))
+        assert made.key[i] == key
+        assert leaves_equal(member(made.params, i), jax.jit(net_init)(init_key))
 
 
 LINE = dict(init_fn=lambda key: {"w": jax.random.normal(key, ()), "b": jnp.zeros(())})
@@ -1461,7 +1417,6 @@ def test_a_lowered_program_is_the_one_that_runs(devices, make):
         ("update", state, *own, shapes_of(own), dict(per_member=True)),
         ("epoch", state, data, order, (), dict(order=Labelled(order), data=data)),
         ("predict", state, images, (), dict(inputs=shapes_of(images))),
-        ("predict", state, images, (frame,), {}),
     ):
         options = {"per_member": True} if "per_member" in named else {}
         program, given = program_of(getattr(trainer, method), *args, **options)
@@ -1490,8 +1445,6 @@ def test_lower_takes_shapes_alone_and_moves_no_data():
     shapes = [x.shape for x in jax.tree.leaves(lowered.in_avals)]
     assert images.shape in shapes and order.shape in shapes
     assert trainer.latest is None
-    said = said_by(ValueError, trainer.lower, "update", *data[:1], order)
-    assert "first axes of the batch" in said
     vars(trainer._places)["absent"] = True  # as with a topology's devices
     assert "are a topology's; use T" in said_by(ValueError, trainer.init, KEY)
 
@@ -1607,10 +1560,6 @@ def on_host(tree):
     return jax.tree.map(read, tree)
 
 
-def elsewhere(tree):
-    return jax.device_put(tree, jax.devices()[7])
-
-
 def on_arrays(f):
     """Apply f to NumPy's arrays in a tree."""
 
@@ -1702,7 +1651,6 @@ class Case(NamedTuple):
 
 SAME = {
     "arrays are on the host": Case(put=on_host),
-    "arrays are on another device": Case(put=elsewhere),
     "arrays are on other devices": Case(put=lambda tree: net_trainer(3, 3).place(tree)),
     "arrays are big-endian and sliced by labels": Case(put=foreign),
     "arrays are torch's": Case(put=tensor),
@@ -2217,12 +2165,6 @@ def test_a_trainer_warns_of_batches_that_leave_replicas_idle():
         assert [each.filename for each in said] == [__file__]
 
 
-def test_at_once_changes_no_bit_when_members_share_no_device():
-    for args in (("init", KEY), ("epoch", image_data(), orders(1)[0])):
-        one, two = (net_trainer(2, 4, at_once=n, **NOISY).lower(*args) for n in (1, 2))
-        assert one.as_text() == two.as_text()
-
-
 @cases("at_once, together", (1, 1), (2, 2), (9, 4))
 def test_at_once_is_the_number_of_members_in_one_vmap(at_once, together):
     sizes = {1}  # a call without vmap counts as one
@@ -2291,7 +2233,6 @@ def test_choose_members_takes_each_member_with_its_key_from_either_state(make):
         (([1, 0, 0, 1], new, old), r"better is int64\[4\]; expected bool\[K\]"),
         (([[True]] * 4, new, old), r"better is bool\[4, 1\]"),
         (([True], new, old), r"states and better have lengths \[\(1,\), \(4,\)\]"),
-        ((True, new, old), r"lengths \[\(\), \(4,\)\]"),
         ((better, other, old), r"new: .*'.params.*float32\[2, .*; expected float32\[4"),
     ):
         assert re.search(message, said_by(ValueError, pe.choose_members, *args))
@@ -2370,7 +2311,9 @@ def test_states_of_other_types_and_optimizers_predict_and_are_not_trained():
         assert trainer.predict(placed, data[0]).sum().round() == len(data[0])
         refuses_state(placed, re.escape(found), *uses(trainer)[:2])
     shared = first.opt_state._replace(velocity=first.params)
-    found = trainer.gather(first._replace(opt_state=shared))
+    shared = first._replace(opt_state=shared)
+    refuses_state(shared, "share one buffer", *uses(trainer)[:2])
+    found = trainer.gather(shared)
     assert leaves_equal(found.opt_state.velocity, state.params)
     state, _ = trainer.update(first, *data)
     named = state._replace(params=(*state.params,))  # with leaves of the latest state
@@ -2397,16 +2340,6 @@ def test_functions_may_call_back_to_the_host(members, devices):
         return trainer.predict_members(state, np.arange(3)), trainer.gather(state)
 
     assert leaves_equal(run(twice_there), run(lambda x: 2 * x))
-
-
-@contextlib.contextmanager
-def handling(handler):
-    """Have SIGINT call a handler."""
-    old = signal.signal(signal.SIGINT, handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, old)
 
 
 @pytest.fixture
@@ -2746,7 +2679,6 @@ test_make_trainer_refuses_options_that_do_not_fit = refuses(
     *out_of_range("chunk", None, lambda n: making(chunk=n)(), 0),
     *out_of_range("at_once", None, lambda n: making(at_once=n)(), -1, 1.5, True, "2"),
     *out_of_range("microbatch", None, lambda n: making(microbatch=n)(), 0, "all"),
-    *out_of_range("microbatch", None, lambda n: sync(product, SGD, microbatch=n), 0),
     (making(devices=9), "9 devices requested, 8 available"),
     *((in_two(making(devices=n)), OF_TWO) for n in (4, jax.devices()[:4])),
     (in_an_old_jax(making(shards=2)), "shards=2 takes JAX 0.8 or newer; this is"),
@@ -2764,7 +2696,6 @@ test_make_trainer_refuses_options_that_do_not_fit = refuses(
     (making(hyper=np.ones(2), optimizer=lambda: SGD), f"takes hyper {LAST}, "),
     (making(hyper=np.ones(2), optimizer=3), "optimizer: .*'int'.*; expected one with"),
     (making(hyper=np.ones(3)), r"\[\(3,\)\]; expected arrays \[K, ...\].* 2 members"),
-    (making(hyper=np.array(["a", "b"])), "hyper: found ndarray of <U1; expected numb"),
     (making(hyper=[0.1, 0.2]), r"\[\(\)\]; expected arrays .*; a list holds numbers:"),
     (making(hyper=np.array([1, 2**40 + 5])), "hyper: found 1099511627781, beyond int3"),
     (making(hyper=np.array([0.1, -1]), optimizer=pe.sgd), "learning_rate is .*-1.0"),
@@ -2777,7 +2708,6 @@ ONE_KEY = r"^key: .*; expected one random key, such as jax.random.key\(0\)"
 test_init_refuses_bad_keys_and_models_that_are_not_arrays = refuses(
     *((initializing(key=key), ONE_KEY) for key in NO_KEYS),
     (initializing(lambda _: {"act": 1.0}), r"returns \w*float\w* at .*act.*array"),
-    (initializing(lambda _: {"act": "relu"}), r"returns str at .*act.*array"),
     (initializing(net_init, stateful=True), "init_fn returns Net; with stateful=True"),
     (initializing(lambda _: np.int64(2**40)), "init_fn returns: found 1099511627776"),
     (lambda: jax.eval_shape(making()().init, KEY), "traced, inside jax.jit .* outside"),
@@ -2796,7 +2726,7 @@ def long_double(call):  # no rows where it is float64
     return [(r"batch: .*; convert it", *call(np.longdouble))] if wide else []
 
 
-CALLED = r"it is called as loss_fn\(params, "
+CALLED = r"it is called as loss_fn\(params, batch\[0\]\); stateful=True adds model"
 
 
 def bare(state):
@@ -2811,9 +2741,8 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
     last = np.arange(4)[None] == 3
     ten, blind = [x[:10] for x in data], net_trainer(2, D, apply_fn=None)
     odd, odds = begin(net_trainer(2, D, optimizer=optax.lbfgs()))
-    bad = net_trainer(2, D, optimizer=SGD._replace(update=optax.adam(0.1).update))
     bent, bents = begin(net_trainer(2, D, loss_fn=lambda p, x, y: p.dense.bias))
-    large, keyed = np.full(NUM_IMAGES, 2**40), net_trainer(2, D, loss_fn=noisy_loss)
+    large = np.full(NUM_IMAGES, 2**40)
     own = functools.partial(trainer.update, per_member=True)
     for message, call, *args in [
         ("rows 0 to 240; the data have rows 0 to 239", trainer.epoch, data, 240 * last),
@@ -2824,17 +2753,13 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         (r"\(3, 1, 4\).*with K = 2", trainer.epoch, data, np.stack([rows] * 3)),
         ("^order: .*inhomog.*; expected number", trainer.epoch, data, [[0, 1], [2]]),
         (r"data is ndarray; .*\(data,\) for a s", trainer.epoch, data[0], rows),
-        (rf"loss_fn: .*'labels'; {CALLED}batch\[0\]\); ", trainer.update, data[0]),
+        (rf"loss_fn: .*'labels'; {CALLED}", trainer.update, data[0]),
         ("data: found 1099511627776, beyo", trainer.epoch, (data[0], large), rows),
         (r"loss of shapes \[\(4,\)\]; exp", lambda _: bent.update(bents, *data)),
-        ("'labels'; .*; stateful=True adds model_state and key$", keyed.update, *data),
         (".*'value_fn'; .*=loss; docs.*#l-bfgs", lambda _: odd.update(odds, *data)),
-        ("update: .* no attribute .*; it is given gradients", bad.update, *data),
         (r"data .*\[\(10,\), \(240,\)\]", trainer.epoch, (data[0], ten[1]), rows),
         ("batch: found 1099511627776, beyond int", trainer.update, *data[:1], large),
-        ("inputs: found MaskedArray of ", trainer.predict, np.ma.array(data[0])),
         ("inputs: found 1099511627776, bey", trainer.predict_members, large[:4]),
-        ("batch: requires grad.*; expected", trainer.update, *data[:1], Attached()),
         ("arguments are traced, inside", jax.jit(trainer.predict), data[0]),
         ("are traced", lambda s: jax.jit(lambda x: trainer.update(s, x, x))(data[1])),
         *long_double(lambda x: (trainer.update, *data[:1], data[1].astype(x))),
@@ -2843,23 +2768,18 @@ def test_trainer_refuses_what_does_not_fit_and_keeps_the_state():
         (r"\[\(8,\)\]; expected this trainer's 4: use", other.update, *data),
         ("takes an apply_fn; give make_trainer one", blind.predict, data[0]),
         (r"inputs .*\[\(0,\)\]; .*, 1 or more", trainer.predict_members, data[0][:0]),
-        (r"inputs .*\[\(10,\), \(240,\)\]", trainer.predict, (data[0], ten[1])),
-        (r"\(10, 8\)\]; expected arrays \[K, B, ...\], with K = 2", own, *ten),
-        (r"\[\(2, 8\), \(2, 9\)\]; .* one B", own, *(np.ones((2, n)) for n in (8, 9))),
-        (r"\[\(2,\)\]; expected arrays \[K, B", own, np.ones(2)),
-        ("first axes of the batch", own),
+        (r"\(10, 8\)\]; expected .* \[K, B, ...\], with K = 2 and one B", own, *ten),
         (r"\(3,\)\]; expected .* 2 members", lambda _: trainer.scatter(three)),
         ("members 0 and 2 have equal keys", lambda _: other.scatter(equal)),
-        ("no key, .*members from repl", lambda s: trainer.predict(bare(s), data[0])),
-        (r"take jax.random.split\(key, 3\)", lambda _: other.scatter(bare(three))),
-        ("state is tuple; expected a Tr", lambda s: trainer.epoch(data, s, rows)),
+        (r"no key, .*split\(key, 2\)", lambda s: trainer.predict(bare(s), data[0])),
         ("state is Net; exp", lambda s: trainer.scatter(trainer.gather(s).params)),
     ]:
         refuses_state(state, message, (call, *args))
+    part = state._replace(params=begin(trainer)[1].params)
     trainer.epoch(state, data, rows)  # consumes it
     for call, *args in uses(trainer):
         assert "state is Net; exp" in said_by(ValueError, call, state.params, *args)
-        assert "was consumed by an" in said_by(ValueError, call, state, *args)
+        assert "was consumed by an" in said_by(ValueError, call, part, *args)
 
 
 def one_process(index, count, local, port, folder):
@@ -3134,8 +3054,6 @@ def test_tensors_of_other_libraries_are_taken_and_saved_as_arrays(path):
     ({"a": A.T, "k": K}, "leaf '['a']' is float32[2, 3]; expected float32[3, 2]"),
     ({"a": A.astype(int), "k": K}, "'['a']' is float32[2, 3]; expected int64[2"),
     ({"a": A, "k": jax.random.key(1, impl="rbg")}, "2>[]; expected key<rbg>[]"),
-    ({"a": A, "k": jax.random.key_data(K)}, "2>[]; expected uint32[2]"),
-    ((), "leaf '['a']' is float32[2, 3]; expected absent"),
 )
 def test_load_names_the_leaf_that_does_not_match(path, like, message):
     pe.save(path, {"a": A, "k": K})
@@ -3193,7 +3111,6 @@ jax.tree_util.register_pytree_with_keys(Paths, as_paths, lambda *_: None)
     ("text", "leaf '': found str of <U4; expected numbers"),
     ({"a": object()}, r"leaf '\['a'\]': found object of object; expected numbers"),
     ({"a": np.zeros(2, "M8[s]")}, r"found ndarray of datetime64\[s\]"),
-    ({"a": np.zeros(2, "f4,f4")}, "found ndarray of .*; expected numbers"),
     ({"a": np.rec.array([(1, 2.0)])}, "'a'.*: found recarray of .*; expected numbers"),
     ({"a": np.array(["b"], STRINGS)}, "'a'.*: found ndarray of .*; expected numbers"),
     ({"a": Attached()}, r"leaf '\['a'\]': requires grad; expected numbers"),
@@ -3284,7 +3201,6 @@ def test_demo_fits_the_line(monkeypatch, capsys, flags, count):
 BAD_FLAGS = {
     "--devices=3": "a batch of 128 does not split over 3 devices; use a multiple",
     "--devices=0": "num_devices is 0; expected an int >= 1",
-    "2": "unrecognized arguments: 2",
 }
 
 

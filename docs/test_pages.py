@@ -27,10 +27,10 @@ import fast_cpu as fc
 import mnist_data as md
 import pjax_ensemble as pe
 import train_mnist as tm
-from conftest import ENVIRONMENT, HERE, D, leaves_equal, posix, run_python, said_by
+from conftest import ENVIRONMENT, HERE, D, handling, leaves_equal, posix, run_python
 
 # isort: split
-from conftest import start_python
+from conftest import said_by, start_python
 
 pytestmark = pytest.mark.once  # no version of JAX changes these, or they take long
 LIBRARIES = {"tables": "sklearn.datasets", "tokens": "flax", "volumes": "flax"}
@@ -161,16 +161,13 @@ def test_loop_ends_in_the_same_bits_after_it_was_stopped_at_ten_places(
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     run_loop(whole)
     said = capsys.readouterr().out
-    old = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
+    with handling(signal.default_int_handler):
         for place in STOPS.split(", "):
             stop(*place.split())
         best = pe.load(whole)["['losses']"][1].argmin(axis=0).max() + 1
         count = best - pe.load(stopped)["['epoch']"]
         stop("SIGKILL", "choose_members", count)  # in the last best epoch
         stop("SIGINT", "save", 3)  # in the second epoch without a better one
-    finally:
-        signal.signal(signal.SIGINT, old)
     assert "ensemble" in said and capsys.readouterr().out == ""
     run_loop(stopped)
     assert capsys.readouterr().out == said
