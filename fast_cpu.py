@@ -1039,7 +1039,7 @@ def rewrite(jaxpr: Any, options: dict | None = None) -> Any:
     Raises: ValueError with oneDNN's options, if an equation may hold products that
     cannot be replaced: a function of `jax.export`, a primitive that is not JAX's.
     """
-    _shared.cache_clear()  # the next program shares anew
+    _shared.cache_clear()  # functions are shared within a program alone
     return _rewrite(jaxpr, bool((options or {}).get(_ONEDNN)), {})
 
 
