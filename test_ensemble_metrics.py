@@ -492,6 +492,17 @@ def test_fold_intervals_and_sets_equal_sorted_sums(n, members):
         assert_array_equal(alone, new[0] <= em.conformal_quantile(errors, coverage))
 
 
+def test_fold_intervals_and_sets_hold_as_often_as_the_coverage_asks():
+    draw, held, folds = np.random.default_rng(0), [], np.arange(30) % 5
+    for _ in range(200):  # members predict the mean of their targets
+        y, new = np.split(draw.normal(size=50), [30])
+        means = np.array([y[folds != k].mean() for k in range(5)])
+        low, high = em.fold_interval(np.c_[means], means[folds], y, folds)
+        sets = em.fold_sets(y - means[folds], folds, new - means[:, None])
+        held.append(((low <= new) & (new <= high), sets))
+    assert_allclose(np.mean(held, axis=(0, 2)), 0.9, atol=0.02)
+
+
 def threshold_by_scipy(uncertainty, wrong, risk, confidence):
     """Test one count of kept examples after another, by SciPy's binomial."""
     binom = pytest.importorskip("scipy.stats").binom

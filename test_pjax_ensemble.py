@@ -478,6 +478,7 @@ SCORES, BELOW, THREE = np.eye(4)[:3], np.zeros((3, 1), int), np.ones(3)
 
 test_losses_refuse_arrays_that_do_not_fit = refuses(
     (lambda: cross_entropy(SCORES, BELOW), r"labels are int64\[3, 1\]; exp"),
+    (lambda: cross_entropy(SCORES, SCORES), r"labels are float64\[3, 4\]"),
     (lambda: pe.accuracy(SCORES, THREE), r"4\[3\]; expected integers \[3\], class"),
     (lambda: pe.gaussian_nll(THREE, THREE, BELOW), r"\(3,\), \(3, 1\)\]; expected"),
 )
@@ -507,6 +508,7 @@ def steps_of(optimizer, apply_updates):
 @pytest.mark.parametrize("x64, tolerance", [(False, 1e-5), (True, 1e-14)])
 @cases(
     "name, rate, options",
+    ("sgd", 0.1, dict(momentum=0.0)),
     ("sgd", COSINE, dict(momentum=0.0, nesterov=True)),
     ("sgd", LINEAR, dict(momentum=0.9)),
     ("sgd", 0.1, dict(momentum=0.9, nesterov=True)),
@@ -631,6 +633,7 @@ test_optimizers_refuse_numbers_out_of_range_and_integer_parameters = refuses(
     *out_of_range("peak", np.inf, lambda x: pe.linear_schedule(x, 9), -0.1, np.inf),
     (lambda: pe.train_state({"w": 3}, SGD), r"'\['w'\]' is int32; expected floating"),
     (lambda: pe.train_state([3], pe.adam(1)), "is int32; expected floating point"),
+    (lambda: pe.train_state([1j], pe.adam(1)), r"'\[0\]' is complex64; expected"),
     (lambda: jax.eval_shape(SGD.init, [1j]), r"'\[0\]' is complex64; expected"),
 )
 
@@ -1285,6 +1288,7 @@ trainer.place(data, trainer.layout)  # wrong
 trainer.chunk = 64  # wrong
 make(print, print, pe.sgd(0.1))  # wrong
 make(print, print, pe.sgd(0.1), 2)  # wrong
+make(print, print, pe.sgd(0.1), member=2)  # wrong
 pe.make_sync_update(print, 0.1)  # wrong
 """
 
@@ -2233,6 +2237,7 @@ def test_choose_members_takes_each_member_with_its_key_from_either_state(make):
         (([1, 0, 0, 1], new, old), r"better is int64\[4\]; expected bool\[K\]"),
         (([[True]] * 4, new, old), r"better is bool\[4, 1\]"),
         (([True], new, old), r"states and better have lengths \[\(1,\), \(4,\)\]"),
+        ((True, new, old), r"lengths \[\(\), \(4,\)\]"),
         ((better, other, old), r"new: .*'.params.*float32\[2, .*; expected float32\[4"),
     ):
         assert re.search(message, said_by(ValueError, pe.choose_members, *args))
@@ -3054,6 +3059,7 @@ def test_tensors_of_other_libraries_are_taken_and_saved_as_arrays(path):
     ({"a": A.T, "k": K}, "leaf '['a']' is float32[2, 3]; expected float32[3, 2]"),
     ({"a": A.astype(int), "k": K}, "'['a']' is float32[2, 3]; expected int64[2"),
     ({"a": A, "k": jax.random.key(1, impl="rbg")}, "2>[]; expected key<rbg>[]"),
+    ({"a": A, "k": jax.random.key_data(K)}, "2>[]; expected uint32[2]"),
 )
 def test_load_names_the_leaf_that_does_not_match(path, like, message):
     pe.save(path, {"a": A, "k": K})
@@ -3201,6 +3207,7 @@ def test_demo_fits_the_line(monkeypatch, capsys, flags, count):
 BAD_FLAGS = {
     "--devices=3": "a batch of 128 does not split over 3 devices; use a multiple",
     "--devices=0": "num_devices is 0; expected an int >= 1",
+    "2": "unrecognized arguments: 2",
 }
 
 

@@ -531,6 +531,7 @@ def test_run_resumes_from_its_newest_valid_checkpoint(tmp_path, script, whole_ru
 
 CHANGES = (
     ("--epochs 3", "epochs is 3 here, 2 there"),
+    ("--skip-nonfinite", "skip_nonfinite is True here, False there"),
     ("--members 1 --mode sync", "mode is sync here, ensemble there"),
 )
 
@@ -800,6 +801,7 @@ BAD_FLAGS = [
     ("--data-dir TINY", "--network cnn: image_shape is [3, 5, 1]; expected"),
     ("--data-dir TINY --network batchnorm", "--network batchnorm: a window of 6x6 "),
     pytest.param("--workdir FILE", "FILE: File exists", marks=posix),
+    pytest.param("--workdir FILE/runs", "FILE/runs: Not a directory", marks=posix),
 ]
 
 
@@ -832,6 +834,7 @@ SGD, SGD_RATE = "--optimizer sgd", {"optimizer": "sgd", "learning_rate": 0.15}
     ((28, 28), "--network batchnorm", tm.GUIDE),
     ((28, 28), "--optimizer adam", {"optimizer": "adam", "learning_rate": 0.001}),
     ((28, 28), "--learning-rate 0 --max-shift 0", {"learning_rate": 0, "max_shift": 0}),
+    ((28, 28), "--bootstrap", {"bootstrap": True}),
     ((28, 28), f"--network batchnorm {SGD}", tm.GUIDE | SGD_RATE),
     ((12, 40), "", {"max_shift": 1}),
     ((128, 140), "", {"max_shift": 9}),  # more pixels than images
