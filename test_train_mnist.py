@@ -629,15 +629,33 @@ def test_an_early_or_second_signal_ends_at_once(tmp_path, script, monkeypatch):
 
 
 @posix
-def test_ctrl_c_before_the_first_save_says_so_at_once(tmp_path):
+def test_ctrl_c_before_the_first_save_ends_at_once(tmp_path):
     busy = "import hashlib, os, threading as t; x = os.kill, (os.getpid(), 2); "
     # Nothing in Python runs in the main thread, as while JAX compiles.
     busy += "t.Timer(0.1, *x).start(); hashlib.pbkdf2_hmac('md5', b'', b'', 2**30)"
     (tmp_path / "jax.py").write_text(busy)
     options = dict(env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
     done = subprocess.run([sys.executable, tm.__file__], **options, timeout=20)
-    said = 130, f"train_mnist.py: SIGINT: {tm.NOTHING}\n"
-    assert (done.returncode, done.stderr) == said
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+@posix
+def test_signals_that_a_parent_has_ignored_stay_ignored(tmp_path, script, monkeypatch):
+    """POSIX shells start `command &` in a script so."""
+    stops = "import os, signal; os.kill(os.getpid(), signal.SIGINT); "
+    stops += "raise SystemExit(7)"  # comes here only if the signal is ignored
+    (tmp_path / "jax.py").write_text(stops)
+    start = ["sh", "-c", 'trap "" INT; exec "$0" "$1"', sys.executable, tm.__file__]
+    done = subprocess.run(start, env={"PYTHONPATH": str(tmp_path)}, timeout=20)
+    assert done.returncode == 7
+    kept = [signal.signal(number, signal.SIG_IGN) for number in STOPPING]
+    try:
+        stop_at(monkeypatch, 1)
+        assert script(RUN)[0] == 0
+        assert [*map(signal.getsignal, STOPPING)] == [signal.SIG_IGN] * 2
+    finally:
+        for number, handler in zip(STOPPING, kept):
+            signal.signal(number, handler)
 
 
 def process_flags(port, index, count=2, timeout=20):

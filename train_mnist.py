@@ -115,29 +115,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# What Ctrl-C says.  A run with a folder changes it after its first save.
-NOTHING = "nothing is saved yet by this command (never without --workdir); run it again"
-SAVED = [NOTHING]
-REPLACED: dict = {}  # handlers of signals that a run replaces while it listens
-
-
-def end_at_once(heard: socket.socket) -> None:
-    """Wait for SIGINT, whose number Python sends; end the process if no run listens.
-
-    A handler is not called before JAX has compiled.
-    """
-    while heard.recv(1)[0] != signal.SIGINT or REPLACED:
-        pass
-    os.write(2, f"train_mnist.py: SIGINT: {SAVED[0]}\n".encode())
-    os._exit(128 + signal.SIGINT)
-
-
-if __name__ == "__main__":  # before the imports that take long
-    heard, told = socket.socketpair()
-    told.setblocking(False)
-    signal.signal(signal.SIGINT, lambda *_: time.sleep(1))  # until the thread ends all
-    signal.set_wakeup_fd(told.fileno())
-    threading.Thread(target=end_at_once, args=(heard,), daemon=True).start()
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+    # Until there is something to save, Ctrl-C ends the process at once, also while JAX
+    # loads or compiles.  A parent's request to ignore it is kept.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import jax
 import jax.numpy as jnp
@@ -368,8 +349,6 @@ class Run:
         """
         epochs, steps = self.settings.epochs, self.settings.epoch_steps
         self.save()
-        kept = f"the run is saved in {self.args.workdir}; --resume continues it"
-        SAVED[0] = kept if self.args.workdir else NOTHING
         # A resumed epoch may have taken all its steps, and lack only its evaluation.
         resumed = max(0, self.done - 1) // steps
         for epoch in range(resumed, max(1, epochs)):
@@ -417,7 +396,10 @@ class Run:
         if number := self.signals.agree():
             self.save(whenever=True)
             self.signals.agree()  # no process leaves before process 0 has saved
-            raise Failure(f"{signal.Signals(number).name}: {SAVED[0]}", 128 + number)
+            text = "nothing is saved without --workdir; run it again"
+            if self.args.workdir:
+                text = f"the run is saved in {self.args.workdir}; --resume continues it"
+            raise Failure(f"{signal.Signals(number).name}: {text}", 128 + number)
 
     def save(self, whenever: bool = False) -> None:
         """Save if it is due or `whenever`.  Raises Failure if no member is finite.
@@ -923,24 +905,29 @@ class Signals:
     """SIGTERM and SIGINT, as requests that training and evaluation look for.
 
     They are requests between `listen` and `close`.  Otherwise, while there is nothing
-    to save, they end the process at once (`end_at_once`).  A second SIGINT always does.
+    to save, they end the process at once.  A second SIGINT always does.  A signal that
+    the process was started to ignore is ignored throughout.
     """
 
     def __init__(self):
         self.received = 0  # the number of the last signal
+        self.replaced: dict = {}  # handlers, while it listens
 
     def listen(self) -> None:
-        if not REPLACED and threading.current_thread() is threading.main_thread():
-            for number in signal.SIGINT, signal.SIGTERM:
-                REPLACED[number] = signal.signal(number, self.note)
+        if self.replaced or threading.current_thread() is not threading.main_thread():
+            return
+        for number in signal.SIGINT, signal.SIGTERM:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self.replaced[number] = signal.signal(number, self.note)
 
     def note(self, number: int, frame: Any) -> None:
         self.received = number
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if signal.SIGINT in self.replaced:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def close(self) -> None:
-        while REPLACED:
-            signal.signal(*REPLACED.popitem())
+        while self.replaced:
+            signal.signal(*self.replaced.popitem())
 
     def agree(self) -> int:
         """Return the signal that any process has received, or 0."""
@@ -966,6 +953,7 @@ def connect(args: argparse.Namespace) -> None:
     if "heartbeat_timeout_seconds" in known:  # JAX 0.5 lacks it
         options["heartbeat_timeout_seconds"] = 30
     timer = threading.Timer(args.connect_timeout, give_up)
+    handler = signal.getsignal(signal.SIGTERM)
     with named(where, OSError, ValueError, RuntimeError, status=1):
         timer.start()
         try:
@@ -975,7 +963,7 @@ def connect(args: argparse.Namespace) -> None:
             jax.distributed.initialize(*processes, **options)
         finally:
             timer.cancel()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX has set its own handler
+    signal.signal(signal.SIGTERM, handler)  # JAX has set its own
     count, there = jax.process_count(), f"the process at {args.coordinator}"
     if args.num_processes not in (None, count):
         raise Failure(f"--num-processes {args.num_processes}: {there} expects {count}")
