@@ -44,6 +44,7 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -867,6 +868,45 @@ def _device_sharding(num_devices: int, axis: str = "devices") -> Any:
     return _sharding(jax.sharding.Mesh(devices, (axis,)), axis)
 
 
+def _is_key(leaf: Any) -> bool:
+    """Return whether a leaf, or a leaf's form, is a typed random key."""
+    ours = isinstance(leaf, (Array, jax.ShapeDtypeStruct))
+    return ours and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+# Arrays that may wait for a copy from one device to another, the oldest first.  If a
+# process ends before a copy between CPU devices has begun, it dies by SIGSEGV (JAX
+# 0.12), so its end waits.
+_IN_FLIGHT: collections.deque[Array] = collections.deque()
+_IN_FLIGHT_LOCK = threading.Lock()
+
+
+@atexit.register
+def _wait_in_flight() -> None:
+    for x in list(_IN_FLIGHT):
+        with contextlib.suppress(RuntimeError):  # of a program that failed
+            jax.block_until_ready(x)
+
+
+def _is_done(x: Array) -> bool:
+    return x.is_deleted() or x.is_ready()
+
+
+def _in_flight(x: Array) -> Array:
+    """Return an array on devices, for which the end of the process waits."""
+    with _IN_FLIGHT_LOCK:
+        while _IN_FLIGHT and _is_done(_IN_FLIGHT[0]):
+            _IN_FLIGHT.popleft()
+        _IN_FLIGHT.append(jax.random.key_data(x) if _is_key(x) else x)
+    return x
+
+
+def _device_put(x: Any, where: Any) -> Array:
+    """Put an array on devices, from the host or from other devices."""
+    y = jax.device_put(x, where)
+    return _in_flight(y) if isinstance(x, Array) else y
+
+
 def replicate(tree: PyTree, num_devices: int | None = None) -> PyTree:
     """Copy every leaf [...] to [D, ...], one copy on each of the first D devices.
 
@@ -877,7 +917,7 @@ def replicate(tree: PyTree, num_devices: int | None = None) -> PyTree:
 
     def copy(x):
         x = jnp.asarray(x)[None]  # a computed buffer, which nothing else holds
-        shards = [jax.device_put(x, d) for d in sharding.mesh.devices]
+        shards = [_device_put(x, d) for d in sharding.mesh.devices]
         shape = len(shards), *x.shape[1:]
         return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
@@ -915,12 +955,6 @@ class TrainState(NamedTuple):
     def __repr__(self) -> str:  # forms alone: the numbers may be deleted
         forms = [f"{name}={_described(x)}" for name, x in zip(self._fields, self)]
         return f"TrainState({', '.join(forms)})".replace("'", "")
-
-
-def _is_key(leaf: Any) -> bool:
-    """Return whether a leaf, or a leaf's form, is a typed random key."""
-    ours = isinstance(leaf, (Array, jax.ShapeDtypeStruct))
-    return ours and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _kind(leaf: Any) -> str:
@@ -1598,7 +1632,8 @@ def _make_update(axis: str, member: _Member) -> Callable:
             keys = _gather_devices(_key_data(state.key))
             _check_keys(keys, np.zeros(len(keys)) if meet else range(len(keys)))
         sharding = _device_sharding(np.shape(jax.tree.leaves(state)[0])[0], axis)
-        return jax.device_put(_private("state", state), sharding)
+        put = functools.partial(_device_put, where=sharding)
+        return jax.tree.map(put, _private("state", state))
 
     def update(state, *batch):
         """Take a step: (state, metrics).  `state` is consumed."""
@@ -1606,7 +1641,10 @@ def _make_update(axis: str, member: _Member) -> Callable:
         _check_axes("state and the batch", (state, batch), expected=form)
         alone = meet and jax.default_backend() == "cpu"
         program = functools.partial(_run, pmapped, alone)
-        return _run_consuming(update, program, state, *_private("batch", batch))
+        batch = _private("batch", batch)
+        state, metrics = _run_consuming(update, program, state, *batch)
+        # Metrics wait for copies of the batch.
+        return state, jax.tree.map(_in_flight, metrics)
 
     vars(update)["latest"] = None
     return update
@@ -1838,7 +1876,7 @@ class _Places:
             if self.absent or isinstance(x, jax.ShapeDtypeStruct):
                 return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
             if jax.process_count() == 1:
-                return jax.device_put(x, where)
+                return _device_put(x, where)
             return _on_data(functools.partial(put_part, where), x)
 
         def put_part(where, x):  # of an array that is not there yet
@@ -1923,7 +1961,7 @@ class _Places:
                 parts = np.concatenate([*map(_gather_devices, copies)])
                 return jax.device_put(parts[cut], *copies[0].devices())
             copies = jax.device_put(copies, *copies[0].devices())
-            return _apart(_joined, copies, lengths)
+            return _in_flight(_apart(_joined, copies, lengths))
 
         return jax.tree.map(take, tree)
 

@@ -676,6 +676,41 @@ def test_replicate_puts_a_copy_on_each_device_and_unreplicate_takes_one(num_devi
     assert pe.unreplicate(np.arange(D)) == 0  # on the host
 
 
+# A process that ends while a copy from one device to another waits for numbers that are
+# in the making.
+ENDING = """
+import jax, jax.numpy as jnp, numpy as np, pjax_ensemble as pe
+
+pe.use_cpu_devices(2)
+key, x, sgd = jax.random.key(0), np.ones((1000, 1000), np.float32), pe.sgd(0.1)
+slow = jax.jit(lambda x: jax.lax.fori_loop(0, 40, lambda _, x: x @ x / 1e3, x))
+one = pe.train_state(jnp.ones(()), sgd)
+
+trainer = pe.make_trainer(
+    jax.random.normal, lambda w, x: (w * slow(x)).mean(), sgd, members=2
+)
+update = pe.make_ensemble_update(lambda w, x: (w * x).mean(), sgd)
+update(pe.replicate(one), slow(x)[:2])
+state, losses = trainer.update(trainer.init(key), x)  # all is compiled
+copies = jax.block_until_ready((pe.replicate(one), losses))[0]
+"""
+UNFINISHED = {
+    "losses": "held = trainer.update(state, x)[1]; 1 / 0",
+    "data": "trainer.place((slow(x),))",
+    "keys": "trainer.place(jax.random.fold_in(key, slow(x)[0, 0].astype(int)))",
+    "copies": "pe.replicate(slow(x))",
+    "a batch": "update(copies, slow(x)[:2])",
+}
+
+
+@pytest.mark.parametrize("name", UNFINISHED)
+def test_a_process_may_end_while_copies_between_devices_wait(name):
+    """With JAX 0.12 it died by SIGSEGV."""
+    run = start_python(ENDING + UNFINISHED[name])
+    _, errors = run.communicate(timeout=300)
+    assert run.returncode == ("1 / 0" in UNFINISHED[name]), errors
+
+
 @pytest.mark.skipif(jax.__version_info__ < (0, 6), reason="JAX 0.5 cannot tell")
 def test_use_cpu_devices_warns_when_it_is_called_too_late():
     with pytest.warns(UserWarning, match="9 devices requested, 8 a") as said:
