@@ -31,7 +31,7 @@ These letters are used everywhere:
 
 x is images [N, H, W, I], a kernel is [kh, kw, I / groups, O], and `axes` has an `_Axis`
 for each of H and W.  There may be one axis, or three and more, in place of these two.
-`how` holds the other parameters of `lax.conv_general_dilated_p`.
+`how` is a `_How`, the rest of what a convolution needs to know.
 
 Contents: Windows, Convolutions, Gradients of kernels, Any convolution, Products and
 sums, Options of the compiler, Programs, Functions, Memory.  Each section uses only the
@@ -98,6 +98,19 @@ class _Axis(NamedTuple):
         """Return the number of windows with k entries on images with `length`."""
         last = (length - 1) * (self.between + 1) + self.low + self.high
         return (last - (k - 1) * self.dilation) // self.stride + 1
+
+    def turned(self) -> _Axis:
+        """Return the axis as a kernel's gradient has it: with strides for dilation."""
+        return self._replace(stride=self.dilation, dilation=self.stride)
+
+
+class _How(NamedTuple):
+    """How a convolution multiplies and adds up, wherever its windows lie."""
+
+    groups: int  # of channels
+    precision: Any
+    sums: np.dtype  # the type to add up in, and of the result
+    onednn: bool  # whether oneDNN computes it
 
 
 def _pad(x, axes):
@@ -205,57 +218,82 @@ def _asks_for_half(precision, *arrays) -> bool:
 
 
 def _library(x, kernel, axes, how):
-    """Convolve by XLA's routine, or by oneDNN.
+    """Convolve by XLA's routine, or by oneDNN."""
+    outs = kernel.shape[-1]
+    prepare = _for_onednn if how.onednn else _for_xla
+    x, kernel, axes, sums = prepare(x, kernel, axes, how.groups, how.sums)
+    space = "".join(map(str, range(len(axes))))
+    y = lax.conv_general_dilated(
+        x,
+        kernel,
+        window_strides=[axis.stride for axis in axes],
+        padding=[(axis.low, axis.high) for axis in axes],
+        rhs_dilation=[axis.dilation for axis in axes],
+        dimension_numbers=(f"N{space}C", f"{space}IO", f"N{space}C"),
+        feature_group_count=how.groups,
+        precision=how.precision,
+        preferred_element_type=sums,
+    )
+    return y[..., :outs]
+
+
+def _padded(x, axes):
+    """Pad x, and return it with axes that have no padding left."""
+    return _pad(x, axes), [axis._replace(low=0, high=0) for axis in axes]
+
+
+def _for_xla(x, kernel, axes, groups, sums):
+    """Return images, kernel, axes and type of sums as XLA's routine is right and fast.
 
     XLA reads uninitialized memory (JAX 0.5, 0.10) if an axis is padded by (-p, +p), as
-    in gradients of causal convolutions: negative padding is cut off before.  Its own
-    routine is up to three times as fast with more than 16 channels on one side and an
-    even number of inputs, so channels of zeros are added (JAX 0.10, 0.12).  oneDNN (JAX
-    0.12) reads uninitialized memory where the stride of one window over one channel is
-    above 1: there the stride becomes 1.  It takes no kernels that XLA reverses, and XLA
-    (JAX 0.12) fails for half types that it left: a barrier hides how a kernel is made.
-    It ends the process for many windows of bfloat16 in padding alone: such zeros are
-    made.  With AMX, it is wrong now and then for half types with strides, so float32 is
-    taken; and where there are no instructions for bfloat16, since XLA would round the
-    sum of each chunk.
+    in gradients of causal convolutions: negative padding is cut off before.  It is up
+    to three times as fast with more than 16 channels on one side and an even number of
+    inputs, so channels of zeros are added (JAX 0.10, 0.12).
     """
     *window, ins, outs = kernel.shape
-    how, axes = {**how}, [*axes]
-    by_xla = not how.pop("onednn")
-    for i, (axis, length, k) in enumerate(zip(axes, x.shape[1:], window)):
+    if any(axis.low < 0 or axis.high < 0 for axis in axes):
+        x, axes = _padded(x, axes)
+    if math.prod(window) > 1 and groups == 1:
+        more_ins = -ins % 4 if ins % 2 and ins > 1 else 0
+        more_outs = 0
+        if outs <= ins <= 16:
+            more_ins = 20 - ins
+        elif ins < outs <= 16:
+            more_outs = 20 - outs
+        no = [(0, 0)] * len(window)
+        x = jnp.pad(x, [(0, 0), *no, (0, more_ins)])
+        kernel = jnp.pad(kernel, [*no, (0, more_ins), (0, more_outs)])
+    return x, kernel, axes, sums
+
+
+def _for_onednn(x, kernel, axes, groups, sums):
+    """Return images, kernel, axes and type of sums as oneDNN (JAX 0.12) is right.
+
+    It reads uninitialized memory where the stride of one window over one channel is
+    above 1: there the stride becomes 1.  It takes no kernels that XLA reverses, and XLA
+    fails for half types that it left: a barrier hides how a kernel is made.  It ends
+    the process for many windows of bfloat16 in padding alone: such zeros are made.
+    With AMX, it is wrong now and then for half types with strides, so float32 is taken;
+    and where there are no instructions for bfloat16, since XLA would round the sum of
+    each chunk.
+    """
+    new, alone = [], False
+    for axis, length, k in zip(axes, x.shape[1:], kernel.shape):
         spare = axis._replace(stride=1).num_windows(length, k) - 1
-        if spare < axis.stride and not by_xla:
-            axes[i] = axis._replace(high=axis.high - spare, stride=1)
-    most = [math.inf if by_xla else (k - 1) * axis[4] for k, axis in zip(window, axes)]
-    if any(not 0 <= n <= limit for limit, axis in zip(most, axes) for n in axis[:2]):
-        x = _pad(x, axes)
-        x = x if by_xla else lax.optimization_barrier(x)  # or XLA pads in oneDNN again
-        axes = [axis._replace(low=0, high=0) for axis in axes]
-    if not by_xla:
-        doubtful = any(axis.stride > 1 for axis in axes) or x.dtype == np.float16
-        doubtful = (doubtful and "amx_tile" in _instructions()) or not _has_half()
-        if doubtful and x.dtype.itemsize < 4:
-            x, kernel = (y.astype(np.float32) for y in (x, kernel))
-            how["preferred_element_type"] = _wide(how["preferred_element_type"])
-        kernel = lax.optimization_barrier(kernel)
-    if by_xla and math.prod(window) > 1 and how["feature_group_count"] == 1:
-        more = [-ins % 4 if ins % 2 and ins > 1 else 0, 0]
-        if max(ins, outs) <= 16:
-            more = [20 - ins, 0] if outs <= ins else [more[0], 20 - outs]
-        (more_ins, more_outs), no = (((0, n) for n in more), [(0, 0)] * len(window))
-        x = jnp.pad(x, [(0, 0), *no, more_ins])
-        kernel = jnp.pad(kernel, [*no, more_ins, more_outs])
-    low, high, _, strides, dilation = zip(*axes) if axes else ((),) * 5
-    space = "".join(map(str, range(len(axes))))
-    names = f"N{space}C", f"{space}IO", f"N{space}C"
-    how = how | dict(
-        window_strides=strides,
-        padding=(*zip(low, high),),
-        lhs_dilation=(1,) * len(axes),
-        rhs_dilation=dilation,
-        dimension_numbers=lax.conv_dimension_numbers(x.shape, kernel.shape, names),
-    )
-    return lax.conv_general_dilated_p.bind(x, kernel, **how)[..., :outs]
+        if spare < axis.stride:  # there is one window
+            axis = axis._replace(high=axis.high - spare, stride=1)
+        allowed = range((k - 1) * axis.dilation + 1)
+        alone = alone or axis.low not in allowed or axis.high not in allowed
+        new.append(axis)
+    axes = new
+    if alone:  # a window may lie in padding alone
+        x, axes = _padded(x, axes)
+        x = lax.optimization_barrier(x)  # or XLA pads in oneDNN again
+    strided = any(axis.stride > 1 for axis in axes)
+    doubtful = (strided or x.dtype == np.float16) and "amx_tile" in _instructions()
+    if x.dtype.itemsize < 4 and (doubtful or not _has_half()):
+        x, kernel, sums = x.astype(np.float32), kernel.astype(np.float32), _wide(sums)
+    return x, lax.optimization_barrier(kernel), axes, sums
 
 
 def _depthwise(x, kernel, axes):
@@ -292,6 +330,30 @@ def _depthwise_gradient(x, g, size, axes):
     return jnp.stack(sums).reshape(*size, g.shape[-1])
 
 
+class _Phased(NamedTuple):
+    """An axis with zeros between its entries, as one without them for each phase."""
+
+    axis: _Axis  # of the convolution without zeros
+    step: int  # so many phases there are
+    row: int  # entries of the kernel in each phase
+    count: int  # outputs of each phase
+    kept: slice  # which of all phases' outputs, in their order, are outputs
+
+
+def _phased(axis, length, k) -> _Phased:
+    """Take an axis of images with `length` apart, for a kernel with k entries."""
+    step = axis.between + 1
+    if step == 1:
+        return _Phased(axis, 1, k, axis.num_windows(length, k), slice(None))
+    size = axis._replace(stride=1, dilation=1).num_windows(length, k)
+    spare = -(axis.low + 1) % step  # outputs before the first, so that it is so
+    row = -(-k // step)
+    count = -(-(size + spare) // step)
+    low = (axis.low + spare + 1) // step - 1
+    new = _Axis(low, count + row - 1 - low - length)
+    return _Phased(new, step, row, count, slice(spare, spare + size, axis.stride))
+
+
 def _phases(x, kernel, axes, how):
     """Convolve images with zeros between their entries.
 
@@ -302,25 +364,16 @@ def _phases(x, kernel, axes, how):
     (sub-pixel convolution, Shi et al. 2016).  Along such axes, a dilated kernel gets
     zeros between its entries, and strides leave out outputs.
     """
-    (*window, ins, outs), n = kernel.shape, len(axes)
-    groups = how["feature_group_count"]
-    spread = [axis.between > 0 for axis in axes]
-    wide = [_Axis(between=(axis.dilation - 1) * s) for axis, s in zip(axes, spread)]
-    window = [1 + (k - 1) * (axis.between + 1) for k, axis in zip(window, wide)]
-    kernel = _fit(kernel.reshape(1, *kernel.shape[:n], -1), wide, window)
-    rows, steps, counts, pieces, new = [], [], [], [], []
-    for axis, length, k in zip(axes, x.shape[1:], window):
-        step, row, piece = axis.between + 1, k, slice(None)
-        count = axis.num_windows(length, k)
-        if step > 1:
-            size = axis._replace(stride=1, dilation=1).num_windows(length, k)
-            spare = -(axis.low + 1) % step  # outputs before the first, so that it is so
-            row, count = -(-k // step), -(-(size + spare) // step)
-            piece = slice(spare, spare + size, axis.stride)
-            low = (axis.low + spare + 1) // step - 1
-            axis = _Axis(low, count + row - 1 - low - length)
-        new, pieces = [*new, axis], [*pieces, piece]
-        rows, steps, counts = [*rows, row], [*steps, step], [*counts, count]
+    *window, ins, outs = kernel.shape
+    n, groups = len(axes), how.groups
+    gaps = [axis.dilation - 1 if axis.between else 0 for axis in axes]
+    window = [k + (k - 1) * gap for k, gap in zip(window, gaps)]
+    kernel = kernel.reshape(1, *kernel.shape[:n], -1)
+    kernel = _fit(kernel, [_Axis(between=gap) for gap in gaps], window)
+    phases = [*map(_phased, axes, x.shape[1:], window)]
+    steps = [phase.step for phase in phases]
+    rows = [phase.row for phase in phases]
+    counts = [phase.count for phase in phases]
 
     def by_phase(kernel):
         kernel = _fit(kernel, [_Axis()] * n, map(operator.mul, rows, steps))
@@ -330,12 +383,13 @@ def _phases(x, kernel, axes, how):
 
     def in_order(y):
         y = y.reshape(len(x), *counts, groups, *steps, outs // groups)
-        pairs = [(1 + i, 2 + n + i) for i in range(n)]
+        pairs = [(1 + i, 2 + n + i) for i in range(n)]  # an axis of counts, of steps
         y = y.transpose(0, *itertools.chain(*pairs), 1 + n, -1)
         y = y.reshape(len(x), *map(operator.mul, counts, steps), outs)
-        return y[(slice(None), *pieces)]
+        return y[(slice(None), *(phase.kept for phase in phases))]
 
-    return _moved(_forward(x, _moved(kernel, by_phase), new, how), in_order)
+    y = _forward(x, _moved(kernel, by_phase), [phase.axis for phase in phases], how)
+    return _moved(y, in_order)
 
 
 def _windows_of_planes(x, axis, depth, num_windows, groups=1) -> Callable:
@@ -370,8 +424,7 @@ def _planes(x, kernel, axes, how):
     depth, *window, _, outs = kernel.shape
     num_planes = axes[0].num_windows(x.shape[1], depth)
     kernel = jnp.moveaxis(kernel, 0, -3).reshape(*window, -1, outs)
-    groups = how["feature_group_count"]
-    windows = _windows_of_planes(x, axes[0], depth, num_planes, groups)
+    windows = _windows_of_planes(x, axes[0], depth, num_planes, how.groups)
 
     def planes(i, count):
         return _forward(windows(i, count), kernel, axes[1:], how)
@@ -392,11 +445,11 @@ def _forward(x, kernel, axes, how):
     - All others: by XLA's routine, or oneDNN's.
     """
     *window, ins, outs = kernel.shape
-    if ins == 1 < outs == how["feature_group_count"] and math.prod(window) <= 64:
+    if ins == 1 < outs == how.groups and math.prod(window) <= 64:
         return _depthwise(x, kernel[..., 0, :], axes)
     if any(axis.between for axis in axes):
         return _phases(x, kernel, axes, how)
-    is_direct = len(axes) <= (3 if how["onednn"] else 2)
+    is_direct = len(axes) <= (3 if how.onednn else 2)
     return (_library if is_direct else _planes)(x, kernel, axes, how)
 
 
@@ -411,32 +464,48 @@ def _kernel_gradient(x, g, size, axes, how):
     g [N, H', W', O] are the gradients of the outputs.  Entry i of a kernel of one axis
     has the sum of x[n, h stride + i dilation, :, None] g[n, h] over n and h.
     """
-    ins, outs, few = x.shape[-1], g.shape[-1], 8 if how["onednn"] else 16
+    ins, outs = x.shape[-1], g.shape[-1]
+    few = 8 if how.onednn else 16
     narrow = outs <= few and outs < ins
     spread = any(axis.between for axis in axes)
-    if (narrow or spread) and all(axis[3:] == (1, 1) for axis in axes):
+    dilated = any(axis.dilation > 1 for axis in axes)
+    strided = any(axis.stride > 1 for axis in axes)
+    if (narrow or spread) and not (dilated or strided):
         # x and g change places, in the gradient of another convolution, with more
         # outputs, or with strides in place of zeros between the images' entries.
-        pairs = zip(size, axes)
-        turned = [_Axis(k - 1 - axis.low, stride=axis.between + 1) for k, axis in pairs]
+        turned = [
+            _Axis(low=k - 1 - axis.low, stride=axis.between + 1)
+            for k, axis in zip(size, axes)
+        ]
         y = _kernel_gradient(g, x, size, turned, how)
         return lax.rev(y, range(len(size))).swapaxes(-1, -2)
-    (*_, strides, dilation), unit = zip(*axes), [1] * len(size)
-    counts = [-(-n // d) for n, d in zip(g.shape[1:], dilation)]
-    spans = [(n - 1) * s + k for n, s, k in zip(counts, strides, size)]
-    if unit != [*dilation] or any(axis.between for axis in axes):
-        # Every d-th output, and every d-th entry of its windows, are an example of
-        # their own, without dilation.
-        places = zip(spans, strides, dilation)
-        x = _fit(x, axes, [(d - 1) * s + (n - 1) * d + 1 for n, s, d in places])
-        g = _fit(g, [_Axis()] * len(size), map(operator.mul, counts, dilation))
-        x = jnp.concatenate(_views(x, dilation, spans, dilation, strides))
-        g = jnp.concatenate(_views(g, dilation, counts, dilation, unit))
-        axes = [_Axis(stride=s) for s in strides]
-    ends = zip(axes, spans, x.shape[1:])
-    axes = [axis._replace(high=span - n - axis.low) for axis, span, n in ends]
+    if spread or dilated:
+        x, g, axes = _undilated(x, g, size, axes)
+    axes = [  # without what no window reaches
+        axis._replace(high=(m - 1) * axis.stride + k - n - axis.low)
+        for axis, n, m, k in zip(axes, x.shape[1:], g.shape[1:], size)
+    ]
     way = _sum_of_examples if len(size) < 3 else _sum_of_planes
     return way(x, g, size, axes, how)
+
+
+def _undilated(x, g, size, axes):
+    """Return x, g and axes of the same gradient, with neither dilation nor zeros.
+
+    Every d-th output, and every d-th entry of its windows, are an example of their own.
+    """
+    strides = [axis.stride for axis in axes]
+    dilation = [axis.dilation for axis in axes]
+    counts = [-(-n // d) for n, d in zip(g.shape[1:], dilation)]
+    spans = [(n - 1) * s + k for n, s, k in zip(counts, strides, size)]
+    lengths = [
+        (d - 1) * s + (n - 1) * d + 1 for n, s, d in zip(spans, strides, dilation)
+    ]
+    x = _fit(x, axes, lengths)
+    g = _fit(g, [_Axis()] * len(size), map(operator.mul, counts, dilation))
+    x = jnp.concatenate(_views(x, dilation, spans, dilation, strides))
+    g = jnp.concatenate(_views(g, dilation, counts, dilation, [1] * len(size)))
+    return x, g, [_Axis(stride=s) for s in strides]
 
 
 def _sum_of_examples(x, g, size, axes, how):
@@ -451,12 +520,13 @@ def _sum_of_examples(x, g, size, axes, how):
     low, high, _, _, dilation = edges.pop()
     edges.append(_Axis(low * ins, high * ins, dilation=dilation * ins))
     # XLA's own routine is slow with few channels, above all if both sides have few.
-    least = 32 if outs <= 16 and not how["onednn"] else 8
+    least = 32 if outs <= 16 and not how.onednn else 8
     count = _at_once(len(x), 2 * (x[0].size + g[0].size) * x.dtype.itemsize, least)
 
     def add(total, first):
         a, b = (lax.dynamic_slice_in_dim(y, first, count) for y in (x, g))
-        a, b = (y if how["onednn"] else y.astype(wide) for y in (a, b))
+        if not how.onednn:
+            a, b = a.astype(wide), b.astype(wide)
         a = jnp.moveaxis(a, 0, -1).reshape(1, *space[:-1], -1, count)
         y = _library(a, jnp.moveaxis(b, 0, -2), edges, how)[0]
         # oneDNN does what follows, and its result has y's type, unless it is a product.
@@ -491,59 +561,59 @@ def _sum_of_planes(x, g, size, axes, how):
 # ---------------------------------------------------------------------------------
 
 
-def _convolve(lhs, rhs, *, onednn, dimension_numbers, **how):
-    """Convolve in any form: on a CPU in the ways above, elsewhere by XLA."""
+def _convolve(made, lhs, rhs, *, onednn, dimension_numbers, **params):
+    """Convolve in any form, in the ways above."""
     (batch, features, *space), (out, ins, *window), (b, f, *s) = dimension_numbers
-    # Gradients name a sharding, and `vmap` could not map groups with one.
-    how |= dict.fromkeys({"out_sharding"} & how.keys())
-    form = how | dict(dimension_numbers=dimension_numbers)
-    as_it_is = functools.partial(lax.conv_general_dilated_p.bind, **form)
-    made = jax.eval_shape(as_it_is, lhs, rhs)
-    size, groups = [made.shape[i] for i in s], how["batch_group_count"]
-    names = "lhs_dilation", "window_strides", "rhs_dilation"
-    parts = zip(how["padding"], *map(how.get, names))
-    axes = [_Axis(*pads, spread - 1, *steps) for pads, spread, *steps in parts]
-    # A kernel's gradient is a sum over the first axis, with windows of its size.  There
-    # strides and dilation have changed places.
-    turned = [axis._replace(stride=axis[4], dilation=axis[3]) for axis in axes]
-    if groups > 1:
+    size = [made.shape[i] for i in s]
+    axes = [
+        _Axis(low, high, spread - 1, stride, dilation)
+        for (low, high), spread, stride, dilation in zip(
+            params["padding"],
+            params["lhs_dilation"],
+            params["window_strides"],
+            params["rhs_dilation"],
+        )
+    ]
+    batch_groups = params["batch_group_count"]
+    groups = max(batch_groups, params["feature_group_count"])
+    # JAX writes a kernel's gradient with features before the batch, or with groups of
+    # the batch.  Its windows are large, and its outputs are few.
+    if batch_groups > 1:
         is_gradient, most = lhs.shape[batch] == rhs.shape[out] == groups, 64
     else:
-        is_gradient = features < batch and how["feature_group_count"] == 1
+        is_gradient = features < batch and groups == 1
         most = math.prod(rhs.shape[i] for i in window) - 1
     is_gradient = is_gradient and math.prod(size) <= most
 
     # Under `vmap`, convolutions run one after another, which is faster.
     @jax.custom_batching.sequential_vmap
-    def on_cpu(lhs, rhs):
+    def convolve(lhs, rhs):
         x = lhs.transpose(batch, *space, features)
         kernel = rhs.transpose(*window, ins, out)
         # JAX 0.5 and oneDNN would add up in float16, on processors that can.
         wide = max(made.dtype, _wide(lhs.dtype), key=lambda dtype: dtype.itemsize)
         sums = made.dtype if onednn and lhs.dtype != np.float16 else wide
-        apart = max(groups, how["feature_group_count"]) > 1
-        if onednn and not apart and _asks_for_half(how["precision"], x, kernel):
-            x, kernel = (y.astype(jnp.bfloat16) for y in (x, kernel))
+        if onednn and groups == 1 and _asks_for_half(params["precision"], x, kernel):
+            x, kernel = x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16)
             sums = x.dtype
-        more = how | dict(preferred_element_type=sums, onednn=onednn)
+        how = _How(groups, params["precision"], sums, onednn)
         if is_gradient:
-            x, g = x.swapaxes(0, -1), jnp.moveaxis(kernel, -2, 0)
-            if groups > 1:
-                y = _depthwise_gradient(x, g, size, turned)[None]
-            else:
-                y = jnp.moveaxis(_kernel_gradient(x, g, size, turned, more), -2, 0)
+            y = gradient(x.swapaxes(0, -1), jnp.moveaxis(kernel, -2, 0), how)
         else:
-            if groups > 1:  # of the batch; as groups of features they are faster
+            if batch_groups > 1:  # as groups of features they are faster
                 x = jnp.moveaxis(x.reshape(groups, -1, *x.shape[1:]), 0, -2)
                 x = x.reshape(*x.shape[:-2], -1)
-                more |= dict(batch_group_count=1, feature_group_count=groups)
-            y = _forward(x, kernel, axes, more)
+            y = _forward(x, kernel, axes, how)
             y = lax.optimization_barrier(y) if onednn else y  # as in `_multiply`
         return y.astype(made.dtype).transpose(np.argsort((b, *s, f)))
 
-    on_gpu = _one_by_one(as_it_is)
-    ways = dict(cpu=on_cpu, cuda=on_gpu, rocm=on_gpu, default=as_it_is)
-    return _by_platform(lhs, rhs, **ways)
+    def gradient(x, g, how):  # of the kernel
+        turned = [axis.turned() for axis in axes]
+        if batch_groups > 1:
+            return _depthwise_gradient(x, g, size, turned)[None]
+        return jnp.moveaxis(_kernel_gradient(x, g, size, turned, how), -2, 0)
+
+    return convolve(lhs, rhs)
 
 
 def _one_by_one(convolve):
@@ -561,13 +631,6 @@ def _one_by_one(convolve):
         return jnp.stack([each(lhs[i], rhs[i]) for i in range(count)]), True
 
     return each
-
-
-def _by_platform(*arrays, **ways):
-    """Compute in the way of a platform, and raise ValueError for gradients of that."""
-    compute = jax.custom_jvp(functools.partial(lax.platform_dependent, **ways))
-    compute.defjvp(_refuse)
-    return compute(*arrays)
 
 
 def _refuse(primals, tangents):
@@ -611,8 +674,8 @@ def _term_by_term(x, y, dimension_numbers, made):
     return sum(map(operator.mul, x[1:], y[1:]), x[0] * y[0]).astype(made.dtype)
 
 
-def _multiply(*arrays, primitive, onednn, joined, left, small, **how):
-    """Multiply arrays, on a CPU so that XLA moves none of them in memory.
+def _multiply(made, *arrays, primitive, onednn, joined, left, small, **how):
+    """Multiply arrays so that XLA moves none of them in memory.
 
     XLA copies factors to sum over several axes, so these are `joined` to one.  Where a
     transposition puts `left`, the first factor's axes, behind the second one's, as in
@@ -625,40 +688,34 @@ def _multiply(*arrays, primitive, onednn, joined, left, small, **how):
     slow, unless the sums are float32; bfloat16 becomes float32 where the processor has
     no instructions for it.  Many `small` matrices are multiplied in a loop.
     """
-    as_it_is = functools.partial(primitive.bind, **how)
-    made = jax.eval_shape(as_it_is, *arrays)
-
-    def on_cpu(*arrays):
-        if small:
-            product = _term_by_term(*arrays, how["dimension_numbers"], made)
-            return lax.optimization_barrier(product)
-        more = {**how}
-        if joined:
-            forms = [*map(_join, arrays, *how["dimension_numbers"])]
-            arrays, *numbers = zip(*(forms[::-1] if left else forms))
-            more |= dict(dimension_numbers=tuple(numbers))
-        if onednn and made.dtype == np.float16:
-            more |= dict(preferred_element_type=np.dtype(np.float32), precision=None)
-        x, y, *rest = arrays
-        if onednn and not _has_half() and x.dtype == y.dtype == jnp.bfloat16:
-            arrays = x.astype(np.float32), y.astype(np.float32), *rest
-            more |= dict(preferred_element_type=_wide(made.dtype))
-        if onednn and _asks_for_half(how["precision"], x, y, made):
-            arrays = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16), *rest
-            more |= dict(preferred_element_type=jnp.bfloat16, precision=None)
-        product = primitive.bind(*arrays, **more)
-        product = lax.optimization_barrier(product) if onednn else product
-        return jnp.moveaxis(product, range(-len(left), 0), left).astype(made.dtype)
-
-    return lax.platform_dependent(*arrays, cpu=on_cpu, default=as_it_is)
+    if small:
+        product = _term_by_term(*arrays, how["dimension_numbers"], made)
+        return lax.optimization_barrier(product)
+    more = {**how}
+    if joined:
+        forms = [*map(_join, arrays, *how["dimension_numbers"])]
+        arrays, *numbers = zip(*(forms[::-1] if left else forms))
+        more |= dict(dimension_numbers=tuple(numbers))
+    if onednn and made.dtype == np.float16:
+        more |= dict(preferred_element_type=np.dtype(np.float32), precision=None)
+    x, y, *rest = arrays
+    if onednn and not _has_half() and x.dtype == y.dtype == jnp.bfloat16:
+        arrays = x.astype(np.float32), y.astype(np.float32), *rest
+        more |= dict(preferred_element_type=_wide(made.dtype))
+    if onednn and _asks_for_half(how["precision"], x, y, made):
+        arrays = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16), *rest
+        more |= dict(preferred_element_type=jnp.bfloat16, precision=None)
+    product = primitive.bind(*arrays, **more)
+    product = lax.optimization_barrier(product) if onednn else product
+    return jnp.moveaxis(product, range(-len(left), 0), left).astype(made.dtype)
 
 
 _LARGE, _FEW = 2**15, 64  # numbers in all, and of one sum
 _SMALL = 12  # rows and columns of matrices that are multiplied in a loop
 
 
-def _add_up(x, *, primitive, eighths, **how):
-    """Sum over axes, or take the maximum: on a CPU in float32, and by adding eighths.
+def _add_up(made, x, *, primitive, eighths, **how):
+    """Sum over axes, or take the maximum: in float32, and by adding eighths.
 
     XLA rounds sums of half types, such as gradients of biases, after each addition,
     which takes thirty times as long.  It adds the numbers of a sum one after another,
@@ -667,30 +724,22 @@ def _add_up(x, *, primitive, eighths, **how):
     fast too, and rounds less.  A barrier lets XLA compute all eighths and their sum in
     one loop.
     """
-    as_it_is = functools.partial(primitive.bind, **how)
-    is_max = primitive is lax.reduce_max_p
-
-    def on_cpu(x):
-        made, y = jax.eval_shape(as_it_is, x), x.astype(_wide(x.dtype))
-        if not eighths:
-            return as_it_is(y).astype(made.dtype)
-        first, last = how["axes"][0], how["axes"][-1] + 1
-        y = y.reshape(math.prod(x.shape[:first]), -1, math.prod(x.shape[last:]))
-        combine, rest = lax.max if is_max else lax.add, []
-        while y.size >= _LARGE and y.shape[1] >= _FEW:
-            n = y.shape[1] // 8
-            *parts, odd = jnp.split(y, [n * i for i in range(1, 9)], 1)
-            y = lax.optimization_barrier(functools.reduce(combine, parts))
-            rest.append(odd)
-        y = primitive.bind(jnp.concatenate([y, *rest], 1), **how | dict(axes=(1,)))
-        return y.reshape(made.shape).astype(made.dtype)
-
-    # Where numbers are equal, eighths would share a maximum's gradient unevenly.
-    choose = _by_platform if is_max else lax.platform_dependent
-    return choose(x, cpu=on_cpu, default=as_it_is)
+    y = x.astype(_wide(x.dtype))
+    if not eighths:
+        return primitive.bind(y, **how).astype(made.dtype)
+    first, last = how["axes"][0], how["axes"][-1] + 1
+    y = y.reshape(math.prod(x.shape[:first]), -1, math.prod(x.shape[last:]))
+    combine, rest = lax.max if primitive is lax.reduce_max_p else lax.add, []
+    while y.size >= _LARGE and y.shape[1] >= _FEW:
+        n = y.shape[1] // 8
+        *parts, odd = jnp.split(y, [n * i for i in range(1, 9)], 1)
+        y = lax.optimization_barrier(functools.reduce(combine, parts))
+        rest.append(odd)
+    y = primitive.bind(jnp.concatenate([y, *rest], 1), **how | dict(axes=(1,)))
+    return y.reshape(made.shape).astype(made.dtype)
 
 
-def _max_pool_gradient(g, x, *, padding, **how):
+def _max_pool_gradient(made, g, x, *, padding, **how):
     """Return the gradient of x, images [N, H, W, C] or an array of any axes.
 
     g [N, H', W', C] is the gradient of the outputs.  Each of its numbers is added where
@@ -699,8 +748,6 @@ def _max_pool_gradient(g, x, *, padding, **how):
     and padding takes none.  A barrier keeps XLA from looking for the places again for
     each entry of a window.
     """
-    scatter, dtype = lax.select_and_scatter_add_p.bind, _wide(x.dtype)
-    as_it_is = functools.partial(scatter, padding=padding, **how)
     window, steps = how["window_dimensions"], how["window_strides"]
 
     def views(x):
@@ -716,19 +763,17 @@ def _max_pool_gradient(g, x, *, padding, **how):
         apart = np.meshgrid(*within, indexing="ij", sparse=True)
         return functools.reduce(operator.and_, apart)
 
-    def on_cpu(g, x):
-        (best, *others), turn = jax.vjp(views, x.astype(dtype))
-        begun, *more = map(is_inside, itertools.product(*map(range, window)))
-        place = lax.full_like(best, 0, np.int8)
-        for i, (view, inside) in enumerate(zip(others, more), 1):
-            stays = (best >= view) & begun | ~inside
-            place, best = jnp.where(stays, place, i), jnp.where(stays, best, view)
-            begun = begun | inside
-        place = lax.optimization_barrier(place)
-        parts = (jnp.where(place == i, g, 0) for i in range(1 + len(others)))
-        return turn([part.astype(dtype) for part in parts])[0].astype(g.dtype)
-
-    return lax.platform_dependent(g, x, cpu=on_cpu, default=as_it_is)
+    dtype = _wide(x.dtype)
+    (best, *others), turn = jax.vjp(views, x.astype(dtype))
+    begun, *more = map(is_inside, itertools.product(*map(range, window)))
+    place = lax.full_like(best, 0, np.int8)
+    for i, (view, inside) in enumerate(zip(others, more), 1):
+        stays = (best >= view) & begun | ~inside
+        place, best = jnp.where(stays, place, i), jnp.where(stays, best, view)
+        begun = begun | inside
+    place = lax.optimization_barrier(place)
+    parts = (jnp.where(place == i, g, 0) for i in range(1 + len(others)))
+    return turn([part.astype(dtype) for part in parts])[0].astype(made.dtype)
 
 
 # Operations on numbers that have the same place in arrays.
@@ -743,30 +788,27 @@ _LOGARITHMS = {"acosh", "asinh", "atanh", "log", "log1p", "pow"}
 # fmt: on
 
 
-def _round(*arrays, primitive, several, **how):
-    """Compute an operation on bfloat16: on a CPU in float32, rounded to even.
+def _round(made, *arrays, primitive, several, **how):
+    """Compute an operation on bfloat16 in float32, rounded to even.
 
     XLA's own rounding takes longer than the operation.  Here, half of the last place
     that is kept is added to the bits, and the rest is cut off.  The sum would overflow
     for a nan whose bits are all ones, which logarithms return.  A barrier keeps XLA
     from computing a number again for each of `several` operations that use it.
     """
-    as_it_is = functools.partial(primitive.bind, **how)
 
     def widen(x):
         bits = lax.bitcast_convert_type(x, np.uint16).astype(np.uint32) << 16
         return lax.bitcast_convert_type(bits, np.float32)
 
-    def on_cpu(*arrays):
-        made = as_it_is(*(widen(x) if x.dtype == jnp.bfloat16 else x for x in arrays))
-        bits = lax.bitcast_convert_type(made, np.uint32)
-        bits = (bits + ((bits >> 16 & 1) + np.uint32(0x7FFF))) >> 16
-        if primitive.name in _LOGARITHMS:
-            bits = lax.select(made == made, bits, lax.full_like(bits, 0x7FC0))
-        made = lax.bitcast_convert_type(bits.astype(np.uint16), jnp.bfloat16)
-        return lax.optimization_barrier(made) if several else made
-
-    return _by_platform(*arrays, cpu=on_cpu, default=as_it_is)
+    arrays = [widen(x) if x.dtype == jnp.bfloat16 else x for x in arrays]
+    y = primitive.bind(*arrays, **how)
+    bits = lax.bitcast_convert_type(y, np.uint32)
+    bits = (bits + ((bits >> 16 & 1) + np.uint32(0x7FFF))) >> 16
+    if primitive.name in _LOGARITHMS:
+        bits = lax.select(y == y, bits, lax.full_like(bits, 0x7FC0))
+    y = lax.bitcast_convert_type(bits.astype(np.uint16), made.dtype)
+    return lax.optimization_barrier(y) if several else y
 
 
 # ---------------------------------------------------------------------------------
@@ -853,13 +895,37 @@ def _are_inexact(eqn: Any) -> bool:
     return all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars[:2])
 
 
-def _way_to_convolve(eqn, here, onednn, hint):
+class _Around(NamedTuple):
+    """What ways ask about the program around an equation; variables are by their id."""
+
+    uses: collections.Counter  # how many equations take a variable
+    orders: dict  # the permutation of all transpositions that follow a variable
+    widened: set  # shapes of half types that become wider in the program
+
+
+def _look_around(eqns: list) -> _Around:
+    uses = collections.Counter(v for eqn in eqns for v in {*map(id, eqn.invars)})
+    orders: dict = {}
+    widened = set()
+    for eqn in reversed(eqns):
+        if eqn.primitive is lax.transpose_p:  # several in a row are one
+            order = eqn.params["permutation"]
+            after = orders.get(id(eqn.outvars[0]), range(len(order)))
+            orders[id(eqn.invars[0])] = [order[i] for i in after]
+        if eqn.primitive is lax.convert_element_type_p and _are_inexact(eqn):
+            x = eqn.invars[0].aval
+            if _wide(x.dtype) != x.dtype:
+                widened.add(x.shape)
+    return _Around(uses, orders, widened)
+
+
+def _way_to_convolve(eqn, here, onednn, around):
     if _are_inexact(eqn):
         return functools.partial(_convolve, onednn=onednn)
-    return _way_to_multiply(eqn, False, onednn, hint)
+    return _way_to_multiply(eqn, False, onednn, around)
 
 
-def _way_to_multiply(eqn, here, onednn, order):
+def _way_to_multiply(eqn, here, onednn, around):
     joined, several, small, left = False, False, False, range(0)
     if here and eqn.primitive is lax.dot_general_p and _are_inexact(eqn):
         x, made = eqn.invars[0].aval, eqn.outvars[0].aval
@@ -869,6 +935,7 @@ def _way_to_multiply(eqn, here, onednn, order):
         joined = same and all(map(_in_a_row, contracted))
         several = joined and len(contracted[0]) > 1
         axes = range(len(batch[0]), x.ndim - len(contracted[0]))
+        order = around.orders.get(id(eqn.outvars[0]))
         left = axes if joined and order and order[-1] in axes else left
         one = len(batch[0]) > 0 and len(contracted[0]) == 1
         small = one and x.shape[contracted[0][0]] <= _SMALL
@@ -878,30 +945,34 @@ def _way_to_multiply(eqn, here, onednn, order):
     return way if onednn or several or small else None
 
 
-def _way_to_reduce(eqn, here, onednn, hint):
+def _way_to_reduce(eqn, here, onednn, around):
     x, axes = eqn.invars[0].aval, eqn.params.get("axes", ())  # windows have none
     if not (here and _are_inexact(eqn)):
         return None
     narrow = eqn.primitive is not lax.reduce_max_p and _wide(x.dtype) != x.dtype
-    slow = hint or _version() < (0, 12)  # in others, YNNPACK is right and fast
+    # In other versions YNNPACK is right and fast, but for numbers made of half types:
+    # XLA makes these in the loop that adds eighths, and for YNNPACK in memory.
+    slow = x.shape in around.widened or _version() < (0, 12)
     eighths = slow and _in_a_row(axes) and isinstance(x.size, int) and x.size >= _LARGE
     eighths = bool(eighths and math.prod(x.shape[i] for i in axes) >= _FEW)
     way = functools.partial(_add_up, primitive=eqn.primitive, eighths=eighths)
     return way if narrow or eighths else None
 
 
-def _way_to_place(eqn, here, onednn, hint):
+def _way_to_place(eqn, here, onednn, around):
     few = math.prod(eqn.params["window_dimensions"]) <= 64
     is_max = eqn.params["select_prim"] is lax.ge_p and _are_inexact(eqn)
-    return _max_pool_gradient if here and few and is_max else None
+    way = functools.partial(_max_pool_gradient)
+    return way if here and few and is_max else None
 
 
-def _way_to_round(eqn, here, onednn, several):
+def _way_to_round(eqn, here, onednn, around):
+    several = around.uses[id(eqn.outvars[0])] > 1
     way = functools.partial(_round, primitive=eqn.primitive, several=several)
     return way if eqn.outvars[0].aval.dtype == jnp.bfloat16 else None
 
 
-# By the name of a primitive: the function that chooses a call in its place, or None.
+# By the name of a primitive: the function that chooses how a CPU computes it, or None.
 _WAYS = dict.fromkeys(_ELEMENTWISE, _way_to_round) | {
     "conv_general_dilated": _way_to_convolve,
     "dot_general": _way_to_multiply,
@@ -924,16 +995,13 @@ class _CannotEnter(ValueError):
 _STRICT = False  # whether a way that does not fit raises its error: in tests
 
 
-def _replace(eqn: Any, onednn: bool, hint: Any = None) -> Any:
+def _replace(eqn: Any, onednn: bool, around: _Around) -> Any:
     """Replace an equation of `_WAYS` by a call, where that is faster and fits.
 
     This is the one door to all ways.  Arrays that are empty or have explicit shardings
     stay as they are, and so does an equation whose way cannot be traced: most ways need
     sizes that are numbers, not symbols.  With oneDNN every product is replaced, so that
-    a barrier stands behind it.  `hint` is, for a product, the permutation of a
-    transposition that follows, if one does; for a sum, whether half types of its shape
-    became float32 near it, which XLA then does in the loop that adds eighths, and for
-    YNNPACK in memory; for an operation on bfloat16, whether several use its result.
+    a barrier stands behind it.
     """
     choose, new = _WAYS[eqn.primitive.name], None
     sizes = {n for v in (*eqn.invars, *eqn.outvars) for n in v.aval.shape}
@@ -941,14 +1009,16 @@ def _replace(eqn: Any, onednn: bool, hint: Any = None) -> Any:
     if 0 in numbers:
         return eqn
     how, placed = {**eqn.params}, getattr(eqn.params.get("out_sharding"), "mesh", None)
-    # Inside of `shard_map`, gradients name a mesh that leaves nothing to place.
-    if here := placed is None or placed.are_all_axes_manual:
+    # Inside of `shard_map`, gradients name a mesh that leaves nothing to place.  And
+    # `vmap` could not map groups of a convolution's gradient with one.
+    here = placed is None or placed.are_all_axes_manual
+    if here or (choose is _way_to_convolve and _are_inexact(eqn)):
         how |= dict.fromkeys({"out_sharding"} & how.keys())
     explicit = (x.name == "Explicit" for x in getattr(_mesh(eqn), "axis_types", ()))
     if not any(explicit):
         try:
-            way = choose(eqn, here, onednn, hint)
-            new = way and _call(functools.partial(way, **how), eqn, onednn)
+            way = choose(eqn, here, onednn, around)
+            new = way and _call(way, how, eqn, onednn)
         except Exception:
             if _STRICT and sizes == numbers:
                 raise
@@ -962,10 +1032,12 @@ def _mesh(eqn: Any) -> Any:
     return next((x.mesh for x in shardings if x is not None and not x.mesh.empty), None)
 
 
-def _call(way: functools.partial, eqn: Any, onednn: bool) -> Any:
+def _call(way: functools.partial, how: dict, eqn: Any, onednn: bool) -> Any:
     """Return `eqn` with a call of `way` in its place, for the same shape and types."""
     (made,) = (v.aval for v in eqn.outvars)
-    call = _shared(way.func, (*way.keywords.items(),), onednn, made.weak_type)
+    form = jax.ShapeDtypeStruct(made.shape, made.dtype, weak_type=made.weak_type)
+    options = (*way.keywords.items(),), (*how.items(),)
+    call = _shared(eqn.primitive, way.func, *options, form, onednn)
     enter, mesh = getattr(jax.sharding, "use_abstract_mesh", None), _mesh(eqn)
     in_mesh = enter(mesh) if enter and mesh is not None else contextlib.nullcontext()
     with jax.disable_jit(False), in_mesh:  # JAX 0.5 has no meshes to enter
@@ -978,12 +1050,29 @@ def _call(way: functools.partial, eqn: Any, onednn: bool) -> Any:
 
 
 @functools.cache
-def _shared(way: Callable, how: tuple, onednn: bool, weak: bool) -> Callable:
-    """Return a function that equal operations share, so that JAX traces it once."""
+def _shared(
+    primitive: Any, way: Callable, options: tuple, how: tuple, made: Any, onednn: bool
+) -> Callable:
+    """Return a function that equal operations share, so that JAX traces it once.
+
+    On a CPU it computes way(made, *arrays, ...), elsewhere the operation itself.
+    """
+    as_it_is = functools.partial(primitive.bind, **dict(how))
+    on_cpu = functools.partial(way, made, **dict(options), **dict(how))
+    ways: dict = dict(cpu=on_cpu, default=as_it_is)
+    if way is _convolve:
+        ways |= dict.fromkeys(("cuda", "rocm"), _one_by_one(as_it_is))
+    compute = functools.partial(lax.platform_dependent, **ways)
+    # Where numbers are equal, eighths would share a maximum's gradient unevenly.
+    if way in (_convolve, _round) or primitive is lax.reduce_max_p:
+        compute = jax.custom_jvp(compute)
+        compute.defjvp(_refuse)
 
     def call(*arrays):
-        y, cast = way(*arrays, **dict(how)), lax.convert_element_type_p.bind
-        return cast(y, new_dtype=y.dtype, weak_type=True, sharding=None) if weak else y
+        y, cast = compute(*arrays), lax.convert_element_type_p.bind
+        if made.weak_type:
+            y = cast(y, new_dtype=y.dtype, weak_type=True, sharding=None)
+        return y
 
     call.__name__ = f"fast_cpu.{way.__name__}" + ".hidden" * onednn
     return jax.jit(call)
@@ -1040,14 +1129,15 @@ def rewrite(jaxpr: Any, options: dict | None = None) -> Any:
     cannot be replaced: a function of `jax.export`, a primitive that is not JAX's.
     """
     _shared.cache_clear()  # functions are shared within a program alone
-    return _rewrite(jaxpr, bool((options or {}).get(_ONEDNN)), {})
+    return _rewrite(jaxpr, bool((options or {}).get(_ONEDNN)), _look_around([]))
 
 
-def _rewrite(x: Any, onednn: bool, hints: dict[int, Any]) -> Any:
-    """Rewrite a part of a program; `hints` are for `_replace`, by a variable's id."""
+def _rewrite(x: Any, onednn: bool, around: _Around) -> Any:
+    """Rewrite a jaxpr, an equation of the program around it, or a parameter of one."""
+    closed = getattr(core, "ClosedJaxpr", core.Jaxpr)  # from JAX 0.11 on, one class
     if isinstance(x, core.JaxprEqn):
         if x.primitive.name in _WAYS:
-            return _replace(x, onednn, hints.get(id(x.outvars[0])))
+            return _replace(x, onednn, around)
         called = str(x.params.get("name"))
         if called.startswith("fast_cpu.") and called.endswith(".hidden" * onednn):
             return x  # a call that replaced an equation
@@ -1055,27 +1145,15 @@ def _rewrite(x: Any, onednn: bool, hints: dict[int, Any]) -> Any:
             if onednn:
                 raise _CannotEnter(f"the primitive {x.primitive.name}")
             return x
-    closed = getattr(core, "ClosedJaxpr", core.Jaxpr)  # from JAX 0.11 on, one class
-    kinds = (core.Jaxpr, "eqns"), (closed, "jaxpr"), (core.JaxprEqn, "params")
-    name = next((name for kind, name in kinds if isinstance(x, kind)), None)
-    if name is None:
+        name = "params"
+    elif isinstance(x, core.Jaxpr):
+        name, around = "eqns", _look_around(x.eqns)
+    elif isinstance(x, closed):
+        name = "jaxpr"
+    else:
         return x
     parts, treedef = jax.tree.flatten(getattr(x, name))
-    hints, eqns = {}, parts if name == "eqns" else []
-    uses = collections.Counter(v for eqn in eqns for v in {*map(id, eqn.invars)})
-    cast = lax.convert_element_type_p
-    casts = (e.invars[0].aval for e in eqns if e.primitive is cast and _are_inexact(e))
-    halves = {x.shape for x in casts if _wide(x.dtype) != x.dtype}
-    for eqn in reversed(eqns):
-        if eqn.primitive is lax.transpose_p:  # several in a row are one
-            order = eqn.params["permutation"]
-            after = hints.get(id(eqn.outvars[0]), range(len(order)))
-            hints[id(eqn.invars[0])] = [order[i] for i in after]
-        elif eqn.primitive.name.startswith("reduce"):
-            hints[id(eqn.outvars[0])] = eqn.invars[0].aval.shape in halves
-        elif eqn.primitive.name in _ELEMENTWISE:
-            hints[id(eqn.outvars[0])] = uses[id(eqn.outvars[0])] > 1
-    new = [_rewrite(part, onednn, hints) for part in parts]
+    new = [_rewrite(part, onednn, around) for part in parts]
     same = all(map(operator.is_, new, parts))
     return x if same else x.replace(**{name: jax.tree.unflatten(treedef, new)})
 
