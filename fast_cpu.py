@@ -43,9 +43,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import dataclasses
 import enum
 import functools
-import inspect
 import itertools
 import math
 import operator
@@ -151,6 +151,11 @@ def _moved(x, move):
     return lax.bitcast_convert_type(lax.optimization_barrier(moved), x.dtype)
 
 
+def _divisor(count: int, most: int) -> int:
+    """Return the largest divisor of `count` that is not above `most`."""
+    return next(n for n in range(most, 0, -1) if count % n == 0)
+
+
 def _at_once(count: int, num_bytes: int, least: int = 1) -> int:
     """Return how many of `count`, of so many bytes each, to take at a time.
 
@@ -159,7 +164,7 @@ def _at_once(count: int, num_bytes: int, least: int = 1) -> int:
     """
     fit = _CHUNK_BYTES // num_bytes
     fit = min(max(fit, min(least, 16 * fit), 1), count)
-    return next(n for n in range(fit, 0, -1) if count % n == 0)
+    return _divisor(count, fit)
 
 
 def _wide(dtype: np.dtype) -> np.dtype:
@@ -207,14 +212,25 @@ def _has_half() -> bool:
     return bool({"amx_bf16", "avx512_bf16"} & _instructions())
 
 
-def _asks_for_half(precision, *arrays) -> bool:
-    """Return whether a product of arrays of float32 asks for bfloat16, and gains by it.
+class _Target(NamedTuple):
+    """How a program is to be compiled, and computed."""
 
-    JAX's name for it is the precision "bfloat16" or "fastest", of a layer or by
-    `jax.default_matmul_precision`.  Where nothing is asked for, `precision` is None.
+    onednn: bool  # with oneDNN's options, so each product has to be hidden
+    half: (
+        bool  # with factors of bfloat16 in place of float32, where no layer forbids it
+    )
+
+
+def _by_half(target, precision, *arrays) -> bool:
+    """Return whether factors of a product become bfloat16.
+
+    The outermost call asks for it, by `jax.default_matmul_precision("bfloat16")`; JAX
+    then writes the precision DEFAULT.  A layer that names "default" writes the same, so
+    a layer asks for nothing.
     """
-    asked = precision == (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
-    return asked and _has_half() and all(x.dtype == np.float32 for x in arrays)
+    default = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
+    is_float = all(x.dtype == np.float32 for x in arrays)
+    return target.half and precision == default and is_float
 
 
 def _library(x, kernel, axes, how):
@@ -273,10 +289,14 @@ def _for_onednn(x, kernel, axes, groups, sums):
     above 1: there the stride becomes 1.  It takes no kernels that XLA reverses, and XLA
     fails for half types that it left: a barrier hides how a kernel is made.  It ends
     the process for many windows of bfloat16 in padding alone: such zeros are made.
-    With AMX, it is wrong now and then for half types with strides, so float32 is taken;
+    With AMX, it is wrong now and then for half types with strides, and it merges fewer
+    than 16 channels with the last axis along which windows have several entries: where
+    these fill its blocks of 32, it is wrong at each call.  So float32 is taken there;
     and where there are no instructions for bfloat16, since XLA would round the sum of
     each chunk.
     """
+    ins = kernel.shape[-2]
+    merged = False
     new, alone = [], False
     for axis, length, k in zip(axes, x.shape[1:], kernel.shape):
         spare = axis._replace(stride=1).num_windows(length, k) - 1
@@ -285,12 +305,15 @@ def _for_onednn(x, kernel, axes, groups, sums):
         allowed = range((k - 1) * axis.dilation + 1)
         alone = alone or axis.low not in allowed or axis.high not in allowed
         new.append(axis)
+        if k > 1:  # the last such axis counts
+            merged = ins < 16 and axis.dilation == 1 and k * ins % 32 == 0
     axes = new
     if alone:  # a window may lie in padding alone
         x, axes = _padded(x, axes)
         x = lax.optimization_barrier(x)  # or XLA pads in oneDNN again
     strided = any(axis.stride > 1 for axis in axes)
-    doubtful = (strided or x.dtype == np.float16) and "amx_tile" in _instructions()
+    doubtful = strided or merged or x.dtype == np.float16
+    doubtful = doubtful and "amx_tile" in _instructions()
     if x.dtype.itemsize < 4 and (doubtful or not _has_half()):
         x, kernel, sums = x.astype(np.float32), kernel.astype(np.float32), _wide(sums)
     return x, lax.optimization_barrier(kernel), axes, sums
@@ -519,9 +542,14 @@ def _sum_of_examples(x, g, size, axes, how):
     edges = [_Axis(axis.low, axis.high, dilation=axis.stride) for axis in axes]
     low, high, _, _, dilation = edges.pop()
     edges.append(_Axis(low * ins, high * ins, dilation=dilation * ins))
-    # XLA's own routine is slow with few channels, above all if both sides have few.
-    least = 32 if outs <= 16 and not how.onednn else 8
-    count = _at_once(len(x), 2 * (x[0].size + g[0].size) * x.dtype.itemsize, least)
+    num_bytes = 2 * (x[0].size + g[0].size) * x.dtype.itemsize
+    if how.onednn:
+        # It is slow with fewer channels than 16, but for large images of float32, which
+        # leave the cache.
+        small = num_bytes <= 2**21 or x.dtype.itemsize < 4
+        count = _divisor(len(x), max(16 if small else 1, _CHUNK_BYTES // num_bytes))
+    else:  # XLA's own routine is slow with few, above all if both sides have few
+        count = _at_once(len(x), num_bytes, least=32 if outs <= 16 else 8)
 
     def add(total, first):
         a, b = (lax.dynamic_slice_in_dim(y, first, count) for y in (x, g))
@@ -561,7 +589,7 @@ def _sum_of_planes(x, g, size, axes, how):
 # ---------------------------------------------------------------------------------
 
 
-def _convolve(made, lhs, rhs, *, onednn, dimension_numbers, **params):
+def _convolve(made, lhs, rhs, *, target, dimension_numbers, **params):
     """Convolve in any form, in the ways above."""
     (batch, features, *space), (out, ins, *window), (b, f, *s) = dimension_numbers
     size = [made.shape[i] for i in s]
@@ -592,11 +620,11 @@ def _convolve(made, lhs, rhs, *, onednn, dimension_numbers, **params):
         kernel = rhs.transpose(*window, ins, out)
         # JAX 0.5 and oneDNN would add up in float16, on processors that can.
         wide = max(made.dtype, _wide(lhs.dtype), key=lambda dtype: dtype.itemsize)
-        sums = made.dtype if onednn and lhs.dtype != np.float16 else wide
-        if onednn and groups == 1 and _asks_for_half(params["precision"], x, kernel):
+        sums = made.dtype if target.onednn and lhs.dtype != np.float16 else wide
+        if groups == 1 and _by_half(target, params["precision"], x, kernel):
             x, kernel = x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16)
             sums = x.dtype
-        how = _How(groups, params["precision"], sums, onednn)
+        how = _How(groups, params["precision"], sums, target.onednn)
         if is_gradient:
             y = gradient(x.swapaxes(0, -1), jnp.moveaxis(kernel, -2, 0), how)
         else:
@@ -604,7 +632,7 @@ def _convolve(made, lhs, rhs, *, onednn, dimension_numbers, **params):
                 x = jnp.moveaxis(x.reshape(groups, -1, *x.shape[1:]), 0, -2)
                 x = x.reshape(*x.shape[:-2], -1)
             y = _forward(x, kernel, axes, how)
-            y = lax.optimization_barrier(y) if onednn else y  # as in `_multiply`
+            y = lax.optimization_barrier(y) if target.onednn else y  # as in `_multiply`
         return y.astype(made.dtype).transpose(np.argsort((b, *s, f)))
 
     def gradient(x, g, how):  # of the kernel
@@ -674,7 +702,7 @@ def _term_by_term(x, y, dimension_numbers, made):
     return sum(map(operator.mul, x[1:], y[1:]), x[0] * y[0]).astype(made.dtype)
 
 
-def _multiply(made, *arrays, primitive, onednn, joined, left, small, **how):
+def _multiply(made, *arrays, primitive, target, joined, left, small, **how):
     """Multiply arrays so that XLA moves none of them in memory.
 
     XLA copies factors to sum over several axes, so these are `joined` to one.  Where a
@@ -696,17 +724,18 @@ def _multiply(made, *arrays, primitive, onednn, joined, left, small, **how):
         forms = [*map(_join, arrays, *how["dimension_numbers"])]
         arrays, *numbers = zip(*(forms[::-1] if left else forms))
         more |= dict(dimension_numbers=tuple(numbers))
-    if onednn and made.dtype == np.float16:
+    if target.onednn and made.dtype == np.float16:
         more |= dict(preferred_element_type=np.dtype(np.float32), precision=None)
     x, y, *rest = arrays
-    if onednn and not _has_half() and x.dtype == y.dtype == jnp.bfloat16:
+    bfloat16 = x.dtype == y.dtype == jnp.bfloat16
+    if target.onednn and bfloat16 and not _has_half():
         arrays = x.astype(np.float32), y.astype(np.float32), *rest
         more |= dict(preferred_element_type=_wide(made.dtype))
-    if onednn and _asks_for_half(how["precision"], x, y, made):
+    if _by_half(target, how["precision"], x, y, made):
         arrays = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16), *rest
         more |= dict(preferred_element_type=jnp.bfloat16, precision=None)
     product = primitive.bind(*arrays, **more)
-    product = lax.optimization_barrier(product) if onednn else product
+    product = lax.optimization_barrier(product) if target.onednn else product
     return jnp.moveaxis(product, range(-len(left), 0), left).astype(made.dtype)
 
 
@@ -793,8 +822,9 @@ def _round(made, *arrays, primitive, several, **how):
 
     XLA's own rounding takes longer than the operation.  Here, half of the last place
     that is kept is added to the bits, and the rest is cut off.  The sum would overflow
-    for a nan whose bits are all ones, which logarithms return.  A barrier keeps XLA
-    from computing a number again for each of `several` operations that use it.
+    for a nan whose bits are all ones, which logarithms return: as by XLA, the sign
+    alone is kept of a nan.  A barrier keeps XLA from computing a number again for each
+    of `several` operations that use it.
     """
 
     def widen(x):
@@ -804,10 +834,10 @@ def _round(made, *arrays, primitive, several, **how):
     arrays = [widen(x) if x.dtype == jnp.bfloat16 else x for x in arrays]
     y = primitive.bind(*arrays, **how)
     bits = lax.bitcast_convert_type(y, np.uint32)
-    bits = (bits + ((bits >> 16 & 1) + np.uint32(0x7FFF))) >> 16
+    rounded = (bits + ((bits >> 16 & 1) + np.uint32(0x7FFF))) >> 16
     if primitive.name in _LOGARITHMS:
-        bits = lax.select(y == y, bits, lax.full_like(bits, 0x7FC0))
-    y = lax.bitcast_convert_type(bits.astype(np.uint16), made.dtype)
+        rounded = lax.select(y == y, rounded, bits >> 16 & 0x8000 | 0x7FC0)
+    y = lax.bitcast_convert_type(rounded.astype(np.uint16), made.dtype)
     return lax.optimization_barrier(y) if several else y
 
 
@@ -841,17 +871,21 @@ def compiler_options(backend: str | None = None) -> dict[str, bool | str]:
 
     An option that XLA_FLAGS names is left to XLA_FLAGS.
     """
-    return _options(backend, onednn=True)
+    return _options(backend, onednn=not _keeps_programs())
+
+
+def _keeps_programs() -> bool:
+    """Return whether JAX keeps programs in its persistent cache, as it is set now."""
+    folder = jax.config.jax_compilation_cache_dir
+    return bool(folder and jax.config.jax_enable_compilation_cache)
 
 
 def _options(backend: str | None, onednn: bool) -> dict[str, bool | str]:
-    kept, enabled = "jax_compilation_cache_dir", "jax_enable_compilation_cache"
-    cached = all(getattr(jax.config, name) for name in (kept, enabled))
     here = platform.machine().lower() in ("x86_64", "amd64")
     version = _version()
     on_cpu = (backend or jax.default_backend()) == "cpu"
     flags = os.environ.get("XLA_FLAGS", "")
-    onednn = onednn and here and not cached and _LEFT_OUT not in flags
+    onednn = onednn and here and _LEFT_OUT not in flags
     options: dict[str, bool | str] = {}
     if on_cpu and version in ((0, 10), (0, 11)):
         options = {_YNNPACK: f"{_SINGLE}DOT,{_SINGLE}CONVOLUTION"}
@@ -866,20 +900,27 @@ class Program:
     """A program with options that fit: with oneDNN, if `fast` can enter all of it.
 
     `make` is a function of options and returns what `jax.jit` returns for them.  It is
-    called when arguments come, and once more, without oneDNN, where that has to be.
+    called when arguments come; once more, without oneDNN, where that has to be, or when
+    JAX's persistent cache has been set.
     """
 
     def __init__(self, make: Callable[[dict], Any], backend: str | None = None):
-        self._make, self._backend, self._made = make, backend, None
+        self._make = make
+        self._backend = backend
+        self._enters = True  # whether `fast` can, as far as is known
+        self._made: dict[bool, Any] = {}  # with and without oneDNN
 
-    def _do(self, name: str, *args, **kwargs) -> Any:
-        if self._made is None:
-            self._made = self._make(_options(self._backend, onednn=True))
+    def _do(self, name: str, /, *args, **kwargs) -> Any:
+        onednn = self._enters and not _keeps_programs()
+        if onednn not in self._made:
+            self._made[onednn] = self._make(_options(self._backend, onednn))
         try:
-            return getattr(self._made, name)(*args, **kwargs)
+            return getattr(self._made[onednn], name)(*args, **kwargs)
         except _CannotEnter:
-            self._made = self._make(_options(self._backend, onednn=False))
-            return getattr(self._made, name)(*args, **kwargs)
+            if not onednn:
+                raise
+            self._enters = False
+            return self._do(name, *args, **kwargs)
 
     __call__ = functools.partialmethod(_do, "__call__")
     lower = functools.partialmethod(_do, "lower")
@@ -919,13 +960,13 @@ def _look_around(eqns: list) -> _Around:
     return _Around(uses, orders, widened)
 
 
-def _way_to_convolve(eqn, here, onednn, around):
+def _way_to_convolve(eqn, here, target, around):
     if _are_inexact(eqn):
-        return functools.partial(_convolve, onednn=onednn)
-    return _way_to_multiply(eqn, False, onednn, around)
+        return functools.partial(_convolve, target=target)
+    return _way_to_multiply(eqn, False, target, around)
 
 
-def _way_to_multiply(eqn, here, onednn, around):
+def _way_to_multiply(eqn, here, target, around):
     joined, several, small, left = False, False, False, range(0)
     if here and eqn.primitive is lax.dot_general_p and _are_inexact(eqn):
         x, made = eqn.invars[0].aval, eqn.outvars[0].aval
@@ -941,11 +982,11 @@ def _way_to_multiply(eqn, here, onednn, around):
         small = one and x.shape[contracted[0][0]] <= _SMALL
         small = small and math.prod(made.shape[len(batch[0]) :]) <= _SMALL**2
     how = dict(primitive=eqn.primitive, joined=joined, left=left, small=small)
-    way = functools.partial(_multiply, onednn=onednn, **how)
-    return way if onednn or several or small else None
+    way = functools.partial(_multiply, target=target, **how)
+    return way if target.onednn or several or small else None
 
 
-def _way_to_reduce(eqn, here, onednn, around):
+def _way_to_reduce(eqn, here, target, around):
     x, axes = eqn.invars[0].aval, eqn.params.get("axes", ())  # windows have none
     if not (here and _are_inexact(eqn)):
         return None
@@ -959,14 +1000,14 @@ def _way_to_reduce(eqn, here, onednn, around):
     return way if narrow or eighths else None
 
 
-def _way_to_place(eqn, here, onednn, around):
+def _way_to_place(eqn, here, target, around):
     few = math.prod(eqn.params["window_dimensions"]) <= 64
     is_max = eqn.params["select_prim"] is lax.ge_p and _are_inexact(eqn)
     way = functools.partial(_max_pool_gradient)
     return way if here and few and is_max else None
 
 
-def _way_to_round(eqn, here, onednn, around):
+def _way_to_round(eqn, here, target, around):
     several = around.uses[id(eqn.outvars[0])] > 1
     way = functools.partial(_round, primitive=eqn.primitive, several=several)
     return way if eqn.outvars[0].aval.dtype == jnp.bfloat16 else None
@@ -995,7 +1036,7 @@ class _CannotEnter(ValueError):
 _STRICT = False  # whether a way that does not fit raises its error: in tests
 
 
-def _replace(eqn: Any, onednn: bool, around: _Around) -> Any:
+def _replace(eqn: Any, target: _Target, around: _Around) -> Any:
     """Replace an equation of `_WAYS` by a call, where that is faster and fits.
 
     This is the one door to all ways.  Arrays that are empty or have explicit shardings
@@ -1017,12 +1058,12 @@ def _replace(eqn: Any, onednn: bool, around: _Around) -> Any:
     explicit = (x.name == "Explicit" for x in getattr(_mesh(eqn), "axis_types", ()))
     if not any(explicit):
         try:
-            way = choose(eqn, here, onednn, around)
-            new = way and _call(way, how, eqn, onednn)
+            way = choose(eqn, here, target, around)
+            new = way and _call(way, how, eqn, target)
         except Exception:
             if _STRICT and sizes == numbers:
                 raise
-    if onednn and new is None and choose in (_way_to_convolve, _way_to_multiply):
+    if target.onednn and new is None and choose in (_way_to_convolve, _way_to_multiply):
         raise _CannotEnter(f"{eqn.primitive} of these arrays")
     return new or eqn
 
@@ -1032,15 +1073,16 @@ def _mesh(eqn: Any) -> Any:
     return next((x.mesh for x in shardings if x is not None and not x.mesh.empty), None)
 
 
-def _call(way: functools.partial, how: dict, eqn: Any, onednn: bool) -> Any:
+def _call(way: functools.partial, how: dict, eqn: Any, target: _Target) -> Any:
     """Return `eqn` with a call of `way` in its place, for the same shape and types."""
     (made,) = (v.aval for v in eqn.outvars)
     form = jax.ShapeDtypeStruct(made.shape, made.dtype, weak_type=made.weak_type)
     options = (*way.keywords.items(),), (*how.items(),)
-    call = _shared(eqn.primitive, way.func, *options, form, onednn)
+    call = _shared(eqn.primitive, way.func, *options, form, target.onednn)
     enter, mesh = getattr(jax.sharding, "use_abstract_mesh", None), _mesh(eqn)
     in_mesh = enter(mesh) if enter and mesh is not None else contextlib.nullcontext()
-    with jax.disable_jit(False), in_mesh:  # JAX 0.5 has no meshes to enter
+    # JAX 0.5 has no meshes to enter.  A convolution without precision stays without.
+    with jax.disable_jit(False), in_mesh, jax.default_matmul_precision(None):
         program = jax.make_jaxpr(call)(*(v.aval for v in eqn.invars))
     (inner,), forms = program.eqns, (*program.out_avals, made)  # `jit` makes one of it
     found, asked = ((x.shape, x.dtype, x.weak_type) for x in forms)
@@ -1129,20 +1171,25 @@ def rewrite(jaxpr: Any, options: dict | None = None) -> Any:
     cannot be replaced: a function of `jax.export`, a primitive that is not JAX's.
     """
     _shared.cache_clear()  # functions are shared within a program alone
-    return _rewrite(jaxpr, bool((options or {}).get(_ONEDNN)), _look_around([]))
+    onednn = bool((options or {}).get(_ONEDNN))
+    asked = jax.config.jax_default_matmul_precision == "bfloat16"
+    target = _Target(onednn, half=onednn and asked and _has_half())
+    return _rewrite(jaxpr, target, _look_around([]))
 
 
-def _rewrite(x: Any, onednn: bool, around: _Around) -> Any:
+def _rewrite(x: Any, target: _Target, around: _Around) -> Any:
     """Rewrite a jaxpr, an equation of the program around it, or a parameter of one."""
     closed = getattr(core, "ClosedJaxpr", core.Jaxpr)  # from JAX 0.11 on, one class
     if isinstance(x, core.JaxprEqn):
         if x.primitive.name in _WAYS:
-            return _replace(x, onednn, around)
+            return _replace(x, target, around)
         called = str(x.params.get("name"))
-        if called.startswith("fast_cpu.") and called.endswith(".hidden" * onednn):
+        if called.startswith("fast_cpu.") and called.endswith(
+            ".hidden" * target.onednn
+        ):
             return x  # a call that replaced an equation
         if not _is_known(x):  # such as a kernel
-            if onednn:
+            if target.onednn:
                 raise _CannotEnter(f"the primitive {x.primitive.name}")
             return x
         name = "params"
@@ -1153,7 +1200,7 @@ def _rewrite(x: Any, onednn: bool, around: _Around) -> Any:
     else:
         return x
     parts, treedef = jax.tree.flatten(getattr(x, name))
-    new = [_rewrite(part, onednn, around) for part in parts]
+    new = [_rewrite(part, target, around) for part in parts]
     same = all(map(operator.is_, new, parts))
     return x if same else x.replace(**{name: jax.tree.unflatten(treedef, new)})
 
@@ -1164,38 +1211,78 @@ def _rewrite(x: Any, onednn: bool, around: _Around) -> Any:
 
 
 @jax.tree_util.register_static
-class _Static(tuple):
-    """A leaf that `jit` does not trace, such as a function, behind its class."""
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """A leaf that `jit` does not trace, such as a function."""
+
+    key: Any = dataclasses.field(repr=False)  # two leaves are equal if their keys are
+    value: Any = dataclasses.field(compare=False)
 
 
-# Arrays and their forms, numbers; and values, which cannot change.
+# Leaves that `jit` traces: arrays and their forms, and numbers.
 _ARRAYS = jax.Array, jax.core.Tracer, np.ndarray, np.generic, jax.ShapeDtypeStruct
 _NUMBERS = *_ARRAYS, int, float, complex
-_VALUES = bool, str, enum.Enum, type, types.ModuleType, functools.partial, np.ufunc
+_VALUES = enum.Enum, type, types.ModuleType, types.NoneType, np.ufunc, type(np.dot)
+_VALUES = *_VALUES, np.generic
+_MAKERS = "builtins", "functools", "jax", "jaxlib"  # of functions and their wrappers
+
+
+def _key(x: Any, is_leaf: bool = False) -> Any:
+    """Return what a static leaf, or a part of one, is compared by.
+
+    It is what the leaf holds, at any depth: a partial's function and arguments, the
+    attributes of a method's object.  Raises TypeError for what may change without a
+    change of the key, such as NumPy's arrays, and for a leaf that is a plain object.
+    """
+    kind = type(x)
+    if isinstance(x, _VALUES):
+        return kind, x
+    if isinstance(x, functools.partial):
+        parts = x.func, x.args, *x.keywords.items()
+    elif isinstance(x, tuple):
+        parts = x
+    elif callable(x) and kind.__module__.partition(".")[0] in _MAKERS:
+        # A method has an object, and a function that wraps another has that.
+        parts = getattr(x, "__self__", None), getattr(x, "__wrapped__", None)
+        kind = getattr(x, "__func__", x)
+    elif hasattr(kind, "__array__") or hasattr(kind, "__jax_array__"):
+        raise TypeError
+    elif kind.__eq__ is not object.__eq__:
+        return kind, x
+    else:
+        own = {name: y for name, y in vars(x).items() if not name.startswith("__")}
+        wrapped = getattr(x, "__wrapped__", None)
+        shared = {name for name in dir(kind) if not name.startswith("__")} - {*own}
+        holds = not all(callable(getattr(kind, name)) for name in shared)
+        if holds or (is_leaf and wrapped is None):
+            raise TypeError
+        parts = wrapped, *own.items()
+    return kind, *map(_key, parts)
 
 
 def _hold(tree: Any, name: str) -> Any:
     """Wrap all leaves but arrays and numbers, so that `jit` takes and returns them.
 
-    These leaves are static, so they are functions or values.  A change of another
-    object, whose class does not say when two are equal, would be ignored.
+    These leaves are static, so they are functions or values.
     """
     kinds = {*map(type, jax.tree.leaves(tree))}
-    held = {x for x in kinds if issubclass(x, _VALUES) or not issubclass(x, _NUMBERS)}
+    static = (bool, enum.Enum)  # though they are numbers too
+    held = {x for x in kinds if issubclass(x, static) or not issubclass(x, _NUMBERS)}
     if not held:
         return tree
 
     def wrap(path, x):
-        if (kind := type(x)) not in held:
+        if type(x) not in held:
             return x
-        compares = kind.__eq__ is not object.__eq__ and kind.__hash__
-        is_array = hasattr(kind, "__array__") or hasattr(kind, "__jax_array__")
-        is_value = isinstance(x, _VALUES) or (compares and not is_array)
-        if not is_value and not inspect.isroutine(inspect.unwrap(x)):
-            where = f"{name}{jax.tree_util.keystr(path)} is a {kind.__name__}"
-            remedy = "pass its arrays, or register the class by jax.tree_util"
-            raise ValueError(f"{where}, neither an array nor a constant; {remedy}")
-        return _Static([kind, x])
+        with contextlib.suppress(TypeError, RecursionError):  # TypeError by hash too
+            static = _Static(_key(x, is_leaf=True), x)
+            hash(static)
+            return static
+        raise ValueError(
+            f"{name}{jax.tree_util.keystr(path)} is a {type(x).__name__}, neither an "
+            "array nor a constant; pass its arrays, or register the class by "
+            "jax.tree_util"
+        )
 
     return jax.tree_util.tree_map_with_path(wrap, tree)
 
@@ -1203,7 +1290,12 @@ def _hold(tree: Any, name: str) -> Any:
 def _release(tree: Any) -> Any:
     """Undo `_hold`."""
     is_held = lambda x: type(x) is _Static  # noqa: E731
-    return jax.tree.map(lambda x: x[-1] if is_held(x) else x, tree, is_leaf=is_held)
+    return jax.tree.map(lambda x: x.value if is_held(x) else x, tree, is_leaf=is_held)
+
+
+def _is_object(x: Any) -> bool:
+    """Return whether x is no collection, of which f has a copy under any `jit`."""
+    return not isinstance(x, (dict, list, tuple))
 
 
 def _rewritten(f: Callable, options: dict | None) -> Callable:
@@ -1211,9 +1303,7 @@ def _rewritten(f: Callable, options: dict | None) -> Callable:
 
     def traced(args, kwargs):
         args, kwargs = _release((args, kwargs))
-        # f has copies of dicts, lists and tuples under any `jit`.
-        is_object = lambda x: type(x) not in (dict, list, tuple)  # noqa: E731
-        objects = jax.tree.leaves((args, kwargs), is_leaf=is_object)
+        objects = jax.tree.leaves((args, kwargs), is_leaf=_is_object)
         before = jax.tree.leaves(objects)
         result = f(*args, **kwargs)
         known = [*map(id, before), *map(id, jax.tree.leaves(result))]
@@ -1263,6 +1353,26 @@ def fast(f: Callable, options: dict | None = None) -> Callable:
     return call
 
 
+class _Ahead:
+    """A program that is lowered or compiled ahead of time, of arguments that are held.
+
+    It takes and returns what the function does; all else is as in `jax.stages`.
+    """
+
+    def __init__(self, stage: Any):
+        self._stage = stage
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+    def compile(self, *args, **kwargs) -> _Ahead:
+        return _Ahead(self._stage.compile(*args, **kwargs))
+
+    def __call__(self, *args, **kwargs) -> Any:
+        args, kwargs = _hold(args, "args"), _hold(kwargs, "kwargs")
+        return _release(self._stage(*args, **kwargs))
+
+
 def jit(f: Callable, **how: Any) -> Callable:
     """Compile f to be fast on CPUs, by oneDNN where that was tried.
 
@@ -1292,7 +1402,8 @@ def jit(f: Callable, **how: Any) -> Callable:
         return _release(result)
 
     def lower(*args, **kwargs):
-        return program.lower(*_hold(args, "args"), **_hold(kwargs, "kwargs"))
+        held = _hold(args, "args"), _hold(kwargs, "kwargs")
+        return _Ahead(program.lower(*held[0], **held[1]))
 
     vars(call)["lower"] = lower
     return call

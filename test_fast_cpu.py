@@ -1,5 +1,6 @@
 """Tests of fast_cpu.py."""
 
+import collections
 import ctypes
 import dataclasses
 import enum
@@ -22,6 +23,7 @@ import pytest
 from jax import export
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import sparse
+from jax.experimental.compilation_cache import compilation_cache
 from jax.extend import core
 from jax.interpreters import mlir
 from numpy.testing import assert_array_equal
@@ -393,6 +395,7 @@ def test_a_function_that_changes_an_object_in_place_is_refused():
             return cls(*children)
 
     def step(model, batch):
+        batch = batch[0] if isinstance(batch, tuple) else batch
         batch["x"] = 2 * batch["x"]  # f has its own dict, in plain `jit` too
         grads = jax.grad(loss_fn)(model.kernel, batch["x"])
         if in_place:
@@ -406,10 +409,13 @@ def test_a_function_that_changes_an_object_in_place_is_refused():
     grads = GRADS(KERNEL, 2 * X)[1]
     found = returned(Model(KERNEL), {"x": X})
     assert_close(found, (KERNEL - 2 * grads, KERNEL - grads))
-    in_place, batch = False, {"x": X}
-    found = jax.jit(fc.fast(step))(Model(KERNEL), batch)
-    assert_close(found, KERNEL - grads)
-    assert batch["x"] is X
+    in_place = False
+    Rows = collections.namedtuple("Rows", "rows")
+    filled = {"x": X}, collections.OrderedDict(x=X), collections.defaultdict(int, x=X)
+    for batch in *filled, Rows({"x": X}):
+        found = jax.jit(fc.fast(step))(Model(KERNEL), batch)
+        assert_close(found, KERNEL - grads)
+    assert all(batch["x"] is X for batch in filled)
 
 
 VERSION = tuple(map(int, jaxlib.__version__.split(".")[:2]))
@@ -428,9 +434,11 @@ def no_cache():
     names = "jax_compilation_cache_dir", "jax_enable_compilation_cache"
     kept = [getattr(jax.config, name) for name in names]
     jax.config.update(names[0], None)
+    compilation_cache.reset_cache()  # otherwise JAX goes on to keep programs
     yield
     for option in zip(names, kept):
         jax.config.update(*option)
+    compilation_cache.reset_cache()
 
 
 SINGLE = {
@@ -475,6 +483,20 @@ def test_this_version_knows_its_options(no_cache):
     for options in fc.compiler_options(), SINGLE if VERSION >= (0, 10) else {}:
         found = jax.jit(jnp.matmul, compiler_options=options)(x, x)
         assert (found == 64).all()
+
+
+@by_onednn
+def test_programs_have_the_options_of_the_cache_as_it_is_now(no_cache, tmp_path):
+    """JAX's persistent cache cannot keep programs with oneDNN, and would warn of it."""
+    step = fc.jit(jnp.matmul)
+    trainer = pe.make_trainer(
+        lambda key: SQUARE[0], lambda w, x: (x @ w).mean(), SGD, members=1
+    )
+    for folder in None, str(tmp_path), None:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        lowered = step.lower(*SQUARE), trainer.lower("update", SQUARE[1])
+        hidden = [".hidden" in each.as_text() for each in lowered]
+        assert hidden == [folder is None] * 2
 
 
 def matrix_times_rows(x):
@@ -539,12 +561,20 @@ def on(*instructions):
 AMX = on("amx_tile", "amx_bf16")
 
 
+def of_kernel(x, kernel, **how):
+    """Return the gradient of a kernel."""
+    loss = lambda kernel: dilated(x, kernel, **how).astype(np.float32).sum()  # noqa: E731
+    return jax.grad(loss)(kernel)
+
+
+FACTORS = r"stablehlo\.(dot_general|convolution)\b.* : \(tensor<[^>]*x(\w+)>"
+
+
 def types_of_factors(f, *args):
     """Return the types of a program's products and convolutions, by their names."""
     options = fc.compiler_options()
     text = jax.jit(fc.fast(f, options)).lower(*args).as_text()
-    found = r"stablehlo\.(dot_general|convolution)\b.* : \(tensor<[^>]*x(\w+)>"
-    return {*re.findall(found, text)}
+    return {*re.findall(FACTORS, text)}
 
 
 @by_onednn
@@ -573,9 +603,49 @@ def test_with_amx_half_types_are_convolved_in_them_where_onednn_is_right(
         assert_close(compiled(f, *given)(*given), f(*given), 0.02)
 
 
-def asked_for(f):
+# Convolutions of few channels, which oneDNN merges with windows or, for gradients of
+# kernels, with images: the function, shapes of images and kernel, and the type.
+FEW = {
+    "a gradient, images 16 wide": (of_kernel, (8, 16, 16, 1), (3, 3, 1, 8), "f32"),
+    "a gradient, one output": (of_kernel, (4, 16, 16, 8), (3, 3, 8, 1), "f32"),
+    "a gradient, 16 examples": (of_kernel, (32, 16, 16, 1), (3, 3, 1, 8), "bf16"),
+    "windows 8 wide": (dilated, (2, 8, 32, 8), (1, 8, 8, 16), "f32"),
+    "windows 12 high": (dilated, (1, 22, 16, 8), (12, 1, 8, 8), "f32"),
+    "windows 16 wide": (dilated, (2, 8, 32, 4), (1, 16, 4, 16), "f32"),
+    "windows 16 wide, 3 deep": (
+        functools.partial(dilated, **NDHWC),
+        *((1, 4, 8, 32, 4), (3, 1, 16, 4, 8), "f32"),
+    ),
+    "signals": (
+        functools.partial(dilated, axes="NWC WIO NWC"),
+        *((2, 32, 8), (8, 8, 16), "f32"),
+    ),
+    "windows 7 wide": (dilated, (2, 8, 32, 8), (1, 7, 8, 16), "bf16"),
+    "windows 8 high, 3 wide": (dilated, (2, 16, 16, 8), (8, 3, 8, 16), "bf16"),
+    "16 channels": (dilated, (2, 8, 32, 16), (1, 8, 16, 16), "bf16"),
+    "dilation": (
+        functools.partial(dilated, rhs_dilation=(1, 2)),
+        *((2, 8, 32, 8), (1, 8, 8, 16), "bf16"),
+    ),
+}
+
+
+@by_onednn
+@by_half
+@pytest.mark.parametrize("name", FEW)
+def test_with_amx_few_channels_with_wide_windows_are_float32(name, no_cache):
+    """oneDNN (JAX 0.12) is wrong there, by as much as the largest number."""
+    f, x, kernel, made = FEW[name]
+    given = [jnp.asarray(randn(i, *n), jnp.bfloat16) for i, n in enumerate((x, kernel))]
+    exact = f(*(x.astype(np.float32) for x in given))
+    with AMX:
+        assert types_of_factors(f, *given) == {("convolution", made)}
+        assert_close(compiled(f, *given)(*given), exact, 0.02)
+
+
+def asked_for(f, precision="bfloat16"):
     def inside(*args):
-        with jax.default_matmul_precision("bfloat16"):
+        with jax.default_matmul_precision(precision):
             return f(*args)
 
     return inside
@@ -583,40 +653,60 @@ def asked_for(f):
 
 @by_onednn
 @by_half
-def test_factors_are_bfloat16_where_that_is_asked_for_and_fast(no_cache):
-    """The precision is JAX's; without a request, no bit changes."""
+def test_factors_are_bfloat16_where_the_outermost_call_asks_for_it(no_cache):
+    """Without a request, no bit changes, and none where bfloat16 gains nothing."""
     x, kernel, w = randn(0, 8, 8, 8, 16), randn(1, 3, 3, 16, 16), randn(2, 16, 24)
 
-    def loss_fn(kernel, w, x):
-        return jnp.square(jnp.tanh(dilated(x, kernel)) @ w).mean()
+    def step(precision, *args):
+        def loss_fn(kernel, w, x):
+            y = jnp.tanh(dilated(x, kernel, precision=precision))
+            return jnp.square(jnp.dot(y, w, precision=precision)).mean()
 
-    step = jax.value_and_grad(loss_fn, (0, 1))
-    exact, args = step(kernel, w, x), (kernel, w, x)
-    found = {}
-    for name, f in {"asked": asked_for(step), "plain": step}.items():
-        for processor in ("amx_bf16",), ("avx512_bf16",), ("avx2",):
-            half = name == "asked" and processor != ("avx2",)
-            made = "bf16" if half else "f32"
-            with on(*processor):
-                types, program = types_of_factors(f, *args), compiled(f, *args)
-            assert types == {("dot_general", made), ("convolution", made)}
-            found[name, processor] = program(*args)
-            assert_close(found[name, processor], exact, 0.05 if half else 1e-5)
-    plain = found.pop(("plain", ("avx2",)))
-    for name, processor in ("plain", ("amx_bf16",)), ("asked", ("avx2",)):
-        jax.tree.map(np.testing.assert_array_equal, found[name, processor], plain)
+        return jax.value_and_grad(loss_fn, (0, 1))(*args)
+
+    plain, args = functools.partial(step, None), (kernel, w, x)
+    exact = plain(*args)
+
+    def compare(f, made, *instructions):
+        with on(*instructions):
+            types, found = types_of_factors(f, *args), compiled(f, *args)(*args)
+        assert types == {("dot_general", made), ("convolution", made)}
+        assert_close(found, exact, 0.05 if made == "bf16" else 1e-5)
+        return found
+
+    single = compare(plain, "f32", "avx2")
+    same = functools.partial(jax.tree.map, assert_array_equal, single)
+    same(compare(plain, "f32", "amx_bf16"))
+    # A layer's own precision asks for nothing, nor does a call inside.
+    for name in "default", "fastest", "bfloat16":
+        same(compare(functools.partial(step, name), "f32", "amx_bf16"))
+    same(compare(asked_for(plain), "f32", "amx_bf16"))
+    with jax.default_matmul_precision("default"):
+        same(compare(plain, "f32", "amx_bf16"))
+    with jax.default_matmul_precision("bfloat16"):
+        same(compare(plain, "f32", "avx2"))
+        same(compare(functools.partial(step, "highest"), "f32", "amx_bf16"))
+        for processor in "amx_bf16", "avx512_bf16":
+            compare(plain, "bf16", processor)
+        trainer = pe.make_trainer(
+            lambda key: args[:2], lambda p, x: step(None, *p, x)[0], SGD, members=1
+        )
+        with on("amx_bf16"):
+            text = trainer.lower("update", x).as_text()
+            assert {*re.findall(FACTORS, text)} == {
+                ("dot_general", "bf16"),
+                ("convolution", "bf16"),
+            }
     ragged = lambda x, w: jax.lax.ragged_dot(x, w[None], jnp.array([16]))  # noqa: E731
     exact = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
     whole = jnp.arange(256).reshape(16, 16)  # which bfloat16 has not
-    with on("amx_bf16"):
-        assert_close(
-            compiled(asked_for(ragged), w.T[:16], w)(w.T[:16], w), w.T[:16] @ w, 0.02
-        )
-        assert (
-            compiled(asked_for(exact), whole, whole)(whole, whole) == whole @ whole
-        ).all()
-    groups = asked_for(functools.partial(dilated, feature_group_count=16))
-    with on("amx_bf16"):  # depthwise ones are faster without a cast
+    groups = functools.partial(dilated, feature_group_count=16)
+    with on("amx_bf16"), jax.default_matmul_precision("bfloat16"):
+        found = compiled(ragged, w.T[:16], w)(w.T[:16], w)
+        assert_close(found, w.T[:16] @ w, 0.02)
+        found = compiled(exact, whole, whole)(whole, whole)
+        assert_array_equal(found, np.asarray(whole) @ np.asarray(whole))
+        # Depthwise ones are faster without a cast.
         assert not types_of_factors(groups, x, kernel[:, :, :1])
 
 
@@ -701,9 +791,15 @@ def test_operations_on_bfloat16_are_rounded_alone_and_in_company(optimized):
     with np.errstate(all="ignore"):
         right = jax.tree.map(lambda y: np.asarray(y).astype(jnp.bfloat16), wide)
         twice = jax.tree.map(lambda y: (y, -y, y + y), right)
-    same = functools.partial(
-        jax.tree.map, lambda a, b: assert_array_equal(np.float32(a), np.float32(b))
-    )
+
+    numbers = (given[0] == given[0]) & (given[1] == given[1])
+
+    def same_number(a, b):
+        assert_array_equal(np.float32(a), np.float32(b))
+        # The sign of a nan that numbers make is known, and where `top_k` puts it.
+        assert_array_equal(np.signbit(a) & numbers, np.signbit(b) & numbers)
+
+    same = functools.partial(jax.tree.map, same_number)
     same(fc.jit(plainly)(*given), right)
     same(fc.jit(functools.partial(all_of, several))(*given), twice)
     again = fc.jit(functools.partial(all_of, scanned))(*given)
@@ -760,20 +856,28 @@ def operations(seed, ways):
     return both
 
 
-@cases("ways, first", (ARITHMETIC, 0), (ARITHMETIC + CURVES, 0))
-def test_programs_of_bfloat16_have_the_numbers_of_jit(ways, first):
-    """Sums, products and comparisons have its bits, others its nan and infinities."""
+@pytest.mark.parametrize("ways", [ARITHMETIC, ARITHMETIC + CURVES])
+def test_programs_of_bfloat16_have_the_numbers_of_their_operations(ways):
+    """The reference has each operation compiled by itself, where it is rounded once.
+
+    A whole program by `jax.jit` does not round each: without optimization, on a
+    processor with instructions for bfloat16, and in gradients of `scan`.  Sums,
+    products and comparisons have the same bits, others the same nan and infinities.
+    """
     given = [jnp.asarray(randn(i, 64), HALF) for i in (0, 1)]
-    programs = [operations(seed, ways) for seed in range(first, first + 6)]
+    programs = [operations(seed, ways) for seed in range(6)]
     all_of = lambda *given: [f(*given) for f in programs]  # noqa: E731
-    found, right = (
-        [np.float32(y) for y in jax.tree.leaves(jit(all_of)(*given))]
-        for jit in (fc.jit, jax.jit)
-    )
-    if ways is not ARITHMETIC:
-        kinds = lambda y: np.sign(y) * np.isinf(y) + np.where(y == y, 0, np.nan)  # noqa: E731
-        found, right = ([*map(kinds, arrays)] for arrays in (found, right))
-    jax.tree.map(assert_array_equal, found, right)
+    found = fc.jit(all_of)(*given)
+    with jax.disable_jit():
+        right = all_of(*given)
+
+    def kind(y):
+        return np.sign(y) * np.isinf(y) + np.where(y == y, 0, np.nan)
+
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(right)):
+        x, y = np.float32(x), np.float32(y)
+        same = (x, y) if ways is ARITHMETIC else (kind(x), kind(y))
+        assert_array_equal(*same)
 
 
 TYPES = [jnp.float32, HALF] * 3 + [jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2]
@@ -1322,6 +1426,111 @@ def test_objects_that_may_change_and_are_no_values_are_refused(x):
             assert said.startswith(f"{where} is a {type(x).__name__}, neither an array")
         said = said_by(ValueError, jit(lambda _: {"a": x}), X)
         assert said.startswith("result['a'] is a ") and said.count("\n") == 0
+
+
+class Scale:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def apply(self, x):
+        return x * self.factor
+
+
+class Shared(Scale):
+    offset = 1.0  # a change of which an object does not tell
+
+
+class Slotted:
+    __slots__ = ("factor",)
+    apply = Scale.apply
+
+
+class Around:  # an object that wraps a function
+    def __init__(self, function, factor):
+        functools.update_wrapper(self, function)
+        self.factor = factor
+
+    def __call__(self, x):
+        return self.__wrapped__(x=x) * self.factor
+
+
+def slotted(factor):
+    made = Slotted()
+    made.factor = factor
+    return made
+
+
+class Nested(Scale):
+    def apply(self, x):
+        return self.factor.apply(x=x)
+
+
+def scaled(factor, x):
+    return x * factor
+
+
+HOLDERS = {
+    "method": lambda scale: scale.apply,
+    "partial of a method": lambda scale: functools.partial(scale.apply),
+    "partial of an object": lambda scale: functools.partial(Scale.apply, scale),
+    "by name": lambda scale: functools.partial(scaled, factor=scale.factor),
+    "method of an object in an object": lambda scale: Nested(scale).apply,
+    "wrapper": lambda scale: Around(scale.apply, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_functions_are_compared_by_what_they_hold(name):
+    traces = []
+
+    def step(f, x):
+        traces.append(f)
+        return f(x=x)
+
+    fast, scale = fc.jit(step), Scale(2.0)
+    for factor in 2.0, 2.0, 5.0, 2, 2.0:  # an integer makes other types
+        scale.factor = factor
+        function = HOLDERS[name](scale)
+        assert_close(fast(function, X), factor * X)
+    assert len(traces) == 3
+
+
+MAY_CHANGE = {
+    "partial of an array": functools.partial(scaled, np.ones(1)),
+    "partial of a JAX array": functools.partial(scaled, jnp.ones(1)),
+    "partial of a list": functools.partial(scaled, ([2.0],)),
+    "partial of a dict": functools.partial(scaled, factor={"a": 2.0}),
+    "partial of a partial": functools.partial(functools.partial(scaled, {2.0})),
+    "method": Scale([2.0]).apply,
+    "method of an object that holds an array": Nested(Scale(np.ones(1))).apply,
+    "method of a class with values": Shared(2.0).apply,
+    "method of slots": slotted(2.0).apply,
+    "method of a dict": {"a": 2.0}.get,
+    "method of a generator": np.random.default_rng(0).normal,
+    "wrapper": Around(abs, [2.0]),
+    "what jit returns": jax.jit(Scale(np.ones(1)).apply),
+}
+
+
+@pytest.mark.parametrize("name", MAY_CHANGE)
+def test_functions_that_hold_what_may_change_are_refused(name):
+    said = said_by(ValueError, fc.jit(lambda f, x: x), MAY_CHANGE[name], X)
+    assert said.startswith(f"args[0] is a {type(MAY_CHANGE[name]).__name__}, neither")
+
+
+def test_what_was_lowered_takes_and_returns_what_the_function_does():
+    def step(x, negative, *, name):
+        return {"y": -x if negative else x, "negative": negative, "name": name}
+
+    lowered = fc.jit(step).lower(X, True, name="net")
+    assert "func.func public @main" in lowered.as_text()
+    program = lowered.compile()
+    found = program(X, True, name="net")
+    assert_array_equal(found.pop("y"), -X)
+    assert found == {"negative": True, "name": "net"}
+    assert program.memory_analysis().output_size_in_bytes == X.nbytes
+    with pytest.raises(TypeError, match="value=True.* given .*value=False"):
+        program(X, False, name="net")
 
 
 def test_jit_is_lowered_for_forms():

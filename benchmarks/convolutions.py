@@ -83,7 +83,8 @@ def sums(x, kernel, cotangent, how):
 def draw(seed, dtype=None):
     """Return images, kernel and cotangent of a random convolution, and its options.
 
-    With a type, images, windows and channels may be larger.
+    With a type, images, windows and channels may be larger, and a third of the cases
+    has few channels with wide windows or wide images.
     """
     rng, larger = np.random.default_rng([seed, 2] if dtype else seed), bool(dtype)
 
@@ -107,7 +108,13 @@ def draw(seed, dtype=None):
         feature_group_count=features,
     )
     space = each(*range(4, 5 + 12 // axes), *(range(1, 56 // axes) if larger else ()))
-    window, pads = each(1, 2, 2, 3, *(4, 5) * larger), []
+    window = each(1, 2, 2, 3, *(4, 5) * larger)
+    few = larger and pick(False, False, True)
+    if few:  # channels with wide windows, or wide images, whose gradients are windows
+        at = rng.integers(axes)
+        space = *space[:at], pick(8, 16, 24, 32, 48, 64), *space[at + 1 :]
+        window = *window[:at], pick(1, 3, 8, 12, 16, 24, 32), *window[at + 1 :]
+    pads = []
     for size, width, spread, gap in zip(
         space, window, how["lhs_dilation"], how["rhs_dilation"]
     ):
@@ -123,6 +130,8 @@ def draw(seed, dtype=None):
     how |= dict(padding=tuple(pads), dimension_numbers=form)
     more = (3, 17, 32, 48) * larger
     ins, outs = pick(1, 3, 8, *more), pick(1, 4, 8, 16, *more)
+    if few:
+        ins, outs = pick(1, 2, 4, 8), pick(1, 8, 16)
     batch = pick(1, 2, 4, *(9, 33) * larger)
     if features > 1 and pick(False, True):
         ins = outs = 1  # depthwise
