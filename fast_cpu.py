@@ -31,7 +31,7 @@ These letters are used everywhere:
 
 x is images [N, H, W, I], a kernel is [kh, kw, I / groups, O], and `axes` has an `_Axis`
 for each of H and W.  There may be one axis, or three and more, in place of these two.
-`how` is a `_How`, the rest of what a convolution needs to know.
+`how` is a `_How`, the other parameters of a convolution.
 
 Contents: Windows, Convolutions, Gradients of kernels, Any convolution, Products and
 sums, Options of the compiler, Programs, Functions, Memory.  Each section uses only the
@@ -46,6 +46,7 @@ import ctypes
 import dataclasses
 import enum
 import functools
+import inspect
 import itertools
 import math
 import operator
@@ -63,6 +64,12 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
+
+if jax.__version_info__ < (0, 10):
+    raise ImportError(
+        f"fast_cpu needs JAX 0.10 or newer, this is {jax.__version__}; "
+        "python -m pip install -U jax"
+    )
 
 __all__ = ["compiler_options", "Program", "rewrite", "fast", "jit", "keep_memory"]
 
@@ -114,29 +121,40 @@ class _How(NamedTuple):
 
 
 def _pad(x, axes):
-    """Put zeros around x [N, H, W, C] and between its entries; negative numbers cut."""
-    no = (0, 0, 0)
-    return lax.pad(x, jnp.zeros((), x.dtype), [no, *(axis[:3] for axis in axes), no])
+    """Put zeros around x [N, H, W, C] and between its entries; negative numbers cut.
+
+    If there are fewer axes than H and W, the last ones stay as they are.
+    """
+    edges = [(0, 0, 0)] * x.ndim
+    for i, axis in enumerate(axes, 1):
+        edges[i] = axis.low, axis.high, axis.between
+    return lax.pad(x, jnp.zeros((), x.dtype), edges)
 
 
 def _fit(x, axes, lengths):
     """Pad x, with as many zeros after its entries as make its axes so long."""
-    edges = []
-    for (low, _, between, *_), n, length in zip(axes, x.shape[1:], lengths):
-        edges.append((low, length - low - (n - 1) * (between + 1) - 1, between))
-    return _pad(x, edges)
+    fitted = []
+    for axis, n, length in zip(axes, x.shape[1:], lengths):
+        last = axis.low + (n - 1) * (axis.between + 1)
+        fitted.append(axis._replace(high=length - last - 1))
+    return _pad(x, fitted)
 
 
 def _by_phase(x, strides):
     """Take phases apart: [N, H, W, C] -> [sh sw N, H / sh, W / sw, C].
 
-    Entry i of an axis becomes entry i // s of the phase i % s.
+    Entry i of an axis becomes entry i // s of the phase i % s.  If there are fewer
+    strides than H and W, the last axes stay as they are.
     """
     n = len(strides)
-    shape = [part for m, s in zip(x.shape[1:], strides) for part in (m // s, s)]
-    x = x.reshape(len(x), *shape, x.shape[-1])
-    x = x.transpose(*range(2, 2 * n + 1, 2), 0, *range(1, 2 * n, 2), -1)
-    return x.reshape(-1, *x.shape[n + 1 :])
+    shape = [len(x)]
+    for length, s in zip(x.shape[1:], strides):
+        shape += [length // s, s]
+    rest = x.shape[n + 1 :]
+    x = x.reshape(*shape, *rest)
+    phases = range(2, 2 * n + 1, 2)
+    x = jnp.moveaxis(x, phases, range(n))
+    return x.reshape(-1, *shape[1::2], *rest)
 
 
 def _moved(x, move):
@@ -153,7 +171,7 @@ def _moved(x, move):
 
 def _divisor(count: int, most: int) -> int:
     """Return the largest divisor of `count` that is not above `most`."""
-    return next(n for n in range(most, 0, -1) if count % n == 0)
+    return next(n for n in range(min(most, count), 0, -1) if count % n == 0)
 
 
 def _at_once(count: int, num_bytes: int, least: int = 1) -> int:
@@ -163,13 +181,17 @@ def _at_once(count: int, num_bytes: int, least: int = 1) -> int:
     where that does not divide `count`.
     """
     fit = _CHUNK_BYTES // num_bytes
-    fit = min(max(fit, min(least, 16 * fit), 1), count)
-    return _divisor(count, fit)
+    return _divisor(count, max(fit, min(least, 16 * fit), 1))
 
 
 def _wide(dtype: np.dtype) -> np.dtype:
     """Return the type to add up in: float32 or wider."""
     return dtype if dtype.kind in "fc" and dtype.itemsize > 2 else np.dtype(np.float32)
+
+
+def _wider(dtype: np.dtype, of: np.dtype) -> np.dtype:
+    """Return the wider one of a result's type and the type to add up `of` in."""
+    return max(dtype, _wide(of), key=lambda dtype: dtype.itemsize)
 
 
 def _views(x, places, size, strides, apart) -> list[jax.Array]:
@@ -178,12 +200,19 @@ def _views(x, places, size, strides, apart) -> list[jax.Array]:
     All arguments but x [N, H, W, C] have an entry for each axis.  Places are so many
     entries apart.
     """
-    views, (n, *_, c) = [], x.shape
+    views = []
     for place in itertools.product(*map(range, places)):
-        first = [*map(operator.mul, place, apart)]
-        last = (i + (m - 1) * s + 1 for i, m, s in zip(first, size, strides))
-        views.append(lax.slice(x, (0, *first, 0), (n, *last, c), (1, *strides, 1)))
+        first = [i * gap for i, gap in zip(place, apart)]
+        last = [i + (m - 1) * s + 1 for i, m, s in zip(first, size, strides)]
+        limits = [len(x)] + last + [x.shape[-1]]
+        views.append(lax.slice(x, [0] + first + [0], limits, [1] + [*strides] + [1]))
     return views
+
+
+def _entries(x, axes, window, size) -> list[jax.Array]:
+    """List the views of the entries of windows: of the first ones, and so on."""
+    strides = [axis.stride for axis in axes]
+    return _views(_pad(x, axes), window, size, strides, [a.dilation for a in axes])
 
 
 # ---------------------------------------------------------------------------------
@@ -261,13 +290,13 @@ def _padded(x, axes):
 def _for_xla(x, kernel, axes, groups, sums):
     """Return images, kernel, axes and type of sums as XLA's routine is right and fast.
 
-    XLA reads uninitialized memory (JAX 0.5, 0.10) if an axis is padded by (-p, +p), as
-    in gradients of causal convolutions: negative padding is cut off before.  It is up
-    to three times as fast with more than 16 channels on one side and an even number of
+    XLA reads uninitialized memory (JAX 0.10) if an axis is padded by (-p, +p), as in
+    gradients of causal convolutions: negative padding is cut off before.  It is up to
+    three times as fast with more than 16 channels on one side and an even number of
     inputs, so channels of zeros are added (JAX 0.10, 0.12).
     """
     *window, ins, outs = kernel.shape
-    if any(axis.low < 0 or axis.high < 0 for axis in axes):
+    if any(min(axis.low, axis.high) < 0 for axis in axes):
         x, axes = _padded(x, axes)
     if math.prod(window) > 1 and groups == 1:
         more_ins = -ins % 4 if ins % 2 and ins > 1 else 0
@@ -297,7 +326,8 @@ def _for_onednn(x, kernel, axes, groups, sums):
     """
     ins = kernel.shape[-2]
     merged = False
-    new, alone = [], False
+    new = []
+    alone = False  # whether a window may lie in padding alone
     for axis, length, k in zip(axes, x.shape[1:], kernel.shape):
         spare = axis._replace(stride=1).num_windows(length, k) - 1
         if spare < axis.stride:  # there is one window
@@ -308,14 +338,16 @@ def _for_onednn(x, kernel, axes, groups, sums):
         if k > 1:  # the last such axis counts
             merged = ins < 16 and axis.dilation == 1 and k * ins % 32 == 0
     axes = new
-    if alone:  # a window may lie in padding alone
+    if alone:
         x, axes = _padded(x, axes)
         x = lax.optimization_barrier(x)  # or XLA pads in oneDNN again
     strided = any(axis.stride > 1 for axis in axes)
     doubtful = strided or merged or x.dtype == np.float16
     doubtful = doubtful and "amx_tile" in _instructions()
     if x.dtype.itemsize < 4 and (doubtful or not _has_half()):
-        x, kernel, sums = x.astype(np.float32), kernel.astype(np.float32), _wide(sums)
+        x = x.astype(np.float32)
+        kernel = kernel.astype(np.float32)
+        sums = _wide(sums)
     return x, lax.optimization_barrier(kernel), axes, sums
 
 
@@ -324,11 +356,11 @@ def _depthwise(x, kernel, axes):
 
     XLA has no fast routine for it.
     """
-    wide, window = _wide(x.dtype), kernel.shape[:-1]
-    size = [*map(_Axis.num_windows, axes, x.shape[1:], window)]
+    wide = _wide(x.dtype)
+    window = kernel.shape[:-1]
+    size = list(map(_Axis.num_windows, axes, x.shape[1:], window))
     weights = kernel.astype(wide).reshape(-1, *[1] * (x.ndim - 1), kernel.shape[-1])
-    *_, strides, dilation = zip(*axes)
-    views = _views(_pad(x, axes), window, size, strides, dilation)
+    views = _entries(x, axes, window, size)
     return sum(view.astype(wide) * w for view, w in zip(views, weights))
 
 
@@ -338,12 +370,11 @@ def _depthwise_gradient(x, g, size, axes):
     The loop is over examples, so that each stays in a core's cache.  Parts of one, such
     as quarters, are added first: sums of all outputs would not fit.
     """
-    *_, strides, dilation = zip(*axes)
-    parts = next(n for n in range(4, 0, -1) if g.shape[1] % n == 0)
+    parts = _divisor(g.shape[1], 4)
 
     def add(totals, example):
         x, g = (y[None].astype(_wide(y.dtype)) for y in example)
-        views = _views(_pad(x, axes), size, g.shape[1:-1], strides, dilation)
+        views = _entries(x, axes, size, g.shape[1:-1])
         pieces = (jnp.split(view * g, parts, 1) for view in views)
         return [sum(each, total) for each, total in zip(pieces, totals)], None
 
@@ -359,7 +390,7 @@ class _Phased(NamedTuple):
     axis: _Axis  # of the convolution without zeros
     step: int  # so many phases there are
     row: int  # entries of the kernel in each phase
-    count: int  # outputs of each phase
+    outputs: int  # of each phase
     kept: slice  # which of all phases' outputs, in their order, are outputs
 
 
@@ -388,15 +419,16 @@ def _phases(x, kernel, axes, how):
     zeros between its entries, and strides leave out outputs.
     """
     *window, ins, outs = kernel.shape
-    n, groups = len(axes), how.groups
+    n = len(axes)
+    groups = how.groups
     gaps = [axis.dilation - 1 if axis.between else 0 for axis in axes]
     window = [k + (k - 1) * gap for k, gap in zip(window, gaps)]
     kernel = kernel.reshape(1, *kernel.shape[:n], -1)
     kernel = _fit(kernel, [_Axis(between=gap) for gap in gaps], window)
-    phases = [*map(_phased, axes, x.shape[1:], window)]
+    phases = list(map(_phased, axes, x.shape[1:], window))
     steps = [phase.step for phase in phases]
     rows = [phase.row for phase in phases]
-    counts = [phase.count for phase in phases]
+    counts = [phase.outputs for phase in phases]
 
     def by_phase(kernel):
         kernel = _fit(kernel, [_Axis()] * n, map(operator.mul, rows, steps))
@@ -422,18 +454,21 @@ def _windows_of_planes(x, axis, depth, num_windows, groups=1) -> Callable:
     from i to i + count, all of one example: [count, H, W, depth I].  The planes of a
     window stand side by side as channels; each group's channels stay together.
     """
-    s, d, still, examples = axis.stride, axis.dilation, [1] * (x.ndim - 3), len(x)
-    length = (num_windows + (depth - 1) * d // s) * s
-    x = _fit(x, [axis, *[_Axis()] * len(still)], [length, *x.shape[2:-1]])
-    x = _by_phase(x, [s, *still])  # [s N, D / s, H, W, I]
+    stride = axis.stride
+    length = (num_windows + (depth - 1) * axis.dilation // stride) * stride
+    examples = len(x)
+    x = _by_phase(_fit(x, [axis], [length]), [stride])  # [s N, D / s, H, W, I]
+    plane = x.shape[2:-1]
 
     def windows(i, count):
-        (example, first), views = divmod(i, num_windows), []
-        for entry, phase in (divmod(place, s) for place in range(0, depth * d, d)):
-            at = phase * examples + example, first + entry, *[0] * (x.ndim - 2)
+        example, first = divmod(i, num_windows)
+        views = []
+        for place in range(0, depth * axis.dilation, axis.dilation):
+            entry, phase = divmod(place, stride)
+            at = [phase * examples + example, first + entry] + [0] * (x.ndim - 2)
             view = lax.dynamic_slice(x, at, (1, count, *x.shape[2:]))
-            views.append(view.reshape(count, *x.shape[2:-1], groups, -1))
-        return jnp.concatenate(views, -1).reshape(count, *x.shape[2:-1], -1)
+            views.append(view.reshape(count, *plane, groups, -1))
+        return jnp.concatenate(views, -1).reshape(count, *plane, -1)
 
     return windows
 
@@ -487,7 +522,8 @@ def _kernel_gradient(x, g, size, axes, how):
     g [N, H', W', O] are the gradients of the outputs.  Entry i of a kernel of one axis
     has the sum of x[n, h stride + i dilation, :, None] g[n, h] over n and h.
     """
-    ins, outs = x.shape[-1], g.shape[-1]
+    ins = x.shape[-1]
+    outs = g.shape[-1]
     few = 8 if how.onednn else 16
     narrow = outs <= few and outs < ins
     spread = any(axis.between for axis in axes)
@@ -504,7 +540,7 @@ def _kernel_gradient(x, g, size, axes, how):
         return lax.rev(y, range(len(size))).swapaxes(-1, -2)
     if spread or dilated:
         x, g, axes = _undilated(x, g, size, axes)
-    axes = [  # without what no window reaches
+    axes = [  # without entries that no window reaches
         axis._replace(high=(m - 1) * axis.stride + k - n - axis.low)
         for axis, n, m, k in zip(axes, x.shape[1:], g.shape[1:], size)
     ]
@@ -538,10 +574,12 @@ def _sum_of_examples(x, g, size, axes, how):
     whose last axis and channels are a single axis: [1, H, W I, count].  The entries of
     a window are I apart there, so the outputs are [1, kh, kw I, O].
     """
-    (*space, ins), outs, wide = x.shape[1:], g.shape[-1], _wide(x.dtype)
+    ins = x.shape[-1]
+    outs = g.shape[-1]
+    wide = _wide(x.dtype)
     edges = [_Axis(axis.low, axis.high, dilation=axis.stride) for axis in axes]
-    low, high, _, _, dilation = edges.pop()
-    edges.append(_Axis(low * ins, high * ins, dilation=dilation * ins))
+    last = edges[-1]
+    edges[-1] = _Axis(last.low * ins, last.high * ins, dilation=last.dilation * ins)
     num_bytes = 2 * (x[0].size + g[0].size) * x.dtype.itemsize
     if how.onednn:
         # It is slow with fewer channels than 16, but for large images of float32, which
@@ -552,12 +590,15 @@ def _sum_of_examples(x, g, size, axes, how):
         count = _at_once(len(x), num_bytes, least=32 if outs <= 16 else 8)
 
     def add(total, first):
-        a, b = (lax.dynamic_slice_in_dim(y, first, count) for y in (x, g))
+        image = jnp.moveaxis(lax.dynamic_slice_in_dim(x, first, count), 0, -1)
+        kernel = jnp.moveaxis(lax.dynamic_slice_in_dim(g, first, count), 0, -2)
         if not how.onednn:
-            a, b = a.astype(wide), b.astype(wide)
-        a = jnp.moveaxis(a, 0, -1).reshape(1, *space[:-1], -1, count)
-        y = _library(a, jnp.moveaxis(b, 0, -2), edges, how)[0]
-        # oneDNN does what follows, and its result has y's type, unless it is a product.
+            image = image.astype(wide)
+            kernel = kernel.astype(wide)
+        image = image.reshape(1, *image.shape[:-3], -1, count)
+        y = _library(image, kernel, edges, how)[0]
+        # XLA would give oneDNN the addition too, and round the total to y's type.  It
+        # does not if half of y is added, which is exact.
         return total + y.astype(wide) / 2, None
 
     total = lax.full_like(x, 0, wide, (*size[:-1], size[-1] * ins, outs))
@@ -571,15 +612,16 @@ def _sum_of_planes(x, g, size, axes, how):
     For each entry of a window's depth, it is a gradient along the other axes, whose
     examples are the planes of all examples.
     """
-    (axis, *rest), planes = axes, (len(g) * g.shape[1], *g.shape[2:])
+    axis, *rest = axes
     span = (g.shape[1] - 1) * axis.stride + 1
-    x = _fit(x, [axis, *[_Axis()] * len(rest)], [span + size[0] - 1, *x.shape[2:-1]])
+    x = _fit(x, [axis], [span + size[0] - 1])
+    planes = g.reshape(-1, *g.shape[2:])
 
     def at(entry):
         seen = lax.dynamic_slice_in_dim(x, entry, span, 1)
         seen = lax.slice_in_dim(seen, 0, span, axis.stride, 1)
-        seen = seen.reshape(planes[0], *x.shape[2:])
-        return _kernel_gradient(seen, g.reshape(planes), size[1:], rest, how)
+        seen = seen.reshape(-1, *x.shape[2:])
+        return _kernel_gradient(seen, planes, size[1:], rest, how)
 
     return lax.map(at, jnp.arange(size[0]))
 
@@ -589,42 +631,53 @@ def _sum_of_planes(x, g, size, axes, how):
 # ---------------------------------------------------------------------------------
 
 
-def _convolve(made, lhs, rhs, *, target, dimension_numbers, **params):
-    """Convolve in any form, in the ways above."""
-    (batch, features, *space), (out, ins, *window), (b, f, *s) = dimension_numbers
-    size = [made.shape[i] for i in s]
-    axes = [
-        _Axis(low, high, spread - 1, stride, dilation)
-        for (low, high), spread, stride, dilation in zip(
-            params["padding"],
-            params["lhs_dilation"],
-            params["window_strides"],
-            params["rhs_dilation"],
-        )
-    ]
-    batch_groups = params["batch_group_count"]
-    groups = max(batch_groups, params["feature_group_count"])
-    # JAX writes a kernel's gradient with features before the batch, or with groups of
-    # the batch.  Its windows are large, and its outputs are few.
+def _axes(padding, lhs_dilation, window_strides, rhs_dilation, **_) -> list[_Axis]:
+    """Return the axes along which windows lie, by a convolution's parameters."""
+    parts = zip(padding, lhs_dilation, window_strides, rhs_dilation)
+    return [_Axis(low, high, n - 1, s, d) for (low, high), n, s, d in parts]
+
+
+def _is_kernel_gradient(lhs, rhs, size, spec, batch_groups, feature_groups) -> bool:
+    """Return whether a convolution is the gradient of a kernel, of this size.
+
+    JAX writes it with the features of lhs, which are examples, before its batch, which
+    are channels; or, of a depthwise kernel, with a group for each channel.  Its windows
+    are large, and its outputs are few.
+    """
+    batch, features = spec.lhs_spec[:2]
+    out, _, *window = spec.rhs_spec
+    outputs = math.prod(size)
     if batch_groups > 1:
-        is_gradient, most = lhs.shape[batch] == rhs.shape[out] == groups, 64
-    else:
-        is_gradient = features < batch and groups == 1
-        most = math.prod(rhs.shape[i] for i in window) - 1
-    is_gradient = is_gradient and math.prod(size) <= most
+        return lhs.shape[batch] == rhs.shape[out] == batch_groups and outputs <= 64
+    entries = math.prod(rhs.shape[i] for i in window)
+    return features < batch and feature_groups == 1 and outputs < entries
+
+
+def _convolve(made, lhs, rhs, *, target, dimension_numbers, precision, **params):
+    """Convolve in any form, in the ways above."""
+    batch, features, *space = dimension_numbers.lhs_spec
+    out, ins, *window = dimension_numbers.rhs_spec
+    made_batch, made_features, *made_space = dimension_numbers.out_spec
+    size = [made.shape[i] for i in made_space]
+    axes = _axes(**params)
+    batch_groups = params["batch_group_count"]
+    both = batch_groups, params["feature_group_count"]
+    is_gradient = _is_kernel_gradient(lhs, rhs, size, dimension_numbers, *both)
+    groups = max(both)
 
     # Under `vmap`, convolutions run one after another, which is faster.
     @jax.custom_batching.sequential_vmap
     def convolve(lhs, rhs):
         x = lhs.transpose(batch, *space, features)
         kernel = rhs.transpose(*window, ins, out)
-        # JAX 0.5 and oneDNN would add up in float16, on processors that can.
-        wide = max(made.dtype, _wide(lhs.dtype), key=lambda dtype: dtype.itemsize)
-        sums = made.dtype if target.onednn and lhs.dtype != np.float16 else wide
-        if groups == 1 and _by_half(target, params["precision"], x, kernel):
-            x, kernel = x.astype(jnp.bfloat16), kernel.astype(jnp.bfloat16)
+        sums = made.dtype
+        if lhs.dtype == np.float16 or not target.onednn:
+            sums = _wider(made.dtype, lhs.dtype)  # oneDNN would add up in float16
+        if groups == 1 and _by_half(target, precision, x, kernel):
+            x = x.astype(jnp.bfloat16)
+            kernel = kernel.astype(jnp.bfloat16)
             sums = x.dtype
-        how = _How(groups, params["precision"], sums, target.onednn)
+        how = _How(groups, precision, sums, target.onednn)
         if is_gradient:
             y = gradient(x.swapaxes(0, -1), jnp.moveaxis(kernel, -2, 0), how)
         else:
@@ -633,7 +686,8 @@ def _convolve(made, lhs, rhs, *, target, dimension_numbers, **params):
                 x = x.reshape(*x.shape[:-2], -1)
             y = _forward(x, kernel, axes, how)
             y = lax.optimization_barrier(y) if target.onednn else y  # as in `_multiply`
-        return y.astype(made.dtype).transpose(np.argsort((b, *s, f)))
+        order = np.argsort([made_batch, *made_space, made_features])
+        return y.astype(made.dtype).transpose(order)
 
     def gradient(x, g, how):  # of the kernel
         turned = [axis.turned() for axis in axes]
@@ -674,72 +728,95 @@ def _refuse(primals, tangents):
 
 
 def _in_a_row(axes):
-    return len(axes) > 0 and [*axes] == [*range(axes[0], axes[0] + len(axes))]
+    return len(axes) > 0 and bool((np.diff(axes) == 1).all())
 
 
-def _join(x, axes, batch):
-    """Make one axis of the axes that a product sums over, and count others anew."""
-    first, more = axes[0], len(axes) - 1
-    shape = *x.shape[:first], math.prod(map(x.shape.__getitem__, axes))
-    x = x.reshape(*shape, *x.shape[first + more + 1 :])
-    return x, (first,), tuple(i - more * (i > first) for i in batch)
+class _Factor(NamedTuple):
+    """A factor of a product."""
+
+    x: jax.Array
+    contracted: tuple  # the axes that the product sums over
+    batch: tuple  # the axes of which each entry has a product of its own
+
+    def joined(self) -> _Factor:
+        """Make one axis of the axes that are contracted, which stand in a row."""
+        first = self.contracted[0]
+        behind = first + len(self.contracted)
+        shape = self.x.shape
+        joined = math.prod(shape[first:behind])
+        x = self.x.reshape(*shape[:first], joined, *shape[behind:])
+        less = behind - first - 1
+        batch = tuple(i - less if i > first else i for i in self.batch)
+        return _Factor(x, (first,), batch)
 
 
-def _term_by_term(x, y, dimension_numbers, made):
+def _term_by_term(made, x, y):
     """Multiply many small matrices by adding their columns times rows, in one loop.
 
     For each, oneDNN takes as long as a call of it, and XLA has slow forms too.
     """
-    ((i,), (j,)), batch = dimension_numbers
-    rest = [k for k in range(x.ndim) if k != i and k not in batch[0]]
-    x = lax.transpose(x, (i, *batch[0], *rest))
-    more = [k for k in range(y.ndim) if k != j and k not in batch[1]]
-    y = lax.transpose(y, (j, *batch[1], *more))
-    y = lax.expand_dims(y, [1 + len(batch[0]) + k for k in range(len(rest))])
-    x = lax.expand_dims(x, [x.ndim + k for k in range(len(more))])
-    dtype = max(made.dtype, _wide(x.dtype), key=lambda dtype: dtype.itemsize)
-    x, y = x.astype(dtype), y.astype(dtype)
+
+    def terms(factor):  # first
+        axes = factor.contracted + factor.batch
+        return jnp.moveaxis(factor.x, axes, range(len(axes)))
+
+    dtype = _wider(made.dtype, x.x.dtype)
+    first = 1 + len(x.batch)
+    x = terms(x).astype(dtype)
+    y = terms(y).astype(dtype)
+    more = range(x.ndim, x.ndim + y.ndim - first)
+    y = lax.expand_dims(y, range(first, x.ndim))
+    x = lax.expand_dims(x, more)
     return sum(map(operator.mul, x[1:], y[1:]), x[0] * y[0]).astype(made.dtype)
 
 
-def _multiply(made, *arrays, primitive, target, joined, left, small, **how):
-    """Multiply arrays so that XLA moves none of them in memory.
+def _multiply(made, x, y, *rest, primitive, target, joined, left, small, **how):
+    """Multiply x and y so that XLA moves none of them in memory.
 
     XLA copies factors to sum over several axes, so these are `joined` to one.  Where a
-    transposition puts `left`, the first factor's axes, behind the second one's, as in
-    gradients of weights, the factors change places; else, `left` is empty.
+    transposition puts `left`, the axes of x, behind the axes of y, as in gradients of
+    weights, the factors change places; else, `left` is empty.
 
-    XLA (JAX 0.11, 0.12) gives oneDNN what follows a product too.  It puts the SiLU or
+    XLA (JAX 0.11, 0.12) gives oneDNN operations that follow a product too.  It puts the SiLU or
     GELU of a product in the product's place, also for other users, such as the
     gradient, and rounds sums of half types too early.  A barrier hides the operations.
     For float16, oneDNN has only a reference implementation, several hundred times as
     slow, unless the sums are float32; bfloat16 becomes float32 where the processor has
     no instructions for it.  Many `small` matrices are multiplied in a loop.
     """
-    if small:
-        product = _term_by_term(*arrays, how["dimension_numbers"], made)
-        return lax.optimization_barrier(product)
-    more = {**how}
-    if joined:
-        forms = [*map(_join, arrays, *how["dimension_numbers"])]
-        arrays, *numbers = zip(*(forms[::-1] if left else forms))
-        more |= dict(dimension_numbers=tuple(numbers))
+    if small or joined:
+        numbers = zip(*how["dimension_numbers"])
+        factors = [_Factor(z, *axes) for z, axes in zip((x, y), numbers)]
+        if small:
+            return lax.optimization_barrier(_term_by_term(made, *factors))
+        one, other = (factor.joined() for factor in factors)
+        if left:
+            one, other = other, one
+        contracted = one.contracted, other.contracted
+        how["dimension_numbers"] = contracted, (one.batch, other.batch)
+        x = one.x
+        y = other.x
+    dtype = None  # to which factors are cast
     if target.onednn and made.dtype == np.float16:
-        more |= dict(preferred_element_type=np.dtype(np.float32), precision=None)
-    x, y, *rest = arrays
-    bfloat16 = x.dtype == y.dtype == jnp.bfloat16
-    if target.onednn and bfloat16 and not _has_half():
-        arrays = x.astype(np.float32), y.astype(np.float32), *rest
-        more |= dict(preferred_element_type=_wide(made.dtype))
+        how["preferred_element_type"] = np.dtype(np.float32)
+        how["precision"] = None
+    if target.onednn and x.dtype == y.dtype == jnp.bfloat16 and not _has_half():
+        dtype = np.float32
+        how["preferred_element_type"] = _wide(made.dtype)
     if _by_half(target, how["precision"], x, y, made):
-        arrays = x.astype(jnp.bfloat16), y.astype(jnp.bfloat16), *rest
-        more |= dict(preferred_element_type=jnp.bfloat16, precision=None)
-    product = primitive.bind(*arrays, **more)
-    product = lax.optimization_barrier(product) if target.onednn else product
+        dtype = how["preferred_element_type"] = jnp.bfloat16
+        how["precision"] = None
+    if dtype is not None:
+        x = x.astype(dtype)
+        y = y.astype(dtype)
+    product = primitive.bind(x, y, *rest, **how)
+    if target.onednn:
+        product = lax.optimization_barrier(product)
     return jnp.moveaxis(product, range(-len(left), 0), left).astype(made.dtype)
 
 
-_LARGE, _FEW = 2**15, 64  # numbers in all, and of one sum
+_LARGE = 2**15  # numbers in all
+_FEW = 64  # numbers of one sum
 _SMALL = 12  # rows and columns of matrices that are multiplied in a loop
 
 
@@ -756,15 +833,18 @@ def _add_up(made, x, *, primitive, eighths, **how):
     y = x.astype(_wide(x.dtype))
     if not eighths:
         return primitive.bind(y, **how).astype(made.dtype)
-    first, last = how["axes"][0], how["axes"][-1] + 1
-    y = y.reshape(math.prod(x.shape[:first]), -1, math.prod(x.shape[last:]))
-    combine, rest = lax.max if primitive is lax.reduce_max_p else lax.add, []
+    first = how["axes"][0]
+    behind = first + len(how["axes"])
+    y = y.reshape(math.prod(x.shape[:first]), -1, math.prod(x.shape[behind:]))
+    combine = lax.max if primitive is lax.reduce_max_p else lax.add
+    rest = []  # the numbers that eighths leave over
     while y.size >= _LARGE and y.shape[1] >= _FEW:
         n = y.shape[1] // 8
         *parts, odd = jnp.split(y, [n * i for i in range(1, 9)], 1)
         y = lax.optimization_barrier(functools.reduce(combine, parts))
         rest.append(odd)
-    y = primitive.bind(jnp.concatenate([y, *rest], 1), **how | dict(axes=(1,)))
+    how["axes"] = (1,)
+    y = primitive.bind(jnp.concatenate([y] + rest, 1), **how)
     return y.reshape(made.shape).astype(made.dtype)
 
 
@@ -777,44 +857,47 @@ def _max_pool_gradient(made, g, x, *, padding, **how):
     and padding takes none.  A barrier keeps XLA from looking for the places again for
     each entry of a window.
     """
-    window, steps = how["window_dimensions"], how["window_strides"]
+    window = how["window_dimensions"]
+    strides = how["window_strides"]
+    dtype = _wide(x.dtype)
 
     def views(x):
         x = lax.pad(x, x.dtype.type(-math.inf), [(*ends, 0) for ends in padding])
-        found = _views(x[None, ..., None], window, g.shape, steps, [1] * x.ndim)
+        found = _views(x[None, ..., None], window, g.shape, strides, [1] * x.ndim)
         return [view[0, ..., 0] for view in found]
 
     def is_inside(place):  # of each window: axes on which all are have a size of 1
-        edges = zip(place, g.shape, steps, padding)
-        at = [np.arange(m) * s + k - low for k, m, s, (low, _) in edges]
-        within = [(i >= 0) & (i < n) for i, n in zip(at, x.shape)]
-        within = [each[:1] if each.all() else each for each in within]
+        within = []
+        for k, m, s, (low, _), n in zip(place, g.shape, strides, padding, x.shape):
+            at = np.arange(m) * s + k - low
+            inside = (at >= 0) & (at < n)
+            within.append(inside[:1] if inside.all() else inside)
         apart = np.meshgrid(*within, indexing="ij", sparse=True)
         return functools.reduce(operator.and_, apart)
 
-    dtype = _wide(x.dtype)
-    (best, *others), turn = jax.vjp(views, x.astype(dtype))
-    begun, *more = map(is_inside, itertools.product(*map(range, window)))
+    found, turn = jax.vjp(views, x.astype(dtype))
+    best = found[0]
+    begun = False  # whether an entry of the window is inside
     place = lax.full_like(best, 0, np.int8)
-    for i, (view, inside) in enumerate(zip(others, more), 1):
-        stays = (best >= view) & begun | ~inside
-        place, best = jnp.where(stays, place, i), jnp.where(stays, best, view)
+    for i, at in enumerate(itertools.product(*map(range, window))):
+        inside = is_inside(at)
+        if i > 0:
+            stays = (best >= found[i]) & begun | ~inside
+            place = jnp.where(stays, place, i)
+            best = jnp.where(stays, best, found[i])
         begun = begun | inside
     place = lax.optimization_barrier(place)
-    parts = (jnp.where(place == i, g, 0) for i in range(1 + len(others)))
-    return turn([part.astype(dtype) for part in parts])[0].astype(made.dtype)
+    parts = [jnp.where(place == i, g, 0).astype(dtype) for i in range(len(found))]
+    return turn(parts)[0].astype(made.dtype)
 
 
 # Operations on numbers that have the same place in arrays.
-# fmt: off
-_ELEMENTWISE = {
-    "abs", "acos", "acosh", "add", "add_any", "asin", "asinh", "atan", "atan2", "atanh",
-    "cbrt", "cos", "cosh", "div", "erf", "erfc", "exp", "exp2", "expm1", "integer_pow",
-    "log", "log1p", "logistic", "max", "min", "mul", "neg", "pow", "rsqrt", "select_n",
-    "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh",
-}
+_ELEMENTWISE = """
+    abs acos acosh add add_any asin asinh atan atan2 atanh cbrt cos cosh div erf erfc
+    exp exp2 expm1 integer_pow log log1p logistic max min mul neg pow rsqrt select_n sin
+    sinh sqrt square sub tan tanh
+""".split()
 _LOGARITHMS = {"acosh", "asinh", "atanh", "log", "log1p", "pow"}
-# fmt: on
 
 
 def _round(made, *arrays, primitive, several, **how):
@@ -848,7 +931,9 @@ def _round(made, *arrays, primitive, several, **how):
 _ONEDNN = "xla_cpu_experimental_onednn_custom_call"
 _YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
 _LEFT_OUT = "xla_disable_hlo_passes"
-_SINGLE = "LIBRARY_FUSION_TYPE_INDIVIDUAL_"
+_SINGLE = (
+    "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_INDIVIDUAL_CONVOLUTION"
+)
 
 
 def _version() -> tuple[int, ...]:
@@ -880,26 +965,28 @@ def _keeps_programs() -> bool:
     return bool(folder and jax.config.jax_enable_compilation_cache)
 
 
-def _options(backend: str | None, onednn: bool) -> dict[str, bool | str]:
-    here = platform.machine().lower() in ("x86_64", "amd64")
+def _options(backend: str | None, onednn: bool) -> dict:
     version = _version()
     on_cpu = (backend or jax.default_backend()) == "cpu"
     flags = os.environ.get("XLA_FLAGS", "")
-    onednn = onednn and here and _LEFT_OUT not in flags
-    options: dict[str, bool | str] = {}
+    options: dict = {}
     if on_cpu and version in ((0, 10), (0, 11)):
-        options = {_YNNPACK: f"{_SINGLE}DOT,{_SINGLE}CONVOLUTION"}
-    if on_cpu and version in ((0, 11), (0, 12)) and onednn:
-        passes = "onednn-ops-rewriter,simplify-fp-conversions"
-        sums = "" if version == (0, 11) else "LIBRARY_FUSION_TYPE_REDUCE"
-        options = {_ONEDNN: True, _YNNPACK: sums, _LEFT_OUT: passes}
+        options = {_YNNPACK: _SINGLE}
+    on_cpu = on_cpu and platform.machine().lower() in ("x86_64", "amd64")
+    onednn = onednn and on_cpu and _LEFT_OUT not in flags
+    if onednn and version in ((0, 11), (0, 12)):
+        options = {
+            _ONEDNN: True,
+            _YNNPACK: "" if version == (0, 11) else "LIBRARY_FUSION_TYPE_REDUCE",
+            _LEFT_OUT: "onednn-ops-rewriter,simplify-fp-conversions",
+        }
     return {name: value for name, value in options.items() if name not in flags}
 
 
 class Program:
     """A program with options that fit: with oneDNN, if `fast` can enter all of it.
 
-    `make` is a function of options and returns what `jax.jit` returns for them.  It is
+    `make` is a function of options that returns a result of `jax.jit`.  It is
     called when arguments come; once more, without oneDNN, where that has to be, or when
     JAX's persistent cache has been set.
     """
@@ -908,7 +995,7 @@ class Program:
         self._make = make
         self._backend = backend
         self._enters = True  # whether `fast` can, as far as is known
-        self._made: dict[bool, Any] = {}  # with and without oneDNN
+        self._made: dict = {}  # with and without oneDNN
 
     def _do(self, name: str, /, *args, **kwargs) -> Any:
         onednn = self._enters and not _keeps_programs()
@@ -967,29 +1054,33 @@ def _way_to_convolve(eqn, here, target, around):
 
 
 def _way_to_multiply(eqn, here, target, around):
-    joined, several, small, left = False, False, False, range(0)
+    joined = several = small = False
+    left = range(0)
     if here and eqn.primitive is lax.dot_general_p and _are_inexact(eqn):
-        x, made = eqn.invars[0].aval, eqn.outvars[0].aval
-        contracted, batch = eqn.params["dimension_numbers"]
+        x = eqn.invars[0].aval
+        made = eqn.outvars[0].aval
+        (contracted, other), (batch, _) = eqn.params["dimension_numbers"]
         # XLA lacks products of half types with wider results in some forms.
         same = x.dtype == made.dtype != np.float16
-        joined = same and all(map(_in_a_row, contracted))
-        several = joined and len(contracted[0]) > 1
-        axes = range(len(batch[0]), x.ndim - len(contracted[0]))
+        joined = same and _in_a_row(contracted) and _in_a_row(other)
+        several = joined and len(contracted) > 1
+        axes = range(len(batch), x.ndim - len(contracted))
         order = around.orders.get(id(eqn.outvars[0]))
-        left = axes if joined and order and order[-1] in axes else left
-        one = len(batch[0]) > 0 and len(contracted[0]) == 1
-        small = one and x.shape[contracted[0][0]] <= _SMALL
-        small = small and math.prod(made.shape[len(batch[0]) :]) <= _SMALL**2
+        if joined and order and order[-1] in axes:
+            left = axes
+        if len(batch) > 0 and len(contracted) == 1 and x.shape[contracted[0]] <= _SMALL:
+            small = math.prod(made.shape[len(batch) :]) <= _SMALL**2
+    if not (target.onednn or several or small):
+        return None
     how = dict(primitive=eqn.primitive, joined=joined, left=left, small=small)
-    way = functools.partial(_multiply, target=target, **how)
-    return way if target.onednn or several or small else None
+    return functools.partial(_multiply, target=target, **how)
 
 
 def _way_to_reduce(eqn, here, target, around):
-    x, axes = eqn.invars[0].aval, eqn.params.get("axes", ())  # windows have none
     if not (here and _are_inexact(eqn)):
         return None
+    x = eqn.invars[0].aval
+    axes = eqn.params.get("axes", ())  # windows have none
     narrow = eqn.primitive is not lax.reduce_max_p and _wide(x.dtype) != x.dtype
     # In other versions YNNPACK is right and fast, but for numbers made of half types:
     # XLA makes these in the loop that adds eighths, and for YNNPACK in memory.
@@ -1003,8 +1094,7 @@ def _way_to_reduce(eqn, here, target, around):
 def _way_to_place(eqn, here, target, around):
     few = math.prod(eqn.params["window_dimensions"]) <= 64
     is_max = eqn.params["select_prim"] is lax.ge_p and _are_inexact(eqn)
-    way = functools.partial(_max_pool_gradient)
-    return way if here and few and is_max else None
+    return functools.partial(_max_pool_gradient) if here and few and is_max else None
 
 
 def _way_to_round(eqn, here, target, around):
@@ -1029,8 +1119,10 @@ class _CannotEnter(ValueError):
     """Raised with oneDNN's options for an equation that may hold unhidden products."""
 
     def __init__(self, part: str):
-        remedy = "compile by fast_cpu.jit, or without options for fast and for jax.jit"
-        super().__init__(f"fast(f, options) cannot hide {part} from oneDNN; {remedy}")
+        super().__init__(
+            f"fast(f, options) cannot hide {part} from oneDNN; compile by "
+            "fast_cpu.jit, or without options for fast and for jax.jit"
+        )
 
 
 _STRICT = False  # whether a way that does not fit raises its error: in tests
@@ -1044,19 +1136,20 @@ def _replace(eqn: Any, target: _Target, around: _Around) -> Any:
     sizes that are numbers, not symbols.  With oneDNN every product is replaced, so that
     a barrier stands behind it.
     """
-    choose, new = _WAYS[eqn.primitive.name], None
-    sizes = {n for v in (*eqn.invars, *eqn.outvars) for n in v.aval.shape}
+    choose = _WAYS[eqn.primitive.name]
+    new = None
+    sizes = {n for v in eqn.invars + eqn.outvars for n in v.aval.shape}
     numbers = {n for n in sizes if isinstance(n, int)}
     if 0 in numbers:
         return eqn
-    how, placed = {**eqn.params}, getattr(eqn.params.get("out_sharding"), "mesh", None)
+    how = dict(eqn.params)
+    sharding = how.get("out_sharding")
     # Inside of `shard_map`, gradients name a mesh that leaves nothing to place.  And
     # `vmap` could not map groups of a convolution's gradient with one.
-    here = placed is None or placed.are_all_axes_manual
-    if here or (choose is _way_to_convolve and _are_inexact(eqn)):
-        how |= dict.fromkeys({"out_sharding"} & how.keys())
-    explicit = (x.name == "Explicit" for x in getattr(_mesh(eqn), "axis_types", ()))
-    if not any(explicit):
+    here = sharding is None or sharding.mesh.are_all_axes_manual
+    if sharding and (here or (choose is _way_to_convolve and _are_inexact(eqn))):
+        how["out_sharding"] = None
+    if jax.sharding.AxisType.Explicit not in _mesh(eqn).axis_types:
         try:
             way = choose(eqn, here, target, around)
             new = way and _call(way, how, eqn, target)
@@ -1069,26 +1162,32 @@ def _replace(eqn: Any, target: _Target, around: _Around) -> Any:
 
 
 def _mesh(eqn: Any) -> Any:
-    shardings = (getattr(v.aval, "sharding", None) for v in (*eqn.invars, *eqn.outvars))
-    return next((x.mesh for x in shardings if x is not None and not x.mesh.empty), None)
+    """Return the mesh of an equation's arrays, which is empty outside of meshes."""
+    meshes = [v.aval.sharding.mesh for v in eqn.invars + eqn.outvars]
+    return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
+
+
+def _form(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def _call(way: functools.partial, how: dict, eqn: Any, target: _Target) -> Any:
     """Return `eqn` with a call of `way` in its place, for the same shape and types."""
-    (made,) = (v.aval for v in eqn.outvars)
-    form = jax.ShapeDtypeStruct(made.shape, made.dtype, weak_type=made.weak_type)
-    options = (*way.keywords.items(),), (*how.items(),)
+    form = _form(eqn.outvars[0].aval)
+    options = tuple(way.keywords.items()), tuple(how.items())
     call = _shared(eqn.primitive, way.func, *options, form, target.onednn)
-    enter, mesh = getattr(jax.sharding, "use_abstract_mesh", None), _mesh(eqn)
-    in_mesh = enter(mesh) if enter and mesh is not None else contextlib.nullcontext()
-    # JAX 0.5 has no meshes to enter.  A convolution without precision stays without.
+    in_mesh = jax.sharding.use_abstract_mesh(_mesh(eqn))
+    # A convolution without precision stays without.
     with jax.disable_jit(False), in_mesh, jax.default_matmul_precision(None):
-        program = jax.make_jaxpr(call)(*(v.aval for v in eqn.invars))
-    (inner,), forms = program.eqns, (*program.out_avals, made)  # `jit` makes one of it
-    found, asked = ((x.shape, x.dtype, x.weak_type) for x in forms)
-    if found != asked:
-        raise TypeError(f"{call.__name__} makes {found} in place of {asked}")
+        program = jax.make_jaxpr(call)(*[v.aval for v in eqn.invars])
+    found = _form(program.out_avals[0])
+    if found != form:
+        raise TypeError(f"{call.__name__} makes {found} in place of {form}")
+    inner = program.eqns[0]  # `jit` makes one of it
     return eqn.replace(primitive=inner.primitive, params=inner.params)
+
+
+_HIDDEN = ".hidden"  # ends the name of a call behind which a barrier stands
 
 
 @functools.cache
@@ -1104,48 +1203,40 @@ def _shared(
     ways: dict = dict(cpu=on_cpu, default=as_it_is)
     if way is _convolve:
         ways |= dict.fromkeys(("cuda", "rocm"), _one_by_one(as_it_is))
-    compute = functools.partial(lax.platform_dependent, **ways)
+    compute: Any = functools.partial(lax.platform_dependent, **ways)
     # Where numbers are equal, eighths would share a maximum's gradient unevenly.
     if way in (_convolve, _round) or primitive is lax.reduce_max_p:
         compute = jax.custom_jvp(compute)
         compute.defjvp(_refuse)
 
     def call(*arrays):
-        y, cast = compute(*arrays), lax.convert_element_type_p.bind
+        y = compute(*arrays)
         if made.weak_type:
-            y = cast(y, new_dtype=y.dtype, weak_type=True, sharding=None)
+            weak = dict(new_dtype=y.dtype, weak_type=True, sharding=None)
+            y = lax.convert_element_type_p.bind(y, **weak)
         return y
 
-    call.__name__ = f"fast_cpu.{way.__name__}" + ".hidden" * onednn
+    call.__name__ = f"fast_cpu.{way.__name__}{_HIDDEN if onednn else ''}"
     return jax.jit(call)
 
 
 # JAX's primitives that are in no public module.  They hold no products, or as programs.
-# fmt: off
-_INTERNAL = {
-    "accum_grad_in_ref", "addupdate", "all_gather_invariant", "all_gather_reduced",
-    "broadcast_to", "composite", "cond", "create_linear", "custom_jvp_call_jaxpr",
-    "custom_vmap_call", "dce_sink", "debug_callback", "debug_print", "dim_as_value",
-    "dimension_size", "empty", "empty_ref", "ffi_call", "free_ref", "freeze",
-    "from_edtype", "inspect_sharding", "io_callback", "iota_2x32_shape",
-    "layout_constraint", "new_ref", "pbroadcast", "philox2x32", "philox4x32", "pjit",
-    "platform_index", "psum_invariant", "pure_callback", "pvary", "random_clone",
-    "random_unwrap", "random_wrap", "reciprocal", "reduce_scatter", "remat2", "reshard",
-    "run_state", "shape_assertion", "shard_map", "threefry4x32", "tie", "to_edtype",
-    "with_memory_space_constraint", "xla_metadata_call", "xla_metadata_value",
-    "zeros_like",
-}
-# fmt: on
+_INTERNAL = """
+    accum_grad_in_ref addupdate all_gather_invariant all_gather_reduced broadcast_to
+    composite cond create_linear custom_jvp_call_jaxpr custom_vmap_call dce_sink
+    debug_callback debug_print dim_as_value dimension_size empty empty_ref ffi_call
+    free_ref freeze from_edtype inspect_sharding io_callback iota_2x32_shape
+    layout_constraint new_ref pbroadcast philox2x32 philox4x32 pjit platform_index
+    psum_invariant pure_callback pvary random_clone random_unwrap random_wrap reciprocal
+    reduce_scatter remat2 reshard run_state shape_assertion shard_map threefry4x32 tie
+    to_edtype with_memory_space_constraint xla_metadata_call xla_metadata_value
+    zeros_like
+""".split()
 
 
 @functools.cache
-def _public_primitives() -> tuple[set, set]:
-    """Return JAX's public primitives, and the ones for linear algebra."""
-    linear, *others = (
-        {x for x in vars(module).values() if isinstance(x, core.Primitive)}
-        for module in (lax.linalg, lax, primitives)
-    )
-    return linear.union(*others), linear
+def _primitives(module: Any) -> set:
+    return {x for x in vars(module).values() if isinstance(x, core.Primitive)}
 
 
 def _is_known(eqn: Any) -> bool:
@@ -1153,11 +1244,12 @@ def _is_known(eqn: Any) -> bool:
 
     XLA expands linear algebra of half types, and symmetric products, to products.
     """
-    public, linear = _public_primitives()
-    if eqn.primitive in linear:
+    primitive = eqn.primitive
+    if primitive in _primitives(lax.linalg):
         half = any(v.aval.dtype.itemsize < 4 for v in eqn.invars)
-        return not half and eqn.primitive.name != "symmetric_product"
-    return eqn.primitive in public or eqn.primitive.name in _INTERNAL
+        return not half and primitive.name != "symmetric_product"
+    public = primitive in _primitives(lax) or primitive in _primitives(primitives)
+    return public or primitive.name in _INTERNAL
 
 
 def rewrite(jaxpr: Any, options: dict | None = None) -> Any:
@@ -1184,9 +1276,8 @@ def _rewrite(x: Any, target: _Target, around: _Around) -> Any:
         if x.primitive.name in _WAYS:
             return _replace(x, target, around)
         called = str(x.params.get("name"))
-        if called.startswith("fast_cpu.") and called.endswith(
-            ".hidden" * target.onednn
-        ):
+        hidden = called.endswith(_HIDDEN) or not target.onednn
+        if called.startswith("fast_cpu.") and hidden:
             return x  # a call that replaced an equation
         if not _is_known(x):  # such as a kernel
             if target.onednn:
@@ -1194,7 +1285,8 @@ def _rewrite(x: Any, target: _Target, around: _Around) -> Any:
             return x
         name = "params"
     elif isinstance(x, core.Jaxpr):
-        name, around = "eqns", _look_around(x.eqns)
+        name = "eqns"
+        around = _look_around(x.eqns)
     elif isinstance(x, closed):
         name = "jaxpr"
     else:
@@ -1222,20 +1314,29 @@ class _Static:
 # Leaves that `jit` traces: arrays and their forms, and numbers.
 _ARRAYS = jax.Array, jax.core.Tracer, np.ndarray, np.generic, jax.ShapeDtypeStruct
 _NUMBERS = *_ARRAYS, int, float, complex
-_VALUES = enum.Enum, type, types.ModuleType, types.NoneType, np.ufunc, type(np.dot)
-_VALUES = *_VALUES, np.generic
+# Constants, whose classes do not say when two are equal.
+_CONSTANTS = (
+    type(None),
+    enum.Enum,
+    type,
+    types.ModuleType,
+    np.generic,
+    np.ufunc,
+    type(np.dot),
+)
 _MAKERS = "builtins", "functools", "jax", "jaxlib"  # of functions and their wrappers
 
 
 def _key(x: Any, is_leaf: bool = False) -> Any:
-    """Return what a static leaf, or a part of one, is compared by.
+    """Return the key by which a static leaf, or a part of one, is compared.
 
-    It is what the leaf holds, at any depth: a partial's function and arguments, the
-    attributes of a method's object.  Raises TypeError for what may change without a
-    change of the key, such as NumPy's arrays, and for a leaf that is a plain object.
+    The key holds all parts, at any depth: a partial's function and arguments, the
+    attributes of a method's object.  Raises TypeError for an object that may change
+    while its key stays, such as NumPy's arrays, and for a leaf that is a plain object.
     """
     kind = type(x)
-    if isinstance(x, _VALUES):
+    parts: Any
+    if isinstance(x, _CONSTANTS):
         return kind, x
     if isinstance(x, functools.partial):
         parts = x.func, x.args, *x.keywords.items()
@@ -1249,14 +1350,16 @@ def _key(x: Any, is_leaf: bool = False) -> Any:
         raise TypeError
     elif kind.__eq__ is not object.__eq__:
         return kind, x
+    elif is_leaf and not hasattr(x, "__wrapped__"):
+        raise TypeError
     else:
-        own = {name: y for name, y in vars(x).items() if not name.startswith("__")}
-        wrapped = getattr(x, "__wrapped__", None)
-        shared = {name for name in dir(kind) if not name.startswith("__")} - {*own}
-        holds = not all(callable(getattr(kind, name)) for name in shared)
-        if holds or (is_leaf and wrapped is None):
-            raise TypeError
-        parts = wrapped, *own.items()
+        parts = []
+        for name in dir(x):
+            value = inspect.getattr_static(x, name)
+            if name == "__wrapped__" or not name.startswith("__"):
+                if inspect.isdatadescriptor(value):  # a property, or a slot
+                    raise TypeError
+                parts.append((name, value))
     return kind, *map(_key, parts)
 
 
@@ -1306,8 +1409,8 @@ def _rewritten(f: Callable, options: dict | None) -> Callable:
         objects = jax.tree.leaves((args, kwargs), is_leaf=_is_object)
         before = jax.tree.leaves(objects)
         result = f(*args, **kwargs)
-        known = [*map(id, before), *map(id, jax.tree.leaves(result))]
-        if {*map(id, jax.tree.leaves(objects))} - {*known}:
+        known = set(map(id, before + jax.tree.leaves(result)))
+        if not known.issuperset(map(id, jax.tree.leaves(objects))):
             raise ValueError(
                 "f changes an argument in place, which fast(f) would lose; return the "
                 "change (in Flax NNX, by nnx.split, nnx.merge and nnx.state)"
@@ -1317,16 +1420,40 @@ def _rewritten(f: Callable, options: dict | None) -> Callable:
     @functools.partial(jax.jit, inline=True)
     def run(*both):
         # A new function each time, since JAX caches traces by function.
-        trace = jax.make_jaxpr(lambda *both: traced(*both), return_shape=True)
+        trace = jax.make_jaxpr(functools.partial(traced), return_shape=True)
         program, made = trace(*both)
         leaves = core.jaxpr_as_fun(rewrite(program, options))(*jax.tree.leaves(both))
         return jax.tree.unflatten(jax.tree.structure(made), leaves)
 
     @functools.wraps(f)
     def call(*args, **kwargs):
-        return run(_hold(args, "args"), _hold(kwargs, "kwargs"))
+        return run(args, kwargs)
 
     return call
+
+
+@dataclasses.dataclass
+class _Outside:
+    """A program of arguments and results that are held, as it is seen from outside.
+
+    Lowered or compiled, it has the function's arguments and results too; all else is as
+    in `jax.stages`.
+    """
+
+    program: Any
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.program, name)
+
+    def __call__(self, *args, **kwargs) -> Any:
+        return _release(self.program(*_hold(args, "args"), **_hold(kwargs, "kwargs")))
+
+    def lower(self, *args, **kwargs) -> _Outside:
+        lower = self.program.lower
+        return _Outside(lower(*_hold(args, "args"), **_hold(kwargs, "kwargs")))
+
+    def compile(self, *args, **kwargs) -> _Outside:
+        return _Outside(self.program.compile(*args, **kwargs))
 
 
 def fast(f: Callable, options: dict | None = None) -> Callable:
@@ -1344,33 +1471,13 @@ def fast(f: Callable, options: dict | None = None) -> Callable:
     and if f changes an argument in place and does not return the change: see
     docs/fast.md for Flax NNX.
     """
-    held = _rewritten(f, options)
+    rewritten = _Outside(_rewritten(f, options))
 
     @functools.wraps(f)
     def call(*args, **kwargs):
-        return _release(held(*args, **kwargs))
+        return rewritten(*args, **kwargs)
 
     return call
-
-
-class _Ahead:
-    """A program that is lowered or compiled ahead of time, of arguments that are held.
-
-    It takes and returns what the function does; all else is as in `jax.stages`.
-    """
-
-    def __init__(self, stage: Any):
-        self._stage = stage
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stage, name)
-
-    def compile(self, *args, **kwargs) -> _Ahead:
-        return _Ahead(self._stage.compile(*args, **kwargs))
-
-    def __call__(self, *args, **kwargs) -> Any:
-        args, kwargs = _hold(args, "args"), _hold(kwargs, "kwargs")
-        return _release(self._stage(*args, **kwargs))
 
 
 def jit(f: Callable, **how: Any) -> Callable:
@@ -1388,24 +1495,19 @@ def jit(f: Callable, **how: Any) -> Callable:
     def make(options: dict | None):
         return jax.jit(_rewritten(f, options), compiler_options=options, **how)
 
-    program, inside = Program(make), make(None)
+    program = _Outside(Program(make))
+    inside = _Outside(make(None))
 
     @functools.wraps(f)
     def call(*args, **kwargs):
-        args, kwargs = _hold(args, "args"), _hold(kwargs, "kwargs")
         try:
-            result = program(*args, **kwargs)
+            return program(*args, **kwargs)
         except ValueError as error:  # JAX's, of a call inside of a trace
             if "can only be passed to top-level" not in str(error):
                 raise
-            result = inside(*args, **kwargs)
-        return _release(result)
+            return inside(*args, **kwargs)
 
-    def lower(*args, **kwargs):
-        held = _hold(args, "args"), _hold(kwargs, "kwargs")
-        return _Ahead(program.lower(*held[0], **held[1]))
-
-    vars(call)["lower"] = lower
+    vars(call)["lower"] = program.lower
     return call
 
 

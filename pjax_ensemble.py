@@ -888,7 +888,7 @@ def _wait_in_flight() -> None:
             jax.block_until_ready(x)
 
 
-def _is_done(x: Array) -> bool:
+def _is_done(x: Any) -> bool:
     return x.is_deleted() or x.is_ready()
 
 

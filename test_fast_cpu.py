@@ -1436,8 +1436,19 @@ class Scale:
         return x * self.factor
 
 
-class Shared(Scale):
-    offset = 1.0  # a change of which an object does not tell
+class Shared:  # its objects have the class's factor
+    apply = Scale.apply
+
+
+def shared(factor):
+    Shared.factor = factor
+    return Shared()
+
+
+class Computed(Scale):
+    @property
+    def offset(self):
+        return 1.0
 
 
 class Slotted:
@@ -1475,6 +1486,7 @@ HOLDERS = {
     "partial of an object": lambda scale: functools.partial(Scale.apply, scale),
     "by name": lambda scale: functools.partial(scaled, factor=scale.factor),
     "method of an object in an object": lambda scale: Nested(scale).apply,
+    "method of a class with values": lambda scale: shared(scale.factor).apply,
     "wrapper": lambda scale: Around(scale.apply, 1.0),
 }
 
@@ -1503,7 +1515,7 @@ MAY_CHANGE = {
     "partial of a partial": functools.partial(functools.partial(scaled, {2.0})),
     "method": Scale([2.0]).apply,
     "method of an object that holds an array": Nested(Scale(np.ones(1))).apply,
-    "method of a class with values": Shared(2.0).apply,
+    "method of an object with properties": Computed(2.0).apply,
     "method of slots": slotted(2.0).apply,
     "method of a dict": {"a": 2.0}.get,
     "method of a generator": np.random.default_rng(0).normal,
