@@ -777,12 +777,13 @@ def _multiply(made, x, y, *rest, primitive, target, joined, left, small, **how):
     transposition puts `left`, the axes of x, behind the axes of y, as in gradients of
     weights, the factors change places; else, `left` is empty.
 
-    XLA (JAX 0.11, 0.12) gives oneDNN operations that follow a product too.  It puts the SiLU or
-    GELU of a product in the product's place, also for other users, such as the
-    gradient, and rounds sums of half types too early.  A barrier hides the operations.
-    For float16, oneDNN has only a reference implementation, several hundred times as
-    slow, unless the sums are float32; bfloat16 becomes float32 where the processor has
-    no instructions for it.  Many `small` matrices are multiplied in a loop.
+    XLA (JAX 0.11, 0.12) gives oneDNN the operations that follow a product too.  It puts
+    the SiLU or GELU of a product in the product's place, also for other users, such as
+    the gradient, and rounds sums of half types too early.  A barrier hides the
+    operations.  For float16, oneDNN has only a reference implementation, several
+    hundred times as slow, unless the sums are float32; bfloat16 becomes float32 where
+    the processor has no instructions for it.  Many `small` matrices are multiplied in a
+    loop.
     """
     if small or joined:
         numbers = zip(*how["dimension_numbers"])
