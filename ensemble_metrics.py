@@ -31,7 +31,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,10 +50,10 @@ def __dir__() -> list[str]:  # completion offers these, and no other module's na
 
 def _check_range(name: str, value: Any, limit: float, low: float = 0) -> None:
     """Raise ValueError unless low <= value < limit."""
-    number = np.ndim(value) == 0 and not isinstance(value, str | None)
-    number = number and not np.iscomplexobj(value)
-    if not (number and low <= value < limit):
-        shown = value if number else repr(value)
+    is_text = isinstance(value, str | None)
+    is_number = np.ndim(value) == 0 and not is_text and not np.iscomplexobj(value)
+    if not (is_number and low <= value < limit):
+        shown = value if is_number else repr(value)
         raise ValueError(f"{name} is {shown}; expected {low} <= {name} < {limit}")
 
 
@@ -67,14 +67,15 @@ def _real(name: str, x: Any, dtype: Any = np.float64) -> np.ndarray:
     try:
         x = np.ma.asarray(x)
     except (RuntimeError, TypeError, ValueError) as error:  # a tensor, a ragged list
-        said = str(error).partition("\n")[0]
-        remedy = "pass rows of one length; for a PyTorch tensor pass x.detach().cpu(), "
-        remedy += "for bfloat16 x.float()"
-        raise ValueError(f"{name} cannot become an array: {said}; {remedy}") from error
-    real = np.can_cast(x.dtype, np.float64, "same_kind")
-    if not real or np.ma.is_masked(x):
-        found = "masked" if real else x.dtype
-        raise ValueError(f"{name} are {found}; expected unmasked real numbers")
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{name} cannot become an array: {reason}; pass rows of one length; for a "
+            "PyTorch tensor pass x.detach().cpu(), for bfloat16 x.float()"
+        ) from error
+    if not np.can_cast(x.dtype, np.float64, "same_kind"):
+        raise ValueError(f"{name} are {x.dtype}; expected unmasked real numbers")
+    if np.ma.is_masked(x):
+        raise ValueError(f"{name} are masked; expected unmasked real numbers")
     return np.asarray(x, dtype)
 
 
@@ -88,14 +89,19 @@ def _probabilities(probs: Any, of_members: bool = False, labels=0) -> np.ndarray
     Raises ValueError for other axes, such as members' [..., C] for labels [...], and
     for one class alone; `_blocks` checks the numbers.
     """
-    probs, expected = _real("probabilities", probs, None), "[..., C]"
-    filled, lacks_axis = probs.shape[:of_members], probs.shape in ((), np.shape(labels))
+    probs = _real("probabilities", probs, None)
     if of_members:
-        expected = "[K, N, C], as by predict_members; pass one model's p as p[None]"
+        form = "[K, N, C], as by predict_members; pass one model's p as p[None]"
         lacks_axis = probs.ndim < 3 or np.shape(labels) == probs.shape[:-1]
-    if lacks_axis or probs.shape[-1] < 2 or 0 in filled:
-        expected = f"expected {expected}; {_OF_TWO}"
-        raise ValueError(f"probabilities have shape {probs.shape}; {expected}")
+        lacks_members = probs.shape[:1] == (0,)
+    else:
+        form = "[..., C]"
+        lacks_axis = probs.shape in ((), np.shape(labels))
+        lacks_members = False
+    if lacks_axis or lacks_members or probs.shape[-1] < 2:
+        raise ValueError(
+            f"probabilities have shape {probs.shape}; expected {form}; {_OF_TWO}"
+        )
     return probs
 
 
@@ -116,34 +122,39 @@ def _blocks(probs: np.ndarray, members: int = 1) -> Iterator:
         if wrong.any():
             k, n = np.argwhere(wrong)[0]
             i = np.unravel_index(k * flat.shape[1] + start + n, probs.shape[:-1])
-            found = f"begin with {block[k, n, 0]} and add up to {sums[k, n]}"
-            remedy = "pass softmax(logits), computed in float32"
+            advice = "pass softmax(logits), computed in float32" if i else _OF_TWO
             raise ValueError(
-                f"probabilities{[*map(int, i)]} {found}; expected numbers >= 0 whose "
-                f"sum is 1; {remedy if i else _OF_TWO}"
+                f"probabilities{list(map(int, i))} begin with {block[k, n, 0]} and add "
+                f"up to {sums[k, n]}; expected numbers >= 0 whose sum is 1; {advice}"
             )
         yield rows, block
 
 
 def _check_order(what: str, members: np.ndarray, examples: Any) -> None:
     """Raise ValueError if members are given after the examples, [N, K, ...]."""
-    count, first = np.shape(examples)[:1], members.shape[:2]
-    if first[:1] == count != first[1:] != ():
+    if members.ndim < 2 or np.ndim(examples) == 0:
+        return
+    first, second = members.shape[:2]
+    count = len(examples)
+    if first == count and second != count:
         raise ValueError(
-            f"{what} are [{first[0]}, {first[1]}, ...] of {first[0]} examples; "
+            f"{what} are [{first}, {second}, ...] of {first} examples; "
             f"expected members first, [K, N, ...], as by numpy.swapaxes({what}, 0, 1)"
         )
 
 
 def _indices(x: Any, shape: tuple, name: str = "labels") -> np.ndarray:
     """Flatten indices [...] into the last axis of [..., C], or raise ValueError."""
-    x, (*rows, count) = _real(name, x, None), shape
-    if [*x.shape] != rows or x.dtype.kind not in "iu":
-        found = f"{name} are {x.dtype}{[*x.shape]}"
-        raise ValueError(f"{found}; expected integers {rows}, 0 to {count - 1}")
-    if x.size and not 0 <= x.min() <= x.max() < count:
-        found = f"{name} lie in {x.min()}..{x.max()}"
-        raise ValueError(f"{found}; expected 0 to {count - 1}")
+    x = _real(name, x, None)
+    rows = shape[:-1]
+    last = shape[-1] - 1
+    if x.shape != rows or x.dtype.kind not in "iu":
+        raise ValueError(
+            f"{name} are {x.dtype}{list(x.shape)}; expected integers {list(rows)}, "
+            f"0 to {last}"
+        )
+    if x.size and not 0 <= x.min() <= x.max() <= last:
+        raise ValueError(f"{name} lie in {x.min()}..{x.max()}; expected 0 to {last}")
     return x.ravel()
 
 
@@ -178,8 +189,8 @@ def _uncertainty(member_probs: Any) -> np.ndarray:
     """Apply `_entropies` to all rows: [K, ..., C] -> [2, ...]."""
     probs = _probabilities(member_probs, of_members=True)
     blocks = _blocks(probs, len(probs))
-    found = [_entropies(block, probs.dtype) for _, block in blocks]
-    return np.concatenate(found, axis=1).reshape(2, *probs.shape[1:-1])
+    entropies = [_entropies(block, probs.dtype) for _, block in blocks]
+    return np.concatenate(entropies, axis=1).reshape(2, *probs.shape[1:-1])
 
 
 def predictive_entropy(member_probs: Any) -> np.ndarray:
@@ -210,6 +221,39 @@ def mutual_information(member_probs: Any) -> np.ndarray:
 _NUM_BINS = 15  # as in Guo et al. 2017
 
 
+class _Sums(NamedTuple):
+    """Sums over the examples of each bin; `reliability` defines the bins."""
+
+    examples: np.ndarray  # [..., 15], as all others
+    confidence: np.ndarray  # the largest probability
+    right: np.ndarray  # whose most probable class is the label
+    nll: np.ndarray  # -log p_label
+    brier: np.ndarray
+
+
+def _sums(probs: np.ndarray, labels: np.ndarray) -> _Sums:
+    """Add up the terms of scores, by bins: [S, n, C] and [n] -> [S, 15] each."""
+    confidence = probs.max(axis=-1)
+    edges = np.linspace(0, 1, _NUM_BINS + 1)[1:-1]
+    bins = np.searchsorted(edges, confidence, side="right")
+    bins += _NUM_BINS * np.arange(len(probs))[:, None]
+
+    def by_bins(terms):  # [S, n] -> [S, 15]
+        sums = np.bincount(bins.ravel(), terms.ravel(), _NUM_BINS * len(probs))
+        return sums.reshape(len(probs), _NUM_BINS)
+
+    p_label = probs[:, np.arange(len(labels)), labels]
+    squares = np.einsum("snc,snc->sn", probs, probs)
+    return _Sums(
+        examples=by_bins(np.ones(bins.shape)),
+        confidence=by_bins(confidence),
+        right=by_bins(probs.argmax(axis=-1) == labels),
+        nll=by_bins(-_log(p_label)),
+        # sum_c (p_c - y_c)^2 = sum_c p_c^2 - 2 p_label + 1
+        brier=by_bins(squares - 2 * p_label + 1),
+    )
+
+
 def reliability(probs: Any, labels: Any) -> np.ndarray:
     """Return a reliability diagram's counts, confidences and accuracies [3, 15].
 
@@ -224,38 +268,23 @@ def reliability(probs: Any, labels: Any) -> np.ndarray:
     probs = _probabilities(probs, labels=labels)
     labels = _indices(labels, probs.shape)
     of_blocks = [_sums(block, labels[rows]) for rows, block in _blocks(probs)]
-    counts, *totals = np.sum(of_blocks, axis=0)[0, :3]
+    sums = _Sums(*np.sum(of_blocks, axis=0)[:, 0])
     with np.errstate(invalid="ignore"):
-        return np.stack([counts, *(total / counts for total in totals)])
+        confidences = sums.confidence / sums.examples
+        accuracies = sums.right / sums.examples
+    return np.stack([sums.examples, confidences, accuracies])
 
 
-def _sums(probs: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Add up the terms of scores, by bins: [S, n, C] and [n] -> [S, 5, 15].
-
-    An example's terms are 1, its confidence, whether it is right, -log p_label and its
-    Brier score; `reliability` defines the bins.
-    """
-    confidence, right = probs.max(axis=-1), probs.argmax(axis=-1) == labels
-    p_label = probs[:, np.arange(len(labels)), labels]
-    # sum_c (p_c - y_c)^2 = sum_c p_c^2 - 2 p_label + 1
-    brier = np.einsum("snc,snc->sn", probs, probs) - 2 * p_label + 1
-    edges = np.linspace(0, 1, _NUM_BINS + 1)[1:-1]
-    bins = np.searchsorted(edges, confidence, side="right")
-    bins += _NUM_BINS * np.arange(len(probs))[:, None]
-    each = np.ones(bins.shape), confidence, right, -_log(p_label), brier
-    size = _NUM_BINS * len(probs)
-    sums = [np.bincount(bins.ravel(), x.ravel(), size) for x in each]
-    return np.reshape(sums, (len(each), len(probs), _NUM_BINS)).swapaxes(0, 1)
-
-
-def _scores(sums: np.ndarray) -> dict:
-    """Turn `_sums` [5, 15] into scores; `ensemble_report` has the formulas."""
-    count, _, *totals = sums.sum(axis=1)
-    _, confidence, right, *_ = sums
-    names = ["accuracy", "negative_log_likelihood", "brier_score"]
-    scores = dict(zip(names, totals))
-    scores["expected_calibration_error"] = np.abs(right - confidence).sum()
-    return {name: float(total / count) for name, total in scores.items()}
+def _scores(sums: _Sums) -> dict:
+    """Turn the sums [15] of a model into scores; `ensemble_report` has the formulas."""
+    count = sums.examples.sum()
+    gaps = np.abs(sums.right - sums.confidence)
+    return {
+        "accuracy": float(sums.right.sum() / count),
+        "negative_log_likelihood": float(sums.nll.sum() / count),
+        "brier_score": float(sums.brier.sum() / count),
+        "expected_calibration_error": float(gaps.sum() / count),
+    }
 
 
 def ensemble_report(member_probs: Any, labels: Any) -> dict:
@@ -289,33 +318,39 @@ def ensemble_report(member_probs: Any, labels: Any) -> dict:
     """
     probs = _probabilities(member_probs, True, labels)
     _check_order("member_probs", probs, labels)
-    labels, (members, *_, classes) = _indices(labels, probs.shape[1:]), probs.shape
+    labels = _indices(labels, probs.shape[1:])
+    members = len(probs)
+    classes = probs.shape[-1]
     if not labels.size:
         raise ValueError(f"probabilities have shape {probs.shape}; none may be empty")
-    sums, entropies, alike = np.zeros((2 * members, 5, _NUM_BINS)), np.zeros(2), 0
+    sums = np.zeros((len(_Sums._fields), 2 * members, _NUM_BINS))
+    entropies = np.zeros(2)
+    alike = 0  # ordered pairs of members that predict the same class
     for rows, block in _blocks(probs, members):
         firsts = itertools.accumulate(block)  # numpy.cumsum takes ten times as long
         means = (first / size for size, first in enumerate(firsts, 1))
-        sums += _sums(np.stack([*block, *means]), labels[rows])
+        sums += np.array(_sums(np.stack([*block, *means]), labels[rows]))
         entropies += _entropies(block, probs.dtype).sum(axis=1)
-        votes = block.argmax(axis=-1) + classes * np.arange(block.shape[1])  # [K, n]
-        votes = np.bincount(votes.ravel())  # per class of each example
-        alike += int((votes * (votes - 1)).sum())  # ordered pairs of members
-    scores, pairs = [*map(_scores, sums)], labels.size * members * (members - 1)
-    entropy, mutual = map(float, entropies / labels.size)
+        guesses = block.argmax(axis=-1) + classes * np.arange(block.shape[1])  # [K, n]
+        votes = np.bincount(guesses.ravel())  # per class of each example
+        alike += int((votes * (votes - 1)).sum())
+    scores = [_scores(_Sums(*model)) for model in sums.swapaxes(0, 1)]
+    pairs = labels.size * members * (members - 1)
+    entropy, mutual_information = entropies / labels.size
     return {
         "ensemble": scores[-1],
         "member": scores[:members],
         "by_size": scores[members:],
         "disagreement": float(1 - alike / pairs) if pairs else 0.0,
-        "predictive_entropy": entropy,
-        "mutual_information": mutual,
+        "predictive_entropy": float(entropy),
+        "mutual_information": float(mutual_information),
     }
 
 
 def _gaussian_scores(mean, variance, targets) -> dict:
     """Score Gaussians by targets of their shape, as `regression_report` defines it."""
-    errors, deviation = targets - mean, np.sqrt(variance)
+    errors = targets - mean
+    deviation = np.sqrt(variance)
     far = np.abs(errors) / deviation
     bounds = {p: statistics.NormalDist().inv_cdf(0.5 + p / 200) for p in (50, 90, 95)}
     nll = np.log(deviation) + (math.log(2 * math.pi) + far**2) / 2
@@ -349,7 +384,8 @@ def regression_report(means: Any, variances: Any, targets: Any) -> dict:
     Raises ValueError for other shapes, no examples, entries that are masked, not real
     or not finite, and a variance that is not above 0.
     """
-    means, variances = _real("means", means, None), _real("variances", variances, None)
+    means = _real("means", means, None)
+    variances = _real("variances", variances, None)
     targets = _real("targets", targets)
     _check_order("means", means, targets)
     alike = means.shape == variances.shape and means.shape[1:] == targets.shape
@@ -359,20 +395,28 @@ def regression_report(means: Any, variances: Any, targets: Any) -> dict:
             f"{targets.shape}; expected [K, N, ...], [K, N, ...] and [N, ...], none of "
             "them empty; drop a last axis of 1 by [..., 0]"
         )
-    member, by_size = [], []
-    mean = noise = squares = np.zeros(targets.shape)
-    for k, both in enumerate(zip(means, variances)):
-        own, variance = (np.asarray(x, np.float64) for x in both)
+    member = []
+    by_size = []
+    mean = np.zeros(targets.shape)
+    noise = np.zeros(targets.shape)  # sum of the variances
+    squares = np.zeros(targets.shape)  # sum of the squared deviations from the mean
+    for k in range(len(means)):
+        own = np.asarray(means[k], np.float64)
+        variance = np.asarray(variances[k], np.float64)
         finite = np.isfinite(own) & np.isfinite(variance) & np.isfinite(targets)
-        if not (good := finite & (variance > 0)).all():
+        good = finite & (variance > 0)
+        if not good.all():
             i = np.unravel_index(good.argmin(), good.shape)
-            found = f"is {own[i]}, its variance {variance[i]}, its target {targets[i]}"
-            expected = "finite numbers, and a variance above 0"
-            raise ValueError(f"means{[k, *map(int, i)]} {found}; expected {expected}")
+            raise ValueError(
+                f"means{[k, *map(int, i)]} is {own[i]}, its variance {variance[i]}, "
+                f"its target {targets[i]}; expected finite numbers, and a variance "
+                "above 0"
+            )
         member.append(_gaussian_scores(own, variance, targets))
         # Go from k members to k + 1: update the mean, and the sum of the squared
         # deviations from it (Welford 1962).
-        off, noise = own - mean, noise + variance
+        off = own - mean
+        noise = noise + variance
         mean = mean + off / (k + 1)
         squares = squares + off * (own - mean)
         mixture = (noise + squares) / (k + 1)
@@ -389,16 +433,24 @@ def regression_report(means: Any, variances: Any, targets: Any) -> dict:
 
 def _one_axis(name: str, scores: Any) -> np.ndarray:
     """Return scores [n] in float64, or raise ValueError."""
-    scores = _real(name, given := _real(name, scores, None))
+    given = _real(name, scores, None)
+    scores = _real(name, given)
     if given.dtype.kind in "iu" and (np.abs(scores) >= 2**53).any():
-        remedy = "which float64 merges; subtract a constant, or pass their ranks"
-        raise ValueError(f"{name} have integers of 2**53 or more, {remedy}")
+        raise ValueError(
+            f"{name} have integers of 2**53 or more, which float64 merges; subtract a "
+            "constant, or pass their ranks"
+        )
+    if scores.ndim > 2:
+        raise ValueError(
+            f"{name} have shape {scores.shape}; expected [n]; pass maps as x.ravel(); "
+            "for a bound or a threshold that holds, one number per map, since its "
+            "pixels are not independent"
+        )
     if scores.ndim != 1:
-        remedy = "from [n, H] take one column, [:, h]"
-        if scores.ndim > 2:
-            remedy = "pass maps as x.ravel(); for a bound or a threshold that holds, "
-            remedy += "one number per map, since its pixels are not independent"
-        raise ValueError(f"{name} have shape {scores.shape}; expected [n]; {remedy}")
+        raise ValueError(
+            f"{name} have shape {scores.shape}; expected [n]; from [n, H] take one "
+            "column, [:, h]"
+        )
     if np.isnan(scores).any():
         raise ValueError(f"{name} have {np.isnan(scores).sum()} nan; expected none")
     return scores
@@ -409,8 +461,10 @@ def _sorted_scores(scores_in: Any, scores_out: Any) -> tuple:
     inside = np.sort(_one_axis("scores_in", scores_in))
     outside = np.sort(_one_axis("scores_out", scores_out))
     if not inside.size or not outside.size:
-        found = f"{inside.size} scores_in and {outside.size} scores_out"
-        raise ValueError(f"there are {found}; expected one or more of each")
+        raise ValueError(
+            f"there are {inside.size} scores_in and {outside.size} scores_out; "
+            "expected one or more of each"
+        )
     return inside, outside
 
 
@@ -418,8 +472,10 @@ def _check_wrong(wrong: Any, scores: np.ndarray) -> np.ndarray:
     """Return booleans [n] like the scores, or raise ValueError."""
     wrong = _real("wrong", wrong, None)
     if wrong.dtype != bool or wrong.shape != scores.shape:
-        found = f"wrong is {wrong.dtype}{[*wrong.shape]}"
-        raise ValueError(f"{found}; expected bool{[*scores.shape]}, one per example")
+        raise ValueError(
+            f"wrong is {wrong.dtype}{list(wrong.shape)}; expected "
+            f"bool{list(scores.shape)}, one per example"
+        )
     return wrong
 
 
@@ -436,7 +492,8 @@ def auroc(scores_in: Any, scores_out: Any) -> float:
     nan.
     """
     inside, outside = _sorted_scores(scores_in, scores_out)
-    below, up_to = (np.searchsorted(inside, outside, s) for s in ("left", "right"))
+    below = np.searchsorted(inside, outside, side="left")
+    up_to = np.searchsorted(inside, outside, side="right")
     return float((below + up_to).mean() / (2 * len(inside)))
 
 
@@ -515,9 +572,12 @@ def conformal_quantile(scores: Any, coverage: float = 0.9) -> float:
 def _fold_indices(folds: Any, rows: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Return folds [n] for rows [n] and values [K, ...], or raise ValueError."""
     folds = _indices(folds, (len(rows), *values.shape[:1]), "folds")
-    if (used := len(np.unique(folds))) < max(1, len(values)):
-        found = f"values {[*values.shape]} are of {len(values)} members"
-        raise ValueError(f"{found}, folds of {used}; expected [K, ...] and 0 to K - 1")
+    used = len(np.unique(folds))
+    if used < max(1, len(values)):
+        raise ValueError(
+            f"values {list(values.shape)} are of {len(values)} members, folds of "
+            f"{used}; expected [K, ...] and 0 to K - 1"
+        )
     return folds
 
 
@@ -544,7 +604,8 @@ def fold_sets(scores: Any, folds: Any, values: Any, coverage=0.9) -> np.ndarray:
     Raises ValueError for scores that `conformal_quantile` refuses, values that are
     masked or not real, folds that do not fit, and a coverage outside [0, 1).
     """
-    scores, values = _one_axis("scores", scores), _real("values", values, None)
+    scores = _one_axis("scores", scores)
+    values = _real("values", values, None)
     folds = _fold_indices(folds, scores, values)
     of_folds = (np.sort(scores[folds == k]) for k in range(len(values)))
     below = sum(map(np.searchsorted, of_folds, values))
@@ -574,22 +635,28 @@ def fold_interval(
     Raises ValueError for arrays of other shapes, entries that are masked, not real or
     not finite, folds that do not fit, and a coverage outside [0, 1).
     """
-    centers, targets = _real("predictions", predictions), _real("targets", targets)
+    centers = _real("predictions", predictions)
+    targets = _real("targets", targets)
     given = _real("out_of_fold", out_of_fold)
     finite = all(np.isfinite(x).all() for x in (centers, given, targets))
-    if [centers.ndim, given.ndim, given.shape] != [2, 1, targets.shape] or not finite:
-        found = f"predictions have shape {centers.shape}, out_of_fold {given.shape}"
-        expected = "expected finite numbers [K, N], [n] and [n]"
-        raise ValueError(f"{found} and targets {targets.shape}; {expected}")
+    fit = centers.ndim == 2 and given.ndim == 1 and given.shape == targets.shape
+    if not (fit and finite):
+        raise ValueError(
+            f"predictions have shape {centers.shape}, out_of_fold {given.shape} and "
+            f"targets {targets.shape}; expected finite numbers [K, N], [n] and [n]"
+        )
     # Row n + 1 is the new example itself, whose error may be of any size.
     folds = np.append(_fold_indices(folds, targets, centers), 0)
     errors = np.append(np.abs(targets - given), math.inf)
-    ends, place = np.empty((2, centers.shape[1])), _rank(targets, coverage) - 1
+    place = _rank(targets, coverage) - 1
+    lower = np.empty(centers.shape[1])
+    upper = np.empty(centers.shape[1])
     for example, new in enumerate(centers.T):  # all at once would take [n, N] sums
-        sums = [[-1], [1]] * new[folds] + errors
-        sums.partition(place)
-        ends[:, example] = sums[:, place]
-    return -ends[0], ends[1]
+        means = new[folds]
+        # The r-th largest of m - e is minus the r-th smallest of e - m.
+        lower[example] = -np.partition(errors - means, place)[place]
+        upper[example] = np.partition(errors + means, place)[place]
+    return lower, upper
 
 
 def risk_threshold(
@@ -625,35 +692,44 @@ def risk_threshold(
     (0, 1).
     """
     scores = _one_axis("uncertainty", uncertainty)
-    if (lowest := scores.min(initial=math.inf)) == -math.inf:
-        found = f"uncertainty[{scores.argmin()}] is {lowest}, the threshold that keeps"
-        raise ValueError(f"{found} no example; expected larger numbers")
+    if scores.min(initial=math.inf) == -math.inf:
+        raise ValueError(
+            f"uncertainty[{scores.argmin()}] is -inf, the threshold that keeps no "
+            "example; expected larger numbers"
+        )
     wrong = _check_wrong(wrong, scores)
     _check_range("risk", risk, 1, low=1e-9)
     _check_range("confidence", confidence, 1, low=1e-9)
     order = np.argsort(scores)
-    scores, wrong, kept = scores[order], wrong[order], np.arange(1, len(order) + 1)
-    errors, right = np.cumsum(wrong), np.cumsum(~wrong)
+    scores = scores[order]
+    wrong = wrong[order]
+    kept = np.arange(1, len(order) + 1)
+    errors = np.cumsum(wrong)  # among the kept
+    right = np.cumsum(~wrong)
     # P(at most this many errors), if each kept example is wrong with probability
     # `risk`.  It falls with every right example that is added and rises with every
     # wrong one, in proportion to P(exactly this many errors).  Where that rounds too
     # coarsely, P(exactly j errors) is added up for j = errors, errors - 1, ..., 0.
-    logs = np.cumsum(np.log([1, *kept]))  # of factorials
-    exactly = logs[kept] - logs[errors] - logs[right] + errors * math.log(risk)
-    exactly = np.exp(exactly + right * math.log1p(-risk))
+    log_factorials = np.cumsum(np.log(np.append(1, kept)))
+    log_choices = log_factorials[kept] - log_factorials[errors] - log_factorials[right]
+    log_exactly = log_choices + errors * math.log(risk) + right * math.log1p(-risk)
+    exactly = np.exp(log_exactly)
     steps = exactly * right / kept * np.where(wrong, 1, risk / (risk - 1))
     so_few = 1 + np.cumsum(steps)
     unclear = np.flatnonzero(np.abs(so_few - (1 - confidence)) < 1e-6)
-    j, n, term = errors[unclear], kept[unclear], exactly[unclear]
+    j = errors[unclear]
+    n = kept[unclear]
+    term = exactly[unclear]
     total = term
     while (term > 1e-17 * total).any():
         term = term * j / (n - j + 1) * ((1 - risk) / risk)
-        j, total = np.maximum(j - 1, 0), total + term
+        total = total + term
+        j = np.maximum(j - 1, 0)
     so_few[unclear] = total
     fewest = math.log(1 - confidence) / math.log1p(-risk)
     start = max(fewest, min(2 * fewest, len(order) / 2))
-    last = np.searchsorted(scores, scores, side="right") == kept  # of equal scores
-    tested = last & (kept >= start)
+    is_last = np.searchsorted(scores, scores, side="right") == kept  # of equal scores
+    tested = is_last & (kept >= start)
     improbable = np.logical_and.accumulate(so_few[tested] <= 1 - confidence)
     return float(scores[tested][improbable].max(initial=-math.inf))
 
@@ -671,7 +747,8 @@ def temper(probs: Any, temperature: float, bias: Any = 0) -> np.ndarray:
     temperature that is not above 0 or not finite, and for a bias of other numbers.
     """
     _check_range("temperature", temperature, math.inf, low=1e-30)
-    probs, bias = _probabilities(probs), _real("bias", bias)
+    probs = _probabilities(probs)
+    bias = _real("bias", bias)
     if bias.shape not in ((), probs.shape[-1:]) or not np.isfinite(bias).all():
         raise ValueError(f"bias is {bias}; expected {probs.shape[-1]} finite numbers")
     tempered = np.empty(probs.shape)
@@ -685,6 +762,41 @@ def _softmax(logits: np.ndarray) -> np.ndarray:
     """Return exp(logits), normalized over the last axis: [..., C] -> [..., C]."""
     powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
     return powers / powers.sum(axis=-1, keepdims=True)
+
+
+class _Loss(NamedTuple):
+    """An NLL, and its derivatives by P numbers."""
+
+    nll: float
+    gradient: np.ndarray  # [P]
+    hessian: np.ndarray  # [P, P]
+
+
+def _tempered_nll(probs: np.ndarray, labels: np.ndarray, scales: np.ndarray) -> _Loss:
+    """Return the NLL of labels [n] for probs [n, C] that are tempered.
+
+    scales[0] is 1 / temperature; scales[1:] has a bias for each class, or nothing.
+    """
+    size = len(scales)
+    gradient = np.zeros(size)
+    hessian = np.zeros((size, size))
+    logs = _log(probs)
+    right = labels[:, None] == np.arange(probs.shape[-1])
+    bias = scales[1:] if size > 1 else 0
+    powers = _softmax(scales[0] * logs + bias)
+    off = powers - right
+    rise = powers * (logs - np.sum(powers * logs, axis=-1, keepdims=True))
+    gradient[0] = (off * logs).sum()
+    hessian[0, 0] = (rise * logs).sum()
+    if size > 1:
+        gradient[1:] = off.sum(axis=0)
+        cross = rise.sum(axis=0)
+        hessian[0, 1:] = cross
+        hessian[1:, 0] = cross
+        diagonal = np.diag(powers.sum(axis=0))
+        # 1 keeps the sum of the biases, which does not matter, at 0.
+        hessian[1:, 1:] = 1 + diagonal - powers.T @ powers
+    return _Loss(-_log(powers[right]).sum(), gradient, hessian)
 
 
 def fit_temperature(probs: Any, labels: Any, *, bias: bool = False) -> Any:
@@ -708,32 +820,33 @@ def fit_temperature(probs: Any, labels: Any, *, bias: bool = False) -> Any:
     No bias is best for a class without a label.
     """
     probs = _probabilities(probs, labels=labels)
-    labels, classes = _indices(labels, probs.shape), np.arange(probs.shape[-1])
-
-    def evaluate(scales, rows, block):  # a matrix: the NLL beside its slope, curvature
-        logs, right = _log(block[0]), labels[rows, None] == classes
-        powers = _softmax(scales[0] * logs + (scales[1:] if bias else 0))
-        rise = powers * (logs - np.sum(powers * logs, axis=-1, keepdims=True))
-        nll, off = -_log(powers[right]).sum(), powers - right
-        slope, more, cross = (off * logs).sum(), off.sum(axis=0), rise.sum(axis=0)
-        parts = [nll, slope, more[None]], [slope, (rise * logs).sum(), cross[None]]
-        if bias:  # 1 keeps the sum of the biases, which does not matter, at 0
-            square = 1 + np.diag(powers.sum(axis=0)) - powers.T @ powers
-            parts = *parts, [more[:, None], cross[:, None], square]
-        return np.block([row[: len(parts)] for row in parts])
-
-    scales, step, lowest = np.zeros(1 + bias * len(classes)), 0.0, math.inf
+    labels = _indices(labels, probs.shape)
+    size = 1 + probs.shape[-1] if bias else 1
+    scales = np.zeros(size)
+    step = np.zeros(size)
+    lowest = math.inf
     for _ in range(50):
-        found = sum(evaluate(scales + step, *each) for each in _blocks(probs))
-        if found[0, 0] > lowest + 1e-12 * labels.size:
+        nll = 0.0
+        gradient = np.zeros(size)
+        hessian = np.zeros((size, size))
+        for rows, (block,) in _blocks(probs):
+            of_block = _tempered_nll(block, labels[rows], scales + step)
+            nll += of_block.nll
+            gradient += of_block.gradient
+            hessian += of_block.hessian
+        if nll > lowest + 1e-12 * labels.size:
             step = step / 2
         else:
-            scales, lowest = scales + step, found[0, 0]
-            step = -np.linalg.pinv(found[1:, 1:]) @ found[0, 1:]
-        if np.abs(step).max() <= 1e-10 * np.abs(scales).max() and scales[0] > 1e-9:
-            return (float(1 / scales[0]), scales[1:]) if bias else float(1 / scales[0])
-    expected = "labels more probable than chance, some of them not the most probable"
-    expected += ", and one of each class for a bias" * bias
-    remedy = "check the order of the classes, or use more examples"
-    found = f"cannot fit a temperature to {labels.size} examples"
-    raise ValueError(f"{found}; expected {expected}; {remedy}")
+            scales = scales + step
+            lowest = nll
+            step = -np.linalg.pinv(hessian) @ gradient
+        converged = np.abs(step).max() <= 1e-10 * np.abs(scales).max()
+        if converged and scales[0] > 1e-9:
+            temperature = float(1 / scales[0])
+            return (temperature, scales[1:]) if bias else temperature
+    for_bias = ", and one of each class for a bias" if bias else ""
+    raise ValueError(
+        f"cannot fit a temperature to {labels.size} examples; expected labels more "
+        f"probable than chance, some of them not the most probable{for_bias}; check "
+        "the order of the classes, or use more examples"
+    )
