@@ -71,8 +71,10 @@ def read_idx(path: Path) -> tuple[np.ndarray, str]:
         content = path.read_bytes()
         content = gzip.decompress(content) if path.suffix == ".gz" else content
         if content[:4] != magic:
-            form = f"0x{magic.hex()}, unsigned bytes in {num_dims} dimensions"
-            raise ValueError(f"the file begins 0x{content[:4].hex()}; expected {form}")
+            raise ValueError(
+                f"the file begins 0x{content[:4].hex()}; expected 0x{magic.hex()}, "
+                f"unsigned bytes in {num_dims} dimensions"
+            )
         shape = np.frombuffer(content, ">u4", num_dims, offset=4)
         if not shape.all():
             raise ValueError(f"the file holds {shape.tolist()}; expected 1 or more")
@@ -89,7 +91,8 @@ def download(folder: Path, name: str) -> Path:
 
     Returns its path.  Raises DownloadError, which gives each mirror's reason.
     """
-    path, failures = folder / f"{name}.gz", []
+    path = folder / f"{name}.gz"
+    failures = []
     for mirror in MIRRORS:
         url = f"{mirror}{path.name}"
         print(f"downloading {url}", flush=True)
@@ -105,25 +108,38 @@ def download(folder: Path, name: str) -> Path:
             return path
         except (OSError, http.client.HTTPException, zlib.error, ValueError) as error:
             failures.append(f"{url}: {error}")
-    missing = f"{folder / name} is missing, and no mirror has delivered it"
-    raise DownloadError(f"{missing}: {'; '.join(failures)}")
+    raise DownloadError(
+        f"{folder / name} is missing, and no mirror has delivered it: "
+        f"{'; '.join(failures)}"
+    )
 
 
 def check_fit(folder: Path, arrays: list[np.ndarray]) -> None:
     """Raise ValueError if a data set's four files do not fit each other."""
-    _, y_file, x_file, test_file = (folder / name for name in FILES)
+    _, labels_name, test_images_name, test_labels_name = FILES
     images, labels, test_images, test_labels = arrays
-    classes, strange = np.unique(labels), np.setdiff1d(test_labels, labels)
-    for file, x, y in zip((y_file, test_file), arrays[::2], arrays[1::2]):
+    for name, x, y in (
+        (labels_name, images, labels),
+        (test_labels_name, test_images, test_labels),
+    ):
         if len(x) != len(y):
-            raise ValueError(f"{file}: {len(y)} labels for {len(x)} images")
-    if len(classes) == 1:
-        raise ValueError(f"{y_file}: every label is {classes[0]}; expected several")
+            raise ValueError(f"{folder / name}: {len(y)} labels for {len(x)} images")
+    if (labels == labels[0]).all():
+        raise ValueError(
+            f"{folder / labels_name}: every label is {labels[0]}; expected several"
+        )
+    strange = np.setdiff1d(test_labels, labels)
     if strange.size:
-        raise ValueError(f"{test_file}: label {strange[0]} is not in {y_file.name}")
-    size, other = (" x ".join(map(str, x.shape[1:])) for x in (images, test_images))
-    if other != size:
-        raise ValueError(f"{x_file}: images are {other}; training images are {size}")
+        raise ValueError(
+            f"{folder / test_labels_name}: label {strange[0]} is not in {labels_name}"
+        )
+    size = " x ".join(map(str, images.shape[1:]))
+    test_size = " x ".join(map(str, test_images.shape[1:]))
+    if test_size != size:
+        raise ValueError(
+            f"{folder / test_images_name}: images are {test_size}; training images "
+            f"are {size}"
+        )
 
 
 def load_files(folder: Path) -> Dataset:
@@ -139,18 +155,27 @@ def load_files(folder: Path) -> Dataset:
     foreign = [name for name, (_, sha) in read.items() if sha != FILES[name]]
     missing = [name for name in FILES if name not in read]
     if missing and foreign:
-        other = f"{missing[0]} is missing, and {foreign[0]} is not MNIST's"
-        raise ValueError(f"{folder}: {other}; add the file of the same data set")
+        raise ValueError(
+            f"{folder}: {missing[0]} is missing, and {foreign[0]} is not MNIST's; add "
+            "the file of the same data set"
+        )
     read |= {name: read_idx(download(folder, name)) for name in missing}
     arrays = [read[name][0] for name in FILES]
     check_fit(folder, arrays)
-    name, classes, parts = "MNIST", np.unique(arrays[1]), []
-    for images, labels in (arrays[:2], arrays[2:]):
-        parts += [images[..., None], np.searchsorted(classes, labels).astype(np.int32)]
+    images, labels, test_images, test_labels = arrays
+    classes = np.unique(labels)
+    name = "MNIST"
     if foreign:
         print(f"notice: {folder} holds other data than MNIST: {', '.join(foreign)}")
         name = f"data in MNIST's form from {folder}"
-    return Dataset(name, *parts, classes.astype(int))
+    return Dataset(
+        name,
+        images[..., None],
+        np.searchsorted(classes, labels).astype(np.int32),
+        test_images[..., None],
+        np.searchsorted(classes, test_labels).astype(np.int32),
+        classes.astype(int),
+    )
 
 
 # ---------------------------------------------------------------------------------
@@ -179,38 +204,51 @@ STROKES = {
 WAYS = [(label, way.split()) for label in STROKES for way in STROKES[label].split(";")]
 
 
+def spline(num_knots: int) -> np.ndarray:  # [STEPS, num_knots]
+    """Return the weights of knots at each point of the pen's path.
+
+    The path is a uniform cubic B-spline, which weights knots by their distance.
+    """
+    points = np.linspace(0, num_knots - 1, STEPS)
+    far = np.abs(points[:, None] - np.arange(num_knots))
+    pull = np.where(far < 1, 4 - 6 * far**2 + 3 * far**3, (2 - far).clip(0) ** 3)
+    return np.float32(pull / pull.sum(axis=1, keepdims=True))
+
+
 def draw_digits(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """Draw images uint8 [CHUNK, SIDE, SIDE, 1] and labels int32 [CHUNK]."""
 
     def normal(mean, spread, *shape):
         return mean + spread * rng.standard_normal((CHUNK, *shape), np.float32)
 
-    def bell(at):  # [CHUNK, STEPS] -> [CHUNK, STEPS, SIDE]
-        squares = ((at[..., None] - np.arange(SIDE, dtype=np.float32)) / width) ** 2
+    def bell(centers, width):  # [CHUNK, STEPS] -> [CHUNK, STEPS, SIDE]
+        far = centers[..., None] - np.arange(SIDE, dtype=np.float32)
+        squares = (far / width) ** 2
         return np.exp(-0.5 * squares.clip(max=40))  # clipped: denormals are slow
 
     labels = np.array([label for label, _ in WAYS], np.int32)
-    knots = np.float32([[[*map(int, knot)] for knot in way] for _, way in WAYS])
+    knots = np.float32([[list(map(int, knot)) for knot in way] for _, way in WAYS])
     num_knots = knots.shape[1]
-    # The pen follows a uniform cubic B-spline, which weights knots by their distance.
-    far = np.abs(np.linspace(0, num_knots - 1, STEPS)[:, None] - np.arange(num_knots))
-    pull = np.where(far < 1, 4 - 6 * far**2 + 3 * far**3, (2 - far).clip(0) ** 3)
-    pull = np.float32(pull / pull.sum(axis=1, keepdims=True))  # [STEPS, num_knots]
 
     way = rng.integers(len(WAYS), size=CHUNK)
     haste = np.exp(normal(-0.7, 0.45, 1, 1))  # most digits are neat, a few scrawled
     moved = knots[way] - 4.5 + haste * normal(0, 1, num_knots, 2)
-    x, y = np.moveaxis(pull @ moved, 2, 0)
-    x, y = x * normal(1.6, 0.2, 1), y * normal(1.9, 0.15, 1)  # from knots to pixels
+    across, down = np.moveaxis(spline(num_knots) @ moved, 2, 0)
+    x = across * normal(1.6, 0.2, 1)  # from knots to pixels
+    y = down * normal(1.9, 0.15, 1)
     x = x - y * normal(0.2, 0.2, 1)  # slant
     turn = normal(0, 0.12, 1)
-    x, y = x * np.cos(turn) - y * np.sin(turn), x * np.sin(turn) + y * np.cos(turn)
-    x, y = x + normal(SIDE / 2 - 0.5, 1, 1), y + normal(SIDE / 2 - 0.5, 1, 1)
+    turned_x = x * np.cos(turn) - y * np.sin(turn)
+    turned_y = x * np.sin(turn) + y * np.cos(turn)
+    x = turned_x + normal(SIDE / 2 - 0.5, 1, 1)
+    y = turned_y + normal(SIDE / 2 - 0.5, 1, 1)
 
     # A dab of ink is a bell down times a bell across; a matrix product sums the dabs.
     width = np.exp(normal(-0.2, 0.2, 1, 1))
-    dab = 0.9 * np.hypot(np.gradient(x, axis=1), np.gradient(y, axis=1))[..., None]
-    ink = (bell(y) * dab / width).swapaxes(1, 2) @ bell(x)
+    speed = np.hypot(np.gradient(x, axis=1), np.gradient(y, axis=1))
+    dab = 0.9 * speed[..., None]
+    dabs_down = bell(y, width) * dab / width
+    ink = dabs_down.swapaxes(1, 2) @ bell(x, width)
     ink = np.tanh(ink**2) * normal(1, 0.1, SIDE, SIDE)  # saturated, on rough paper
     return np.uint8(255 * ink.clip(0, 1))[..., None], labels[way]
 
@@ -221,12 +259,23 @@ def generate_digits(seed: int, num_train=60_000, num_test=10_000) -> Dataset:
     Equal seeds draw equal digits, and a smaller set is the start of a larger one.  No
     label is wrong; hasty writing makes some digits hard.
     """
-    arrays = []
-    for part, count in enumerate((num_train, num_test)):
+
+    def draw(part, count):
         starts = range(0, max(count, 1), CHUNK)
-        drawn = [draw_digits(np.random.default_rng([seed, part, n])) for n in starts]
-        arrays += [np.concatenate(chunks)[:count] for chunks in zip(*drawn)]
-    return Dataset("generated digits", *arrays, np.arange(10))
+        rngs = [np.random.default_rng([seed, part, start]) for start in starts]
+        images, labels = zip(*map(draw_digits, rngs))
+        return np.concatenate(images)[:count], np.concatenate(labels)[:count]
+
+    train_images, train_labels = draw(0, num_train)
+    test_images, test_labels = draw(1, num_test)
+    return Dataset(
+        "generated digits",
+        train_images,
+        train_labels,
+        test_images,
+        test_labels,
+        np.arange(10),
+    )
 
 
 # ---------------------------------------------------------------------------------
