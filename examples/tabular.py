@@ -69,9 +69,13 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 import ensemble_metrics as em
 import pjax_ensemble as pe
 
-HIDDEN, WARMUP, FLOOR = 32, 0.05, 1e-4
-WAVES, MOST = 8, 64  # frequencies of an input, and of all inputs together
-BATCH, STEPS = 100, 30  # at most; batches are smaller where an epoch has fewer steps
+HIDDEN = 32
+WARMUP = 0.05
+FLOOR = 1e-4
+WAVES = 8  # frequencies of an input
+MOST = 64  # frequencies of all inputs together
+BATCH = 100  # rows, at most
+STEPS = 30  # of an epoch, at least; where it would have fewer, batches are smaller
 RECIPES = (10, 10, 0), (1, 100, 0), (1, 100, 1)  # to choose from, plainest first
 CLASS_RECIPES = (30, 2, 0), (1, 1, 0), (0.3, 1, 1)  # to weigh, the first is linear
 FOLDS = 5  # of an estimator, to choose by and to calibrate with
@@ -80,6 +84,8 @@ FACTORS = np.geomspace(0.1, 10, 61)  # of a deviation
 TEMPERATURES = np.geomspace(0.3, 4, 80)  # of a recipe's probabilities, and of the mean
 NOISES = 0, 0.01, 0.02, 0.04, 0.07, 0.1, 0.15, 0.2  # shares of labels that are random
 INPUTS = dict(dtype=float, ensure_min_samples=2)
+TIMES = date, timedelta, np.datetime64, np.timedelta64
+NOT_NUMBERS = bool, np.bool_, str, *TIMES
 
 
 class Split(NamedTuple):
@@ -107,9 +113,10 @@ def frequencies(num_features):  # 1, 2, ...: radians per deviation of an input
 def init(key, num_features, num_outputs):  # the outputs start at 0 for every row
     plain, waves, second = jax.random.split(key, 3)
     num_waves = 2 * num_features * len(frequencies(num_features))
-    sizes = (plain, num_features), (waves, num_waves)
-    parts = [pe.dense_init(*each, HIDDEN) for each in sizes]
-    first = pe.Dense(jnp.concatenate([part.weight for part in parts]), parts[0].bias)
+    of_inputs = pe.dense_init(plain, num_features, HIDDEN)
+    of_waves = pe.dense_init(waves, num_waves, HIDDEN)
+    weight = jnp.concatenate([of_inputs.weight, of_waves.weight])
+    first = pe.Dense(weight, of_inputs.bias)
     last = pe.Dense(jnp.zeros((HIDDEN, num_outputs)), jnp.zeros(num_outputs))
     return first, pe.dense_init(second, HIDDEN, HIDDEN), last
 
@@ -125,8 +132,9 @@ def network(params, x, h):  # [B, F] -> [B, outputs]
 
 
 def squares(params):  # the sum of the squared weights, of each output of the last layer
-    *hidden, last = (jnp.sum(layer.weight**2, axis=0) for layer in params)
-    return sum(units.sum() for units in hidden), last
+    of_units = [jnp.sum(layer.weight**2, axis=0) for layer in params]
+    hidden = sum(units.sum() for units in of_units[:-1])
+    return hidden, of_units[-1]
 
 
 def gaussian(params, x, h):  # means and variances [B], of normalized targets
@@ -161,7 +169,9 @@ def logits(params, x, h):  # of classes, [B, C]: a network's and a linear model'
 def softmax_loss(params, x, y, weight, h):
     nll = pe.softmax_cross_entropy(logits(params, x, h), y)
     loss = (weight * nll).sum() / weight.sum()
-    (hidden, last), (_, linear) = map(squares, (params[0], params[1:]))
+    layers, skip = params
+    hidden, last = squares(layers)
+    _, linear = squares([skip])
     return loss + h["decay"] * (hidden + last.sum()) + h["second_decay"] * linear.sum()
 
 
@@ -180,17 +190,21 @@ def mean_and_scale(z):  # in float64; a column that does not vary has scale 1
 
 def standardize(name, z, mean, scale):  # in float64, to float32
     standard = (z - mean) / scale
-    if not (near := np.abs(standard) < 1e18).all():  # nan is not near
+    near = np.abs(standard) < 1e18  # nan is not near
+    if not near.all():
         where = np.unravel_index(near.argmin(), z.shape)
-        found = f"{name}{[*map(int, where)]} is {z[where]}"
-        raise ValueError(f"{found}; expected 1e18 deviations from the mean, at most")
+        raise ValueError(
+            f"{name}{list(map(int, where))} is {z[where]}; expected 1e18 deviations "
+            "from the mean, at most"
+        )
     return np.float32(standard)
 
 
 def mixture(means, variances) -> tuple:
     """Return an ensemble's mean and deviation: [members, N] -> [N]."""
-    means, variances = np.float64(means), np.float64(variances)
-    return means.mean(axis=0), np.sqrt(variances.mean(axis=0) + means.var(axis=0))
+    means = np.float64(means)
+    variance = np.float64(variances).mean(axis=0) + means.var(axis=0)
+    return means.mean(axis=0), np.sqrt(variance)
 
 
 def student_nll(errors, deviation, dof):
@@ -219,11 +233,13 @@ def interval_score(means, variances, y):
     is added, as targets that do not vary have intervals of width 0.
     """
     mean, deviation = mixture(means, variances)
-    errors, logs = np.abs(y - mean), []
+    errors = np.abs(y - mean)
+    logs = []
     for coverage in (0.5, 0.9):
         ends = em.conformal_quantile(errors / deviation, coverage) * deviation
         beyond = np.maximum(errors - ends, 0)
-        logs.append(np.log((2 * ends + 2 / (1 - coverage) * beyond).mean() + 1e-12))
+        score = (2 * ends + 2 / (1 - coverage) * beyond).mean()
+        logs.append(np.log(score + 1e-12))
     return np.mean(logs)
 
 
@@ -248,8 +264,8 @@ def soften_by(probs, y, noises=NOISES):
     for temperature in TEMPERATURES:
         of_labels = em.temper(probs, temperature)[np.arange(len(y)), y]
         for noise in noises:
-            found = (1 - noise) * of_labels + noise / probs.shape[1]
-            pairs.append((-np.log(found + 1e-30).mean(), temperature, noise))
+            softened = (1 - noise) * of_labels + noise / probs.shape[1]
+            pairs.append((-np.log(softened + 1e-30).mean(), temperature, noise))
     return min(pairs)[1:]
 
 
@@ -273,14 +289,22 @@ SOFTMAX = Model(0, init_classes, softmax_loss, softmax_apply)
 
 def member_hyper(x, y, train, decay, second_decay, waves) -> dict:
     """Return one member's own settings: its recipe, its rows' normalization."""
-    (x_mean, x_scale), (y_mean, y_scale) = map(mean_and_scale, (x[train], y[train]))
+    x_mean, x_scale = mean_and_scale(x[train])
+    y_mean, y_scale = mean_and_scale(y[train])
     if y_scale < 1e-18:  # its square, and so a variance, would be 0 in float32
-        found = f"y[{np.abs(y).argmax()}] is 1e18 deviations of the others from them"
-        raise ValueError(f"{found}; leave it out, or fit the targets' logarithms")
-    h = {"x_mean": x_mean[None], "x_scale": x_scale[None]}  # [1, F]
-    h |= {"y_mean": y_mean, "y_scale": y_scale}
-    h |= {"decay": decay / len(train), "second_decay": second_decay / len(train)}
-    h |= {"waves": waves}
+        raise ValueError(
+            f"y[{np.abs(y).argmax()}] is 1e18 deviations of the others from them; "
+            "leave it out, or fit the targets' logarithms"
+        )
+    h = {
+        "x_mean": x_mean[None],  # [1, F]
+        "x_scale": x_scale[None],
+        "y_mean": y_mean,
+        "y_scale": y_scale,
+        "decay": decay / len(train),
+        "second_decay": second_decay / len(train),
+        "waves": waves,
+    }
     return jax.tree.map(np.float32, h)
 
 
@@ -327,9 +351,13 @@ def make_trainer(model: Model, inputs: int, members: int) -> pe.Trainer:
     """
     # The form alone matters: `start` has the values.
     hyper = member_hyper(np.zeros((1, inputs)), np.zeros(1), [0], 0, 0, 0)
+
+    def loss_fn(params, h, key, x, y, weight):
+        return model.loss_fn(params, x, y, weight, h), h
+
     return pe.make_trainer(
         lambda key: (model.init(key, inputs, model.outputs), hyper),
-        lambda params, h, key, *batch: (model.loss_fn(params, *batch, h), h),
+        loss_fn,
         adam(),
         members=members,
         apply_fn=lambda params, h, x: model.apply_fn(params, x, h),
@@ -343,7 +371,9 @@ def make_trainer(model: Model, inputs: int, members: int) -> pe.Trainer:
 
 def padded(x):  # add at least one row of zeros, up to a power of two: few shapes
     size = max(256, 2 ** len(x).bit_length())
-    return np.pad(x, [(0, size - len(x)), *[(0, 0)] * (x.ndim - 1)])
+    widths = np.zeros((x.ndim, 2), int)  # before and after, along each axis
+    widths[0, 1] = size - len(x)
+    return np.pad(x, widths)
 
 
 def padded_orders(orders, row):  # fill batches with `row`, up to a power of two
@@ -373,21 +403,24 @@ def train(model: Model, data: Data, recipes, members: int, epochs: int, seed: in
     [splits, recipes, members, N, ...].
     """
     x, y, splits = data
-    pairs = [(rows, each) for (rows, _), own in zip(splits, recipes) for each in own]
-    pairs = [pair for pair in pairs for _ in range(members)]
-    hyper = [member_hyper(x, y, rows, *recipe) for rows, recipe in pairs]
-    trains = [rows for rows, _ in pairs]
+    hyper = []
+    trains = []
+    for split, own in zip(splits, recipes):
+        for recipe in own:
+            hyper += [member_hyper(x, y, split.train, *recipe)] * members
+            trains += [split.train] * members
     num_steps = epochs * member_orders(trains, 0, seed).shape[1]
-    trainer = make_trainer(model, x.shape[1], len(pairs))
+    trainer = make_trainer(model, x.shape[1], len(trains))
     state = start(trainer, hyper, num_steps, seed)
     weight = np.ones(len(x), np.float32)
     placed = trainer.place(tuple(map(padded, (x, y, weight))))
     for epoch in range(epochs):
         orders = padded_orders(member_orders(trains, epoch, seed), len(x))
         state, _ = trainer.epoch(state, placed, orders)
-    shape, found = (len(splits), -1, members), predict(trainer, state, x)
+    outputs = predict(trainer, state, x)
     networks = trainer.gather(state)._replace(opt_state=(), key=None)
-    return networks, [leaf.reshape(*shape, *leaf.shape[1:]) for leaf in found]
+    shape = (len(splits), -1, members)
+    return networks, [leaf.reshape(shape + leaf.shape[1:]) for leaf in outputs]
 
 
 def link(x, groups=None) -> np.ndarray:
@@ -399,15 +432,20 @@ def link(x, groups=None) -> np.ndarray:
     if groups is not None:
         groups = check_array(groups, dtype=None, ensure_2d=False, input_name="groups")
         if groups.shape != (len(x),):
-            found = f"groups has shape {groups.shape}"
-            raise ValueError(f"{found}; expected ({len(x)},), one group per row of X")
+            raise ValueError(
+                f"groups has shape {groups.shape}; expected ({len(x)},), one group per "
+                "row of X"
+            )
         number = {group: i for i, group in enumerate(groups.tolist(), len(x))}
         ends = links, [number[group] for group in groups.tolist()]
-        graph = coo_array((np.ones(len(x)), ends), shape=(2 * len(x), 2 * len(x)))
+        size = 2 * len(x)  # rows, and at most as many groups
+        graph = coo_array((np.ones(len(x)), ends), shape=(size, size))
         links = connected_components(graph, directed=False)[1][links]
     if (links == links[0]).all():
-        found = "all rows of X belong to one group"
-        raise ValueError(f"{found}, as equal rows do; expected 2 groups or more")
+        raise ValueError(
+            "all rows of X belong to one group, as equal rows do; expected 2 groups or "
+            "more"
+        )
     return links
 
 
@@ -442,23 +480,23 @@ def left_out(folds: list[Split], leaf: np.ndarray) -> np.ndarray:
 
 def losses(y: np.ndarray, held: list) -> np.ndarray:
     """Return the score of each recipe's ensemble, [recipes]; 1e18 is never the best."""
-    finite = [np.nan_to_num(leaf, nan=1e18, posinf=1e18) for leaf in held]
-    return np.array([interval_score(*outputs, y) for outputs in zip(*finite)])
+    means, variances = (np.nan_to_num(leaf, nan=1e18, posinf=1e18) for leaf in held)
+    return np.array([interval_score(m, v, y) for m, v in zip(means, variances)])
 
 
 def plainest(losses):  # the first that equals the lowest to a hundredth
     return int(losses.round(2).argmin())
 
 
-def check_each(y, refused: tuple, remedy: str) -> None:
+def check_each(y, refused: tuple, advice: str) -> None:
     """Raise ValueError for a target that is missing, or of a type that is refused."""
     values = np.asarray(y, object)  # as they are, where labels are among numbers
     if getattr(getattr(y, "dtype", None), "kind", None) in ("m", "M"):
         values = np.asarray(y)  # times, which could be plain ints as objects
     for row, v in enumerate(values.ravel() if values.ndim else []):
         if v is None or isinstance(v, refused) or v != v:
-            v = v.item() if isinstance(v, (np.number, np.bool_)) else v
-            raise ValueError(f"y[{row}] is {v!r}; {remedy}")
+            shown = v.item() if isinstance(v, (np.number, np.bool_)) else v
+            raise ValueError(f"y[{row}] is {shown!r}; {advice}")
 
 
 def whole(fit):
@@ -496,11 +534,11 @@ class Ensemble(BaseEstimator):
         folds = fold(link(x, groups), FOLDS, seed)
         data = Data(x, y, [*folds, Split(np.arange(len(x)), np.arange(0))])
         every = [recipes] * len(data.splits)
-        networks, found = train(model, data, every, self.members, self.epochs, seed)
+        networks, outputs = train(model, data, every, self.members, self.epochs, seed)
         self._form = model, x.shape[1]
         last = len(recipes) * self.members  # are of all rows, recipe by recipe
         self._networks = jax.tree.map(lambda leaf: leaf[-last:], networks)
-        return [left_out(folds, leaf) for leaf in found]
+        return [left_out(folds, leaf) for leaf in outputs]
 
     def _outputs(self, X):  # of each network, leaves [members, N, ...]
         check_is_fitted(self)
@@ -508,7 +546,8 @@ class Ensemble(BaseEstimator):
         x = standardize("X", x, self.x_mean_, self.x_scale_)
         count = len(jax.tree.leaves(self._networks)[0])
         keys = jax.random.split(jax.random.key(0), count)  # predicting draws nothing
-        trainer = make_trainer(*self._form, count)
+        model, num_features = self._form
+        trainer = make_trainer(model, num_features, count)
         state = trainer.scatter(self._networks._replace(key=keys))
         return predict(trainer, state, x)
 
@@ -528,10 +567,7 @@ class EnsembleRegressor(RegressorMixin, Ensemble):
 
         Rows that share one of groups [N], such as a patient's, stay in one fold.
         """
-        times = date, timedelta, np.datetime64, np.timedelta64
-        check_each(
-            y, (bool, np.bool_, str, *times), "use numbers, or EnsembleClassifier"
-        )
+        check_each(y, NOT_NUMBERS, "use numbers, or EnsembleClassifier")
         X, y = validate_data(self, X, y, y_numeric=True, **INPUTS)
         self.y_mean_, self.y_scale_ = mean_and_scale(y)
         y = standardize("y", y, self.y_mean_, self.y_scale_)
@@ -540,7 +576,8 @@ class EnsembleRegressor(RegressorMixin, Ensemble):
         self.recipe_ = RECIPES[best]
         kept = self.members * best + np.arange(self.members)
         self._networks = jax.tree.map(lambda leaf: leaf[kept], self._networks)
-        mean, deviation = mixture(*(leaf[best] for leaf in held))
+        means, variances = held
+        mean, deviation = mixture(means[best], variances[best])
         _, self.dof_, self.factor_ = calibrate(y - mean, deviation)
         self.scores_ = np.abs(y - mean) / (self.factor_ * deviation)
         return self
@@ -552,7 +589,8 @@ class EnsembleRegressor(RegressorMixin, Ensemble):
         large errors dominate it, and a Gaussian with it is a poor density.  Use
         `log_density` and `predict_interval`.
         """
-        mean, deviation = mixture(*self._outputs(X))
+        means, variances = self._outputs(X)
+        mean, deviation = mixture(means, variances)
         scale = self.factor_ * self.y_scale_
         return mean * self.y_scale_ + self.y_mean_, deviation * scale
 
@@ -564,8 +602,10 @@ class EnsembleRegressor(RegressorMixin, Ensemble):
         """
         mean, deviation = self.predict_deviation(X)
         if np.size(y) != len(mean):
-            found = f"y has shape {np.shape(y)}; expected {mean.shape}"
-            raise ValueError(f"{found}, one number per row of X")
+            raise ValueError(
+                f"y has shape {np.shape(y)}; expected {mean.shape}, one number per row "
+                "of X"
+            )
         errors = np.reshape(y, mean.shape) - mean
         return -student_nll(errors, deviation, self.dof_)
 
@@ -601,13 +641,14 @@ class EnsembleClassifier(ClassifierMixin, Ensemble):
         model = SOFTMAX._replace(outputs=len(self.classes_))
         (probs,) = self._fit(model, CLASS_RECIPES, X, np.int32(y), groups)
         probs = ensembles(probs)
-        self.temperatures_, self.noises_ = zip(*(soften_by(each, y) for each in probs))
+        softening = [soften_by(each, y) for each in probs]
+        self.temperatures_, self.noises_ = zip(*softening)
         self.weights_ = weigh(self._softened(probs), y)
         self.temperature_, _ = soften_by(self._pooled(probs), y, noises=(0,))
         return self
 
     def _softened(self, probs):  # [R, N, C]
-        return np.stack([*map(soften, probs, self.temperatures_, self.noises_)])
+        return np.stack(list(map(soften, probs, self.temperatures_, self.noises_)))
 
     def _pooled(self, probs):  # [R, N, C] -> [N, C]
         return np.tensordot(self.weights_, self._softened(probs), 1)
