@@ -64,8 +64,11 @@ def jax_array(x):
 
 
 def of_bfloat16(make):
-    ask = pytest.importorskip  # ml_dtypes comes with JAX
-    return lambda x: of_types(ask("ml_dtypes").bfloat16, "uint8", make)(x)
+    def convert(x):
+        bfloat16 = pytest.importorskip("ml_dtypes").bfloat16  # comes with JAX
+        return of_types(bfloat16, "uint8", make)(x)
+
+    return convert
 
 
 @cases(
@@ -81,23 +84,24 @@ def of_bfloat16(make):
 )
 def test_metrics_of_numbers_of_any_type_are_of_float64(form):
     for metric, arrays in METRICS:
-        found = metric(*map(form, arrays.values()))
-        assert_close(found, metric(*arrays.values()), 1e-6)
+        result = metric(*map(form, arrays.values()))
+        assert_close(result, metric(*arrays.values()), 1e-6)
     first = np.rint(256 * random_probs(0, 3, 200, 2)[..., 0]) / 256  # bfloat16 has it
-    probs, labels = np.stack([first, 1 - first], axis=-1), np.arange(200) % 2
-    found = em.ensemble_report(form(probs), form(labels))
+    probs = np.stack([first, 1 - first], axis=-1)
+    labels = np.arange(200) % 2
+    report = em.ensemble_report(form(probs), form(labels))
     expected = em.ensemble_report(probs, labels)
     for name in ("predictive_entropy", "mutual_information"):  # logs of float32
-        assert_close(found.pop(name), expected.pop(name), 1e-6)
-    assert_close(found, expected, 1e-12)
+        assert_close(report.pop(name), expected.pop(name), 1e-6)
+    assert_close(report, expected, 1e-12)
     assert em.mutual_information([form(probs[0])] * 3).max() < 1e-7
 
 
 def test_metric_takes_the_memory_of_a_block():
-    draw, shape = np.random.default_rng(0), (4, 20_000, 50)
-    probs = draw.dirichlet(np.ones(50), shape[:2]).astype(np.float32)  # 15 MiB
+    draw = np.random.default_rng(0)
+    probs = draw.dirichlet(np.ones(50), (4, 20_000)).astype(np.float32)  # 15 MiB
     labels = np.where(draw.random(20_000) < 0.1, probs[0].argmax(axis=-1), 0)
-    assert len([*em._blocks(probs, 4)]) < 100  # large enough for NumPy to be fast
+    assert len(list(em._blocks(probs, 4))) < 100  # large enough for NumPy to be fast
     for result, metric, *args in (  # MiB of the result, besides a few blocks
         (0, em.ensemble_report, probs, labels),
         (0.6, em.mutual_information, probs),
@@ -115,16 +119,21 @@ def test_metric_takes_the_memory_of_a_block():
         assert peak < (result + 4) * 2**20, metric
 
 
-HALVES, TWO, THREE = np.full((1, 2, 2), 0.5), np.ones((1, 2)), np.ones(3)
-SURE, FAR = np.array([[0.75, 0.25]] * 3), np.full((2, 40_000, 2), 0.5)
-FAR[1, -1] = 1
+HALVES = np.full((1, 2, 2), 0.5)
+TWO = np.ones((1, 2))
+THREE = np.ones(3)
+RIGHT = THREE > 1  # no prediction is wrong
+SURE = np.array([[0.75, 0.25]] * 3)
+FAR = np.full((2, 40_000, 2), 0.5)
+FAR[1, -1] = 1  # the last of many
 AXES = np.ones((3, 2, 4))  # members and examples in the wrong order
-ONE_HOT, LABELS = np.eye(4)[:3], np.array([0, 0, 1])
+ONE_HOT = np.eye(4)[:3]
+LABELS = np.array([0, 0, 1])
 SQUARE = np.ones((2, 2))
 
 
-def reliability(*args):
-    return np.nan_to_num(em.reliability(*args))
+def reliability(probs, labels):
+    return np.nan_to_num(em.reliability(probs, labels))
 
 
 METRICS = [  # with the arrays that they take, by the names in the messages
@@ -135,16 +144,26 @@ METRICS = [  # with the arrays that they take, by the names in the messages
     (regression, {"means": TWO, "variances": TWO, "targets": TWO[0]}),
     (em.auroc, {"scores_in": THREE, "scores_out": THREE}),
     (em.fpr95, {"scores_in": THREE, "scores_out": THREE}),
-    (em.aurc, {"uncertainty": THREE, "wrong": THREE > 1}),
+    (em.aurc, {"uncertainty": THREE, "wrong": RIGHT}),
     (em.conformal_quantile, {"scores": THREE}),
     (em.fold_sets, {"scores": THREE, "folds": LABELS, "values": SQUARE}),
     (lambda x: em.fold_interval(x, THREE, THREE, LABELS), {"predictions": SQUARE}),
-    (em.risk_threshold, {"uncertainty": THREE, "wrong": THREE > 1}),
+    (em.risk_threshold, {"uncertainty": THREE, "wrong": RIGHT}),
     (lambda probs: em.temper(probs, 2), {"probabilities": HALVES}),
     (em.fit_temperature, {"probabilities": SURE, "labels": LABELS}),
 ]
 
 LABELS_ARE = r"labels are \w+\[.+\]; expected integers \[3\], 0 to 1"
+SCORES = [
+    (lambda x: x[None], r"e shape \(1, 3\); expected \[n\]; from .* one column, \[:, "),
+    (lambda x: x[None, None], r"e shape \(1, 1, 3\); expected \[n\]; pass .*\.ravel\("),
+    (lambda x: x * [1, np.nan, 1], "have 1 nan; expected none"),
+    (lambda _: np.array([1, 2, 2**53 + 1]), r"integers of 2\*\*53 or more, which fl"),
+]
+NONE_OF_TWO = [
+    *SCORES,
+    (lambda x: x[:0], r"there are \d scores_in and \d scores_out; expected one or"),
+]
 WRONG = {  # changes to these arrays, and the errors that they raise
     "probabilities": [
         (lambda p: 8 * p, r"\[0.*\] begin with \d.* add up to 8.0; .*; pass softmax"),
@@ -157,7 +176,9 @@ WRONG = {  # changes to these arrays, and the errors that they raise
     "labels": [
         (lambda y: y - 1, r"labels lie in -1\.\.0; expected 0 to 1"),
         (lambda y: y + 1, r"labels lie in 1\.\.2; expected 0 to 1"),
-        *((change, LABELS_ARE) for change in (np.float64, np.diag, lambda y: y[1:])),
+        (np.float64, LABELS_ARE),
+        (np.diag, LABELS_ARE),
+        (lambda y: y[1:], LABELS_ARE),
     ],
     "folds": [
         (lambda k: k * 0, r"values \[2, \d\] are of 2 members, folds of 1; expec"),
@@ -174,7 +195,9 @@ WRONG = {  # changes to these arrays, and the errors that they raise
         (lambda x: x[..., None], r"means have shape \(1, 2, 1\), .*; drop a last axis"),
     ],
     "variances": [
-        *((lambda x, v=v: x * v, f"variance {v}, its t") for v in (0.0, -1.0, np.inf)),
+        (lambda x: x * 0, "variance 0.0, its t"),
+        (lambda x: -x, "variance -1.0, its t"),
+        (lambda x: x * np.inf, "variance inf, its t"),
         (lambda x: x * [1, np.nan], r"means\[0, 1\] is 1.0, its variance nan"),
         (lambda x: x[:, :1], r"variances \(1, 1\) and targets \(2,\); expected \[K"),
     ],
@@ -186,16 +209,11 @@ WRONG = {  # changes to these arrays, and the errors that they raise
         (lambda x: x + 0, r"wrong is int64\[3\]; expected bool\[3\], one per example"),
         (lambda x: x[:1], r"wrong is bool\[1\]; expected bool\[3\]"),
     ],
+    "scores": SCORES,
+    "uncertainty": SCORES,
+    "scores_in": NONE_OF_TWO,
+    "scores_out": NONE_OF_TWO,
 }
-SCORES = [
-    (lambda x: x[None], r"e shape \(1, 3\); expected \[n\]; from .* one column, \[:, "),
-    (lambda x: x[None, None], r"e shape \(1, 1, 3\); expected \[n\]; pass .*\.ravel\("),
-    (lambda x: x * [1, np.nan, 1], "have 1 nan; expected none"),
-    (lambda _: np.array([1, 2, 2**53 + 1]), r"integers of 2\*\*53 or more, which fl"),
-]
-EMPTY = (lambda x: x[:0], r"there are \d scores_in and \d scores_out; expected one or")
-WRONG |= dict.fromkeys(("scores", "uncertainty"), SCORES)
-WRONG |= {name: [*SCORES, EMPTY] for name in ("scores_in", "scores_out")}
 
 
 @cases("metric, arrays", *METRICS)
@@ -209,18 +227,24 @@ def test_metric_names_the_array_that_is_wrong(metric, arrays):
             said = said_of(name, change(x))
             assert re.search(message, said) and "\n" not in said
         masked = np.ma.masked_array(x, np.arange(x.size).reshape(x.shape) == 1)
-        others = [x.astype(dtype) for dtype in ("c16", "U5", "O", "f4,f4")]
-        for bad in (masked, [*masked], *others) if x.ndim > 1 else (masked, *others):
-            found = getattr(bad, "dtype", "masked") if bad is not masked else "masked"
-            expected = "expected unmasked real numbers"
-            assert said_of(name, bad) == f"{name} are {found}; {expected}"
+        message = f"{name} are masked; expected unmasked real numbers"
+        assert said_of(name, masked) == message
+        if x.ndim > 1:
+            assert said_of(name, list(masked)) == message
+        for dtype in ("c16", "U5", "O", "f4,f4"):
+            message = f"{name} are {np.dtype(dtype)}; expected unmasked real numbers"
+            assert said_of(name, x.astype(dtype)) == message
 
 
 def test_tensors_of_pytorch_without_an_array_are_named_with_the_remedy():
-    probs, remedy = tensor(SURE), r"; for a PyTorch tensor pass x\.detach\(\)\.cpu\(\)"
-    for bad in (probs.requires_grad_(), [*probs], probs.detach().bfloat16()):
+    probs = tensor(SURE)
+    message = (
+        "probabilities cannot become.*; for a PyTorch tensor pass "
+        r"x\.detach\(\)\.cpu\(\).*float.*"
+    )
+    for bad in (probs.requires_grad_(), list(probs), probs.detach().bfloat16()):
         said = said_by(ValueError, em.temper, bad, 2)
-        assert re.fullmatch(f"probabilities cannot become.*{remedy}.*float.*", said)
+        assert re.fullmatch(message, said)
 
 
 test_probabilities_that_do_not_fit_are_named = refuses(
@@ -249,16 +273,15 @@ def test_uncertainty_equals_loops_of_entropies():
     probs = random_probs(0, 3, 50, 4, 5)
     probs[:, :5] = probs[0, :5]  # on these the members agree
 
-    def entropy(rows):
-        return np.array([-sum(x * np.log(x) for x in p if x > 0) for p in rows])
+    def entropy(p):
+        return -sum(x * np.log(x) for x in p if x > 0)
 
-    def entropies(probs):
-        return entropy(probs.reshape(-1, 5)).reshape(probs.shape[:-1])
-
-    total, own = entropies(probs.mean(axis=0)), entropies(probs).mean(axis=0)
-    found = em.predictive_entropy(probs), em.mutual_information(probs)
-    assert_allclose(found, (total, total - own), atol=1e-12)
-    assert found[1].min() >= 0 and found[1][:5].max() < 1e-12 < found[1][5:].min()
+    total = np.apply_along_axis(entropy, -1, probs.mean(axis=0))
+    own = np.apply_along_axis(entropy, -1, probs).mean(axis=0)
+    assert_allclose(em.predictive_entropy(probs), total, atol=1e-12)
+    mutual = em.mutual_information(probs)
+    assert_allclose(mutual, total - own, atol=1e-12)
+    assert mutual.min() >= 0 and mutual[:5].max() < 1e-12 < mutual[5:].min()
 
 
 # ---------------------------------------------------------------------------------
@@ -270,16 +293,16 @@ def bins_by_loops(probs, labels):
     """Put (confidence, whether it is right) of each example into one of 15 bins."""
     bins = [[] for _ in range(15)]
     for p, label in zip(probs, labels):
-        confidence, guess = max(p), list(p).index(max(p))
+        confidence = max(p)
+        guess = list(p).index(confidence)
         bins[min(int(confidence * 15), 14)].append((confidence, guess == label))
     return bins
 
 
 def scores_by_loops(probs, labels):
-    """Compute the four scores one example at a time."""
-    pairs = list(zip(probs, labels))
-    nll = -sum(np.log(p[label]) for p, label in pairs)
-    brier = sum((x - (c == label)) ** 2 for p, label in pairs for c, x in enumerate(p))
+    """Compute the four scores by their definitions."""
+    nll = -sum(np.log(p[label]) for p, label in zip(probs, labels))
+    brier = np.sum((probs - np.eye(4)[labels]) ** 2)
     sums = [np.sum(b, axis=0) for b in bins_by_loops(probs, labels) if b]
     hits = sum(right for _, right in sums)
     ece = sum(abs(right - confidence) for confidence, right in sums)
@@ -292,38 +315,41 @@ EDGES = [0.8, 0.2, 0, 0], [0.84, 0.16, 0, 0], [0.79, 0.21, 0, 0], [0, 0, 1, 0]
 
 @pytest.mark.usefixtures("block_sizes")
 def test_reliability_counts_and_averages_each_bin():
-    probs, labels = random_probs(0, 300, 4), np.arange(300) % 4
+    probs = random_probs(0, 300, 4)
     probs[:4] = EDGES
+    labels = np.arange(300) % 4
     bins = bins_by_loops(probs, labels)
-    counts, *means = em.reliability(probs, labels)
-    assert counts.tolist() == [len(b) for b in bins] and 0 in counts
-    expected = [np.mean(b, axis=0) if b else (np.nan, np.nan) for b in bins]
-    assert_allclose(np.transpose(means), expected)
-    rows = em.reliability(probs.reshape(3, 100, 4), labels.reshape(3, 100))
-    assert_array_equal(rows, [counts, *means])
+    diagram = em.reliability(probs, labels)
+    assert diagram[0].tolist() == [len(b) for b in bins] and 0 in diagram[0]
+    means = [np.mean(b, axis=0) if b else (np.nan, np.nan) for b in bins]
+    assert_allclose(diagram[1:].T, means)
+    of_rows = em.reliability(probs.reshape(3, 100, 4), labels.reshape(3, 100))
+    assert_array_equal(of_rows, diagram)
 
 
 @pytest.mark.usefixtures("block_sizes")
 def test_report_equals_loops_for_members_ensemble_and_sizes():
-    probs, labels = random_probs(0, 3, 200, 4), np.arange(200) % 4
+    probs = random_probs(0, 3, 200, 4)
     probs[:, 4:8] = EDGES
+    labels = np.arange(200) % 4
     labels[4:8] = 0, 1, 0, 2
     report = em.ensemble_report(probs, labels)
     sizes = [probs[:k].mean(axis=0) for k in (1, 2, 3)]
     assert report["ensemble"] == report["by_size"][-1]
-    all_scores, all_probs = report["member"] + report["by_size"], [*probs, *sizes]
-    for scores, expected in zip(all_scores, all_probs, strict=True):
-        assert_allclose(list(scores.values()), scores_by_loops(expected, labels))
+    all_scores = report["member"] + report["by_size"]
+    for scores, p in zip(all_scores, np.concatenate([probs, sizes]), strict=True):
+        assert_allclose(list(scores.values()), scores_by_loops(p, labels))
     pairs = itertools.combinations(probs.argmax(axis=2), 2)
     assert_allclose(report["disagreement"], np.mean([a != b for a, b in pairs]))
     for metric in (em.predictive_entropy, em.mutual_information):
         assert_allclose(report[metric.__name__], metric(probs).mean())
-    tokens = probs.reshape(3, 50, 4, 4), labels.reshape(50, 4)
-    assert em.ensemble_report(*tokens) == report
+    tokens = probs.reshape(3, 50, 4, 4)
+    assert em.ensemble_report(tokens, labels.reshape(50, 4)) == report
 
 
 def test_report_of_certain_members_is_finite():
-    right, wrong = [[1.0, 0]], [[0, 1.0]]
+    right = [[1.0, 0]]
+    wrong = [[0, 1.0]]
     report = em.ensemble_report([right, wrong], [0])
     json.dumps(report, allow_nan=False)
     assert_allclose(report["member"][1]["negative_log_likelihood"], 87.3, atol=0.1)
@@ -356,7 +382,7 @@ def test_report_agrees_with_scikit_learn_and_torchmetrics():
 
 
 def gaussian_scores_by_loops(mean, variance, targets):
-    normals = [statistics.NormalDist(*each) for each in zip(mean, np.sqrt(variance))]
+    normals = map(statistics.NormalDist, mean, np.sqrt(variance))
     pairs = list(zip(normals, targets))
     inside = np.array([abs(2 * normal.cdf(y) - 1) for normal, y in pairs])
     return {
@@ -366,23 +392,24 @@ def gaussian_scores_by_loops(mean, variance, targets):
     }
 
 
-@cases("members, offset, shape", (1, 0, [60]), (3, 2**20, [60]), (3, 0, [5, 4, 3]))
+@cases("members, offset, shape", (1, 0, (60,)), (3, 2**20, (60,)), (3, 0, (5, 4, 3)))
 def test_regression_report_equals_loops_for_members_and_sizes(members, offset, shape):
     draw = np.random.default_rng(0)
     # Multiples of 1 / 1024, so that adding the offset rounds nothing off.
-    targets, *means = draw.integers(-4000, 4000, (1 + members, 60)) / 1024
-    means = np.array(means)
+    drawn = draw.integers(-4000, 4000, (1 + members, *shape)) / 1024
+    targets = drawn[0]
+    means = drawn[1:]
     variances = draw.uniform(0.1, 3, means.shape)
-    arrays = means + offset, variances, (targets + offset)[None]
-    means_of, variances_of, (targets_of,) = (x.reshape(-1, *shape) for x in arrays)
-    report = regression(means_of, variances_of, targets_of)
-    totals = (np.cumsum(x, axis=0) for x in (means, variances + means**2))
-    mean, square = (total / np.c_[1 : members + 1] for total in totals)
-    sizes = zip(mean, square - mean**2)
+    report = regression(means + offset, variances, targets + offset)
     assert report["ensemble"] == report["by_size"][-1]
+    sizes = range(1, members + 1)
+    mean = [means[:k].mean(axis=0) for k in sizes]
+    variance = [variances[:k].mean(axis=0) + means[:k].var(axis=0) for k in sizes]
     all_scores = report["member"] + report["by_size"]
-    for scores, each in zip(all_scores, [*zip(means, variances), *sizes], strict=True):
-        assert_close(scores, gaussian_scores_by_loops(*each, targets), 1e-7)
+    all_means = np.concatenate([means, mean]).reshape(-1, 60)
+    all_variances = np.concatenate([variances, variance]).reshape(-1, 60)
+    for scores, m, v in zip(all_scores, all_means, all_variances, strict=True):
+        assert_close(scores, gaussian_scores_by_loops(m, v, targets.ravel()), 1e-7)
     parts = report["mean_of_variances"], report["variance_of_means"]
     assert_allclose(parts, [variances.mean(), means.var(axis=0).mean()])
     assert_allclose(report["predictive_variance"], sum(parts))
@@ -391,7 +418,9 @@ def test_regression_report_equals_loops_for_members_and_sizes(members, offset, s
     assert regression([[0]], [[1]], edge)["ensemble"]["coverage"]["50%"] == 1
 
 
-ZEROS, NONE, COLUMN = np.zeros((2, 2)), np.ones((1, 0)), np.ones((2, 3, 1))
+ZEROS = np.zeros((2, 2))
+NONE = np.ones((1, 0))
+COLUMN = np.ones((2, 3, 1))
 
 test_means_and_variances_that_do_not_fit_are_named = refuses(
     (lambda: regression(ZEROS, np.tri(2).T, ZEROS[0]), r"s\[1, 0\] is 0.0, .*ce 0.0"),
@@ -403,12 +432,14 @@ test_means_and_variances_that_do_not_fit_are_named = refuses(
 
 
 def test_auroc_counts_pairs_and_agrees_with_scikit_learn():
-    inside, outside = [0.1, 0.4, 0.35, 0.8, 0.35, 0.2], [0.9, 0.4, 0.55, 0.35, 0.7]
+    inside = [0.1, 0.4, 0.35, 0.8, 0.35, 0.2]
+    outside = [0.9, 0.4, 0.55, 0.35, 0.7]
     # roc_auc_score of scikit-learn 1.9.1; BinaryAUROC of TorchMetrics 1.9.0 to 1e-7
     assert_allclose(em.auroc(inside, outside), 0.7833333333333333, rtol=1e-12)
     rng = np.random.default_rng(0)
-    inside, outside = rng.integers(9, size=40), rng.integers(3, 12, size=31)
-    pairs = list(itertools.product(inside, outside))
+    inside = rng.integers(9, size=40)
+    outside = rng.integers(3, 12, size=31)
+    pairs = itertools.product(inside, outside)
     expected = np.mean([(b > a) + 0.5 * (b == a) for a, b in pairs])
     assert_allclose(em.auroc(inside, outside), expected)
     assert em.auroc([0, 1], [2, np.inf]) == 1 and em.auroc([2], [1]) == 0
@@ -417,14 +448,16 @@ def test_auroc_counts_pairs_and_agrees_with_scikit_learn():
 def test_fpr95_is_the_lowest_rate_of_a_threshold_that_detects_95_percent():
     rng = np.random.default_rng(0)
     for count in (1, 7, 19, 20, 21, 40, 60):
-        inside, outside = rng.integers(40, size=50), rng.integers(10, 50, size=count)
-        found = (t for t in range(51) if 100 * (outside >= t).sum() >= 95 * count)
-        assert em.fpr95(inside, outside) == min((inside >= t).mean() for t in found)
+        inside = rng.integers(40, size=50)
+        outside = rng.integers(10, 50, size=count)
+        good = (t for t in range(51) if 100 * (outside >= t).sum() >= 95 * count)
+        assert em.fpr95(inside, outside) == min((inside >= t).mean() for t in good)
     assert em.fpr95([0, 1], [2, np.inf]) == 0 and em.fpr95([2], [1]) == 1
 
 
 def test_aurc_is_the_mean_error_of_the_surest_examples_over_orders_of_equal_ones():
-    scores, wrong = np.array([2, 0, 1, 1, 3, 1]), np.array([1, 0, 1, 0, 0, 0], bool)
+    scores = np.array([2, 0, 1, 1, 3, 1])
+    wrong = np.array([1, 0, 1, 0, 0, 0], bool)
     areas = []
     for order in map(list, itertools.permutations(range(6))):
         if (np.diff(scores[order]) >= 0).all():
@@ -465,18 +498,25 @@ def test_conformal_quantile_holds_for_new_scores_as_often_as_the_theory_says(n):
     draw = np.random.default_rng(n)
     # The quantile of uniform scores is the fraction of new scores that it bounds.
     held = [em.conformal_quantile(draw.uniform(size=n)) for _ in range(2000)]
-    expected, error = math.ceil((n + 1) * 0.9) / (n + 1), np.std(held) / math.sqrt(2000)
+    expected = math.ceil((n + 1) * 0.9) / (n + 1)
+    error = np.std(held) / math.sqrt(2000)
     assert abs(np.mean(held) - expected) < 3 * error < 0.006
 
 
 @cases("n, members", (8, 4), (9, 3), (50, 5), (40, 40), (301, 10))
 def test_fold_intervals_and_sets_equal_sorted_sums(n, members):
-    draw, folds = np.random.default_rng(n), np.arange(n) % members
+    draw = np.random.default_rng(n)
+    folds = np.arange(n) % members
     draw.shuffle(folds)
-    targets, errors = draw.normal(size=n), draw.normal(size=n).round(1)
+    targets = draw.normal(size=n)
     targets[: n // 2] = 0  # so that some errors are equal
-    new, errors[0] = draw.normal(size=(members, 30)).round(1), 1e18  # one has diverged
-    new[:, 0], new[0, 1], new[-1, 2] = 1e17, -1e17, 1e300
+    errors = draw.normal(size=n).round(1)
+    errors[0] = 1e18  # its member has diverged
+    new = draw.normal(size=(members, 30)).round(1)
+    new[:, 0] = 1e17
+    new[0, 1] = -1e17
+    new[-1, 2] = 1e300
+    values = new.reshape(members, 10, 3)
     sizes = np.abs(targets - (targets + errors))[:, None]
     for coverage in (0, 0.3, 0.9, 0.95):
         rank = max(1, math.ceil(round((n + 1) * coverage, 9)))
@@ -484,8 +524,8 @@ def test_fold_intervals_and_sets_equal_sorted_sums(n, members):
         sums = np.append(sums, np.full((2, 1, 30), np.inf), axis=1)
         low, high = em.fold_interval(new, targets + errors, targets, folds, coverage)
         assert_array_equal((-low, high), sums[:, rank - 1])
-        counts = (errors[:, None, None] < new.reshape(-1, 10, 3)[folds]).sum(axis=0)
-        sets = em.fold_sets(errors, folds, new.reshape(-1, 10, 3), coverage)
+        counts = (errors[:, None, None] < values[folds]).sum(axis=0)
+        sets = em.fold_sets(errors, folds, values, coverage)
         assert_array_equal(sets, counts < rank)
         # One member, of whose rows none trained it, has a calibration set.
         alone = em.fold_sets(errors, 0 * folds, new[:1], coverage)
@@ -493,7 +533,9 @@ def test_fold_intervals_and_sets_equal_sorted_sums(n, members):
 
 
 def test_fold_intervals_and_sets_hold_as_often_as_the_coverage_asks():
-    draw, held, folds = np.random.default_rng(0), [], np.arange(30) % 5
+    draw = np.random.default_rng(0)
+    folds = np.arange(30) % 5
+    held = []
     for _ in range(200):  # members predict the mean of their targets
         y, new = np.split(draw.normal(size=50), [30])
         means = np.array([y[folds != k].mean() for k in range(5)])
@@ -508,7 +550,8 @@ def threshold_by_scipy(uncertainty, wrong, risk, confidence):
     binom = pytest.importorskip("scipy.stats").binom
     values = np.unique(uncertainty)
     kept = uncertainty <= values[:, None]
-    counts, errors = kept.sum(axis=1), (kept & wrong).sum(axis=1)
+    counts = kept.sum(axis=1)
+    errors = (kept & wrong).sum(axis=1)
     fewest = np.log(1 - confidence) / np.log1p(-risk)
     tested = counts >= max(fewest, min(2 * fewest, len(wrong) / 2))
     failed = tested & (binom.cdf(errors, counts, risk) > 1 - confidence)
@@ -518,16 +561,20 @@ def threshold_by_scipy(uncertainty, wrong, risk, confidence):
 
 @cases("n", 0, 40, 400, 2000)
 def test_risk_threshold_equals_binomial_tests_in_sequence(n):
-    draw, found = np.random.default_rng(n), set()
-    numbers = (0.5, 3), (2, 9), (0.01, 0.1, 0.4), (0.5, 0.95)
-    for power, decimals, risk, confidence in itertools.product(*numbers):
+    draw = np.random.default_rng(n)
+    thresholds = set()
+    for power, decimals, risk, confidence in itertools.product(
+        (0.5, 3), (2, 9), (0.01, 0.1, 0.4), (0.5, 0.95)
+    ):
         uncertainty = draw.uniform(size=n).round(decimals)
         wrong = draw.uniform(size=n) < uncertainty**power / 2
-        options = dict(risk=risk, confidence=confidence)
-        threshold = em.risk_threshold(uncertainty, wrong, **options)
-        assert threshold == threshold_by_scipy(uncertainty, wrong, **options)
-        found.add(threshold)
-    assert n < 400 or len(found) > 4
+        expected = threshold_by_scipy(uncertainty, wrong, risk, confidence)
+        threshold = em.risk_threshold(
+            uncertainty, wrong, risk=risk, confidence=confidence
+        )
+        assert threshold == expected
+        thresholds.add(threshold)
+    assert n < 400 or len(thresholds) > 4
     # 29 examples could pass; the first test is of 40, half of the 80.
     assert em.risk_threshold(np.arange(80), np.arange(80) >= 40, risk=0.1) == 39
     # An error among 597, half of these, is few enough; among a third it is not.
@@ -536,23 +583,28 @@ def test_risk_threshold_equals_binomial_tests_in_sequence(n):
 
 @cases("distance", 1e-3, 1e-9, 1e-12, 1e-15)
 def test_risk_threshold_is_exact_for_a_confidence_near_one(distance):
-    none_wrong = np.zeros(5000), np.zeros(5000, bool)
-    assert em.risk_threshold(*none_wrong, confidence=1 - distance) == 0
-    n, confidence, draw = 2000, 1 - distance, np.random.default_rng(0)
+    confidence = 1 - distance
+    none_wrong = np.zeros(5000, bool)
+    assert em.risk_threshold(np.zeros(5000), none_wrong, confidence=confidence) == 0
+    draw = np.random.default_rng(0)
+    n = 2000
     few = 0  # 16^n P(at most this many errors)
     for errors in range(130):
         few += math.comb(n, errors) * 15 ** (n - errors)
         passes = Fraction(few, 16**n) <= 1 - Fraction(confidence)
         wrong = draw.permutation(n) < errors
-        options = dict(risk=1 / 16, confidence=confidence)
-        found = em.risk_threshold(np.ones(n), wrong, **options)
-        assert (found == 1) == passes, errors
+        threshold = em.risk_threshold(
+            np.ones(n), wrong, risk=1 / 16, confidence=confidence
+        )
+        assert (threshold == 1) == passes, errors
 
 
 def test_kept_examples_exceed_the_risk_no_more_often_than_promised():
     # An example of uncertainty u is wrong with probability u^6 / 2, so a fraction of
     # t^6 / 14 of the examples up to t is wrong: 1% where t^6 = 0.14.
-    draw, could, thresholds = np.random.default_rng(0), 0.14 ** (1 / 6), []
+    could = 0.14 ** (1 / 6)
+    draw = np.random.default_rng(0)
+    thresholds = []
     for _ in range(1000):
         uncertainty = draw.uniform(size=2000)
         wrong = draw.uniform(size=2000) < uncertainty**6 / 2
@@ -579,11 +631,13 @@ def test_temper_takes_powers_of_probabilities():
 @pytest.mark.usefixtures("block_sizes")
 def test_temperature_equals_netcal_and_minimizes_the_likelihood_loss():
     # From TemperatureScaling of netcal 1.4.0, which returns 1 / temperature
-    theirs, mean = [1.7999928, 1.2852887], FIXED_PROBS.mean(axis=0)
-    for probs, inverse in zip([*FIXED_PROBS, mean], [*theirs, 2.1739141]):
+    inverses = [1.7999928, 1.2852887, 2.1739141]
+    for probs, inverse in zip([*FIXED_PROBS, FIXED_PROBS.mean(axis=0)], inverses):
         assert_allclose(1 / em.fit_temperature(probs, FIXED_LABELS), inverse, rtol=2e-5)
-    optimize, special = map(pytest.importorskip, ("scipy.optimize", "scipy.special"))
-    probs, rows = (random_probs(1, 300, 5) + 1e-3) / 1.005, np.arange(300)
+    optimize = pytest.importorskip("scipy.optimize")
+    special = pytest.importorskip("scipy.special")
+    probs = (random_probs(1, 300, 5) + 1e-3) / 1.005
+    rows = np.arange(300)
     labels = np.where(rows % 2, probs.argmax(axis=1), rows % 5)
     best = em.fit_temperature(probs, labels)
 
@@ -600,39 +654,39 @@ def test_temperature_equals_netcal_and_minimizes_the_likelihood_loss():
 
 @pytest.mark.usefixtures("block_sizes")
 def test_bias_takes_back_weights_of_classes_where_a_loss_had_some():
-    draw, weights = np.random.default_rng(0), np.array([0.5, 30, 0.5])
+    draw = np.random.default_rng(0)
+    weights = np.array([0.5, 30, 0.5])
     truth = em.temper(random_probs(2, 4000, 3), 0.5, [1, -2, 1])
     labels = (draw.random((4000, 1)) > truth.cumsum(axis=1)).sum(axis=1)
     weighted = truth * weights / (truth @ weights)[:, None]
     assert_allclose(em.temper(weighted, 1, -np.log(weights)), truth, rtol=1e-12)
     for probs, least, most in (weighted, 0.2, 1), (truth, -0.05, 0):  # held-out gains
-        some, of_some = probs[:400], labels[:400]
+        some = probs[:400]
+        of_some = labels[:400]
         temperature, bias = em.fit_temperature(some, of_some, bias=True)
-        logs, found = np.log(some), em.temper(some, temperature, bias)
-        off = found - np.eye(3)[of_some]  # the NLL's slope, by each number, is 0
-        assert_allclose(
-            [(off * logs).sum(), *off.sum(axis=0), bias.sum()], 0, atol=1e-6
-        )
+        off = em.temper(some, temperature, bias) - np.eye(3)[of_some]
+        # The NLL's slope, by each number, is 0.
+        slopes = [(off * np.log(some)).sum(), *off.sum(axis=0)]
+        assert_allclose([*slopes, bias.sum()], 0, atol=1e-6)
         alone = em.temper(probs[400:], em.fit_temperature(some, of_some))
-        both = [alone, em.temper(probs[400:], temperature, bias)]
-        scores = em.ensemble_report(both, labels[400:])["member"]
+        with_bias = em.temper(probs[400:], temperature, bias)
+        scores = em.ensemble_report([alone, with_bias], labels[400:])["member"]
         first, second = (score["negative_log_likelihood"] for score in scores)
         assert least < first - second < most
 
 
-NONE_WRONG = THREE, THREE > 1
 IN = "cannot fit a temperature to {} examples; expected labels more .*; check".format
 test_number_or_label_without_a_meaning_is_refused = refuses(
     (lambda: em.conformal_quantile(THREE, 90), "is 90; expected 0 <= coverage < 1$"),
     (lambda: em.conformal_quantile(THREE, None), "coverage is None; expected 0 <="),
     (lambda: em.conformal_quantile(THREE, [0.9]), r"is \[0.9\]; expected 0 <= cover"),
-    (lambda: em.risk_threshold(*NONE_WRONG, risk=0), "risk is 0; expected 1e-09 <= ri"),
-    (lambda: em.risk_threshold(*NONE_WRONG, confidence=1), "confidence is 1; expected"),
+    (lambda: em.risk_threshold(THREE, RIGHT, risk=0), "risk is 0; expected 1e-09 <= r"),
+    (lambda: em.risk_threshold(THREE, RIGHT, confidence=1), "confidence is 1; expecte"),
     (lambda: em.temper(SURE, np.complex64(1)), r"temperature is .*1\+0j.*; expected 1"),
     (lambda: em.aurc([], []), "uncertainty is empty; expected one or more examples"),
-    (lambda: em.risk_threshold([1, -np.inf, 2], THREE > 1), r"y\[1\] is -inf, the thr"),
+    (lambda: em.risk_threshold([1, -np.inf, 2], RIGHT), r"y\[1\] is -inf, the thr"),
     (lambda: em.ensemble_report(AXES / 4, [0, 1, 2]), "^member_.* of 3 .* first"),
-    (lambda: em.regression_report(*[AXES[..., 0]] * 2, THREE), r"^means .* as by num"),
+    (lambda: regression(AXES, AXES, THREE), r"^means .* as by numpy"),
     (lambda: em.temper(ONE_HOT, 0), "temperature is 0; expected 1e-30 <= temperature"),
     (lambda: em.temper(ONE_HOT, np.inf), "is inf; expected 1e-30 <= temperature < inf"),
     (lambda: em.fit_temperature(SURE, [0, 0, 0]), IN(3)),
