@@ -47,8 +47,10 @@ def assert_close(actual, expected, tolerance=1e-5):
         for name in expected:
             assert_close(actual[name], expected[name], tolerance)
     elif isinstance(expected, (list, tuple)):
-        for pair in zip(actual, expected, strict=True):
-            assert_close(*pair, tolerance)
+        for a, b in zip(actual, expected, strict=True):
+            assert_close(a, b, tolerance)
     elif expected is not None:
-        a, b = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
-        assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max(initial=0))
+        actual = np.asarray(actual, np.float64)
+        expected = np.asarray(expected, np.float64)
+        bound = tolerance * np.abs(expected).max(initial=0)
+        assert_allclose(actual, expected, rtol=0, atol=bound)

@@ -30,9 +30,11 @@ from conftest import HERE, assert_close, cases, member, randn, said_by
 
 def solve(trainer, state, data, order):
     """Replace an estimator's `Trainer.epoch`: solve for the last layers, in no time."""
-    (x, y, weight), state = map(np.asarray, data), trainer.gather(state)
+    x, y, weight = map(np.asarray, data)
+    state = trainer.gather(state)
     numbers = y.dtype == np.float32  # whose variance is a constant
-    params, h = state.params if numbers else state.params[0], state.model_state
+    params = state.params if numbers else state.params[0]
+    h = state.model_state
     last = params[-1]
     identity = pe.Dense(np.eye(tabular.HIDDEN), np.zeros(tabular.HIDDEN))
     for i, rows in enumerate(order.reshape(len(order), -1)):
@@ -47,6 +49,11 @@ def solve(trainer, state, data, order):
     return trainer.scatter(state), None
 
 
+def moved(params, size=1):
+    """Add noise to parameters, so that none is 0."""
+    return jax.tree.map(lambda p: np.asarray(p) + size * randn(9, *p.shape), params)
+
+
 @mock.patch.object(tabular, "FOLDS", 3)  # smaller programs
 @mock.patch.object(pe.Trainer, "epoch", solve)
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")
@@ -56,7 +63,9 @@ def test_estimators_are_as_scikit_learn_checks(name):
 
 
 def test_estimator_keeps_networks_of_all_rows_and_scores_rows_left_out():
-    x, y, splits = randn(0, 25, 2), randn(1, 25), []
+    x = randn(0, 25, 2)
+    y = randn(1, 25)
+    splits = []
 
     def train(model, data, recipes, members, *sizes):  # off by 0.1 where seen, else by
         splits.extend(data.splits)  # twice the decay and a bit
@@ -69,10 +78,10 @@ def test_estimator_keeps_networks_of_all_rows_and_scores_rows_left_out():
 
     with mock.patch.object(tabular, "train", train):
         model = tabular.EnsembleRegressor(members=2, random_state=0).fit(x, y)
-    *folds, whole = splits
-    assert len(folds) == 5 and len(whole.train) == 25
-    assert sorted(np.concatenate([fold.test for fold in folds])) == [*range(25)]
-    assert all(sorted([*each.train, *each.test]) == [*range(25)] for each in folds)
+    assert len(splits) == 6 and len(splits[5].train) == 25
+    rows = list(range(25))
+    assert sorted(np.concatenate([fold.test for fold in splits[:5]])) == rows
+    assert all(sorted(np.concatenate(split)) == rows for split in splits)
     assert model.recipe_ == (1, 100, 0) == tabular.RECIPES[1]
     assert_close(model.scores_, np.full(25, 0.05) / model.factor_)
     assert model.factor_ == tabular.FACTORS[0]
@@ -85,14 +94,15 @@ def test_folds_keep_together_rows_that_are_equal_or_share_a_group():
     for (train, test), part in zip(folds, np.array_split(order, 5), strict=True):
         assert_array_equal(test, part)
         assert_array_equal(train, np.setdiff1d(order, part))
-    x, groups = np.arange(10) % 8, [*"abcdefgh", None, "c"]  # 9 = 1, and of 2's group
+    x = np.arange(10) % 8
+    groups = [*"abcdefgh", None, "c"]  # 9 equals 1, and is of 2's group
     links = tabular.link(x[:, None], np.array(groups, object))
     assert links[0] == links[8] and links[1] == links[9] == links[2]
-    assert len({*links}) == 7
+    assert len(set(links)) == 7
     links = np.repeat(np.arange(10), [90, 80, *[5] * 8])
     tests = [test for _, test in tabular.fold(links, 5, 0)]
     assert_array_equal(np.sort(np.concatenate(tests)), np.arange(210))
-    assert sum(len({*links[test]}) for test in tests) == 10
+    assert sum(len(set(links[test])) for test in tests) == 10
     assert max(map(len, tests)) < 210 / 5 + 90  # not both of the largest
 
 
@@ -102,26 +112,28 @@ def test_folds_keep_together_rows_that_are_equal_or_share_a_group():
 def test_groups_reach_every_fit_by_the_ways_of_the_page(routing):
     patients = np.arange(24) // 3
     pipe = make_pipeline(StandardScaler(), tabular.EnsembleRegressor(**SHORT))
-    named, own = {"ensembleregressor__groups": patients}, {"groups": patients}
+    own = {"groups": patients}
+    named = own if routing else {"ensembleregressor__groups": patients}
+    of_splits = {} if routing else own
     search = GridSearchCV(pipe, {"ensembleregressor__epochs": [1]}, cv=GroupKFold(2))
     watched = mock.patch.object(tabular, "link", wraps=tabular.link)
     with sklearn.config_context(enable_metadata_routing=routing), watched as link:
         if routing:
             pipe[-1].set_fit_request(groups=True)
-            named, own = own, {}
         pipe.fit(X, Y, **named)
-        search.fit(X, Y, **own | named)
-        cross_validate(pipe, X, Y, params=named, cv=search.cv, **own)
-        cross_validate(pipe[-1], X, Y, params={"groups": patients}, cv=search.cv, **own)
-    found = [len({*call.args[1]}) for call in link.call_args_list]
-    assert found == [8, 4, 4, 8, 4, 4, 4, 4]
+        search.fit(X, Y, **of_splits | named)
+        cross_validate(pipe, X, Y, params=named, cv=search.cv, **of_splits)
+        cross_validate(pipe[-1], X, Y, params=own, cv=search.cv, **of_splits)
+    counts = [len(set(call.args[1])) for call in link.call_args_list]
+    assert counts == [8, 4, 4, 8, 4, 4, 4, 4]
 
 
 @mock.patch.object(pe.Trainer, "epoch", solve)
 @cases("repeat", lambda rows: np.repeat(rows, 4), lambda rows: np.r_[rows, rows[::2]])
 def test_intervals_hold_beside_repeated_rows(repeat):
-    x, noise, rows = randn(0, 4000, 4), randn(1, 4000), repeat(np.arange(50))
-    y = x[:, 0] + noise
+    x = randn(0, 4000, 4)
+    y = x[:, 0] + randn(1, 4000)
+    rows = repeat(np.arange(50))
     model = tabular.EnsembleRegressor(**SHORT).fit(x[rows], y[rows])
     low, high = model.predict_interval(x[50:]).T
     assert ((low < y[50:]) & (y[50:] < high)).mean() > 0.82
@@ -130,11 +142,12 @@ def test_intervals_hold_beside_repeated_rows(repeat):
 @mock.patch.object(tabular, "FOLDS", 3)
 @cases("name", "EnsembleRegressor", "EnsembleClassifier")
 def test_fit_that_fails_leaves_the_model_as_it_was(name):
-    x, model = randn(0, 12, 2), getattr(tabular, name)(members=1, epochs=1)
-    model.random_state = 0
+    x = randn(0, 12, 2)
+    model = getattr(tabular, name)(**SHORT)
     with mock.patch.object(pe.Trainer, "epoch", solve):
         model.fit(x, x[:, 0] > 0 if "Class" in name else x[:, 0])
-    before, expected = vars(model).copy(), model.predict(x)
+    before = vars(model).copy()
+    expected = model.predict(x)
     for error in KeyboardInterrupt, ValueError:
         stop = mock.patch.object(pe.Trainer, "epoch", side_effect=error)
         with stop, pytest.raises(error):
@@ -182,7 +195,8 @@ def test_classifier_learns_labels_of_any_type():
     assert ((probs[:, 1] > 0.5) == (model.predict(x) == "yes")).all()
 
 
-X, Y = np.float64(randn(6, 24, 2)), np.float64(randn(7, 24))
+X = np.float64(randn(6, 24, 2))
+Y = np.float64(randn(7, 24))
 SIXTH = np.arange(24) == 5
 SHORT = dict(members=1, epochs=1, random_state=0)
 COUNTS = itertools.product(("members", "epochs"), (0, -1, 2.0, True, None))
@@ -194,13 +208,16 @@ LABELS = [True] * 24, ["1"] * 24, np.array([False, 2.5] * 12, object)
 def test_estimators_take_numbers_of_any_scale():
     model = tabular.EnsembleRegressor(**SHORT)
     ends = model.fit(X, Y).predict_interval(X, 0.5)
-    tiny, huge, least = 2.0**-565, 2.0**531, 2.0**-1074  # squares are 0, inf
+    tiny = 2.0**-565  # its square is 0
+    huge = 2.0**531  # its square is inf
+    least = 2.0**-1074
     for x_scale, y_scale in ((tiny, huge), (huge, tiny)):
         model.fit(X * [x_scale, 1], Y * y_scale)
         found = model.predict_interval(X * [x_scale, 1], 0.5) / y_scale
         assert_array_equal(found, ends)
     still = [np.c_[X[:, 0], np.full(24, value)] for value in (0, 1e300)]
-    assert_array_equal(*(model.fit(x, Y).predict(x) for x in still))
+    of_zeros, of_huge = (model.fit(x, Y).predict(x) for x in still)
+    assert_array_equal(of_zeros, of_huge)
     far = np.where(np.arange(48).reshape(24, 2) == 7, 1e300, X)
     said = said_by(ValueError, model.fit(X, Y).predict, far)
     assert said.startswith("X[3, 1] is 1e+300; expected 1e18 deviations from the mean")
@@ -229,7 +246,7 @@ REFUSED = (  # in the order of docs/tables.md
     dict(X=np.where(X[3, 1] == X, np.nan, X), y=Y),
     dict(X=X, y=Y, sample_weight=Y),
     dict(X=X, y=X),
-    dict(X=X, y=[0.5, *"a" * 23]),
+    dict(X=X, y=[0.5, *["a"] * 23]),
     dict(X=X, y=Y, groups=Y[:9]),
     dict(X=X, y=Y, groups=["a"] * 24),
 )
@@ -245,18 +262,20 @@ def test_estimators_take_groups_by_name_and_labels_that_are_there():
 
 def test_estimators_refuse_inputs_in_the_words_of_their_page():
     page = (HERE / "docs" / "tables.md").read_text("utf-8")
-    *rows, far = re.findall(r"`(\w+Error): (.+)` \|\n", page)
-    assert len(rows) == len(REFUSED) and far[1].startswith("X[3, 1] is 1e+300;")
+    rows = re.findall(r"`(\w+Error): (.+)` \|\n", page)
+    _, far = rows.pop()
+    assert len(rows) == len(REFUSED) and far.startswith("X[3, 1] is 1e+300;")
     for (kind, message), inputs in zip(rows, REFUSED):
         fit = functools.partial(tabular.EnsembleRegressor(**SHORT).fit, **inputs)
         assert said_by(getattr(builtins, kind), fit).startswith(message)
 
 
 def test_logits_are_a_networks_and_a_linear_models_with_a_decay_each():
-    params, x = tabular.init_classes(jax.random.key(0), 3, 4), randn(3, 5, 3)
-    params = jax.tree.map(lambda p: np.asarray(p) + randn(9, *p.shape), params)
+    params = moved(tabular.init_classes(jax.random.key(0), 3, 4))
+    layers, skip = params
+    x = randn(3, 5, 3)
+    y = np.array([0, 1, 2, 3, 3])
     h = tabular.member_hyper(x, np.arange(5), np.arange(5), 3.0, 7.0, 0)
-    (layers, skip), y = params, np.array([0, 1, 2, 3, 3])
     logits = (x - x.mean(axis=0)) / x.std(axis=0) @ skip.weight + skip.bias
     logits += tabular.network(layers, x, h)
     (probs,) = tabular.softmax_apply(params, x, h)
@@ -268,7 +287,8 @@ def test_logits_are_a_networks_and_a_linear_models_with_a_decay_each():
 
 
 def test_classifier_finds_the_temperature_and_the_recipe_of_labels():
-    draw, model = np.random.default_rng(0), tabular.EnsembleClassifier(**SHORT)
+    draw = np.random.default_rng(0)
+    model = tabular.EnsembleClassifier(**SHORT)
     logits = draw.normal(size=(3, 1, 4000, 3))
     labels = (logits[1, 0] / 2 + draw.gumbel(size=(4000, 3))).argmax(axis=1)
     probs = np.repeat(scipy.special.softmax(logits, axis=3), 2, axis=1)
@@ -277,7 +297,8 @@ def test_classifier_finds_the_temperature_and_the_recipe_of_labels():
         model.fit(np.zeros((4000, 1)), labels)
     assert_allclose(model.temperatures_[1], 2, atol=0.2)
     assert model.weights_[1] > 0.8 and model.weights_.sum() == pytest.approx(1)
-    few, ours = np.arange(30), np.linspace(0, 1, 999)[1:-1, None]
+    few = np.arange(30)
+    ours = np.linspace(0, 1, 999)[1:-1, None]
     p, q = probs[:2, 0, few, labels[:30]]  # one row more for each of the recipes
     nll = -np.log(ours * p + (1 - ours) * q).sum(axis=1, keepdims=True)
     best = ours[(nll - np.log(ours * (1 - ours))).argmin()]
@@ -285,7 +306,8 @@ def test_classifier_finds_the_temperature_and_the_recipe_of_labels():
     pooled = em.temper(probs[1, 0], model.temperatures_[1])
     pooled = (0.8 * pooled + 0.2 / 3) * model.weights_[1]
     assert abs(model.temperature_ - 1) < 0.1  # recipes have theirs already
-    model.temperature_, model.noises_ = 0.4, (0, 0.2, 0)
+    model.temperature_ = 0.4
+    model.noises_ = (0, 0.2, 0)
     with mock.patch.object(model, "_outputs", return_value=[probs.reshape(6, 4000, 3)]):
         found = model.predict_proba(None)
     pooled += 1 / 3 * (1 - model.weights_[1])
@@ -293,35 +315,44 @@ def test_classifier_finds_the_temperature_and_the_recipe_of_labels():
     labels = (4 * logits[1, 0] + draw.gumbel(size=(4000, 3))).argmax(axis=1)
     random = np.where(draw.random(4000) < 0.15, draw.integers(3, size=4000), labels)
     sharp = scipy.special.softmax(8 * logits[1, 0], axis=1)
-    found, noise = tabular.soften_by(sharp, random)
-    assert abs(found - 2) < 0.4 and 0.1 <= noise <= 0.2
+    temperature, noise = tabular.soften_by(sharp, random)
+    assert abs(temperature - 2) < 0.4 and 0.1 <= noise <= 0.2
     assert tabular.soften_by(np.eye(3), [0, 1, 2]) == (tabular.TEMPERATURES[0], 0)
 
 
 @mock.patch.multiple(tabular, BATCH=30, STEPS=2)
 def test_networks_are_those_that_train_one_by_one_without_padding():
-    x, noise = 5 + 2 * randn(3, 60, 3), randn(4, 60)
+    x = 5 + 2 * randn(3, 60, 3)
     x[:, 2] = 0.1  # a column that does not vary
-    y = np.float32(300 + 40 * (np.sin(x[:, 0]) + 0.2 * noise))
-    rows, own = np.random.default_rng(0).permutation(60), [(10, 300, 0), (0.1, 3, 1)]
+    y = np.float32(300 + 40 * (np.sin(x[:, 0]) + 0.2 * randn(4, 60)))
+    rows = np.random.default_rng(0).permutation(60)
+    own = [(10, 300, 0), (0.1, 3, 1)]
     splits = [tabular.Split(rows[6:], rows[:6]), tabular.Split(rows[8:], rows[:8])]
     trains = [split.train for split in splits for _ in range(2)]
-    data, model = tabular.Data(x, y, splits), tabular.GAUSSIAN
+    data = tabular.Data(x, y, splits)
+    model = tabular.GAUSSIAN
     networks, found = tabular.train(model, data, [[r] for r in own], 2, 3, 0)
     assert tabular.member_orders([np.arange(30)], 0, 0).shape == (1, 2, 15)
     drawn = [order for i in (0, 1) for order in tabular.member_orders(trains, i, 0)[:2]]
     assert len({order.tobytes() for order in drawn}) == 4  # of one split
     hyper = [tabular.member_hyper(x, y, trains[i], *own[i // 2]) for i in range(4)]
-    together, ends = tabular.make_trainer(model, 3, 4), []
+    together = tabular.make_trainer(model, 3, 4)
     start = together.gather(tabular.start(together, hyper, 3 * 2, 0))
     start = start._replace(opt_state=start.opt_state.adam)
     # Of 52 rows, 2 batches of 26 in each of 3 epochs.
-    options = dict(optimizer=pe.adam(pe.cosine_schedule(0.5 * 6**-0.5, 6, warmup=0.05)))
-    options["loss_fn"] = lambda p, h, key, x, y: (model.loss_fn(p, x, y, 1, h), h)
-    alone = dataclasses.replace(together, members=1, devices=1, **options)
+    schedule = pe.cosine_schedule(0.5 * 6**-0.5, 6, warmup=0.05)
+    alone = dataclasses.replace(
+        together,
+        members=1,
+        devices=1,
+        optimizer=pe.adam(schedule),
+        loss_fn=lambda p, h, key, x, y: (model.loss_fn(p, x, y, 1, h), h),
+    )
+    outputs = []
     for i, rows in enumerate(trains):
         assert_close(hyper[i]["x_mean"][0], x[rows].mean(axis=0))
-        assert_close(hyper[i]["x_scale"][0], [*x[rows, :2].std(axis=0), 1])
+        assert_close(hyper[i]["x_scale"][0, :2], x[rows, :2].std(axis=0))
+        assert hyper[i]["x_scale"][0, 2] == 1
         assert_close(hyper[i]["second_decay"], own[i // 2][1] / len(rows))
         state = alone.scatter(jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], start))
         for epoch in range(3):
@@ -329,10 +360,10 @@ def test_networks_are_those_that_train_one_by_one_without_padding():
             assert order.shape == (2, 26) == (2, len(set(order.flat)) // 2)
             assert set(order.flat) <= set(rows)
             state, _ = alone.epoch(state, (x, y), order)
-        ends.append(alone.predict_members(state, x))
+        outputs.append(alone.predict_members(state, x))
         assert_close(member(networks.params, i), member(alone.gather(state).params, 0))
-    means, variances = np.concatenate(ends, axis=1)  # [4, 60] each
-    assert_close([*found], [z.reshape(2, 1, 2, 60) for z in (means, variances)])
+    means, variances = np.concatenate(outputs, axis=1)  # [4, 60] each
+    assert_close(found, [z.reshape(2, 1, 2, 60) for z in (means, variances)])
     mean, deviation = tabular.mixture(means[:2], variances[:2])
     assert_close(mean, means[:2].mean(axis=0))
     assert_close(deviation**2, variances[:2].mean(axis=0) + means[:2].var(axis=0))
@@ -348,21 +379,21 @@ def test_fits_of_near_sizes_share_a_program():
 
     model = tabular.GAUSSIAN._replace(loss_fn=loss_fn)
     for rows, batch, epochs in (100, 3, 2), (150, 4, 1):
-        x, y, train = randn(0, rows, 2), randn(1, rows), np.arange(rows - 10)
+        train = np.arange(rows - 10)
         assert tabular.member_orders([train], 0, 0).shape[-1] == batch
-        data = tabular.Data(x, y, [tabular.Split(train, train)])
+        splits = [tabular.Split(train, train)]
+        data = tabular.Data(randn(0, rows, 2), randn(1, rows), splits)
         tabular.train(model, data, [[(1, 3, 1)]], 1, epochs, 0)
         traced.append(rows)
     assert len(tabular.padded(np.ones(256))) == 512  # a row of padding is always there
-    *first, hundred, last = traced
-    assert (hundred, last) == (100, 150) and set(first) == {(4, 2)}
+    assert traced[-2:] == [100, 150] and set(traced[:-2]) == {(4, 2)}
 
 
 def test_loss_weighs_rows_by_deviation_and_has_a_decay_for_each_output():
-    x, y, key = randn(7, 20, 3), 5 + randn(8, 20), jax.random.key(0)
+    x = randn(7, 20, 3)
+    y = 5 + randn(8, 20)
     h = tabular.member_hyper(x, y, np.arange(20), 3.0, 7.0, 1)
-    params = tabular.init(key, 3, 2)
-    params = jax.tree.map(lambda p: p + randn(9, *p.shape), params)
+    params = moved(tabular.init(jax.random.key(0), 3, 2))
     seen = np.arange(20) < 17  # the rest is padding
     weights = seen * np.sqrt(tabular.gaussian_apply(params, x, h)[1])  # constants
 
@@ -382,35 +413,39 @@ def test_loss_weighs_rows_by_deviation_and_has_a_decay_for_each_output():
 
 
 def test_waves_are_sines_and_cosines_of_the_inputs_that_a_recipe_has():
-    x, y = 3 + 2 * randn(0, 20, 3), randn(1, 20)
-    params = tabular.init(jax.random.key(0), 3, 2)
-    params = jax.tree.map(lambda p: p + randn(9, *p.shape) / 9, params)
+    x = 3 + 2 * randn(0, 20, 3)
+    y = randn(1, 20)
+    params = moved(tabular.init(jax.random.key(0), 3, 2), 1 / 9)
     normal = np.float64((x - x.mean(axis=0)) / x.std(axis=0))
     phases = [k * column for column in normal.T for k in range(1, 9)]
     for on in (0, 1):
         h = tabular.member_hyper(x, y, np.arange(20), 1, 1, on)
-        z = np.c_[normal, on * np.transpose([*np.sin(phases), *np.cos(phases)])]
-        for weight, bias in jax.tree.map(np.asarray, params[:2]):
+        waves = np.concatenate([np.sin(phases), np.cos(phases)]).T
+        z = np.c_[normal, on * waves]
+        for weight, bias in params[:2]:
             z = z @ weight + bias
             z /= 1 + np.exp(-z)
-        expected = z @ np.asarray(params[2].weight) + np.asarray(params[2].bias)
+        expected = z @ params[2].weight + params[2].bias
         assert_close(tabular.network(params, x, h), expected)
     counts = [len(tabular.frequencies(inputs)) for inputs in (1, 8, 11, 500)]
     assert counts == [8, 8, 5, 1]
 
 
 def test_score_of_numbers_is_the_interval_score():
-    y, noise = randn(0, 50), randn(1, 2, 3, 50)
-    means, variances = y + 0.3 * noise[0], np.exp(noise[1])
-    (mean, deviation), totals = tabular.mixture(means, variances), np.zeros(2)
+    y = randn(0, 50)
+    noise = randn(1, 2, 3, 50)
+    means = y + 0.3 * noise[0]
+    variances = np.exp(noise[1])
+    mean, deviation = tabular.mixture(means, variances)
+    totals = np.zeros(2)
     for i, (rank, weight) in enumerate([(26, 4), (46, 20)]):  # of 51 for 50% and 90%
         q = sorted(abs(y - mean) / deviation)[rank - 1]
         for low, high, target in zip(mean - q * deviation, mean + q * deviation, y):
             totals[i] += high - low + weight * max(low - target, 0, target - high)
     expected = np.log(totals / 50).mean()
     assert_close(tabular.interval_score(means, variances, y), expected)
-    still = np.zeros((1, 50)), np.ones((1, 50)), np.zeros(50)
-    assert np.isfinite(tabular.interval_score(*still))
+    still = np.zeros((1, 50))
+    assert np.isfinite(tabular.interval_score(still, still + 1, still[0]))
     # So that the plainest recipe is taken.
     assert tabular.interval_score(means[:, :8], variances[:, :8], y[:8]) == np.inf
 
