@@ -90,9 +90,11 @@ prints the results and writes files:
                           (default: 60)
 """
 
-# This file contains, in order: settings, networks, trainer; the run, which is the
-# training loop; and the run's needs: report, picture, folder, processes, command line.
-# The data come from `mnist_data.py`.
+# The training is some 150 lines: `make_trainer` puts a network, a loss and an optimizer
+# together, and `Run.train`, `train_epoch` and `advance` loop over epochs and steps.
+# Begin to read there, or at `train_and_report`, near the end, which calls the parts in
+# their order.  The file holds settings, networks, trainer and run, and the run's needs:
+# report, picture, folder, processes, command line.  The data come from `mnist_data.py`.
 
 from __future__ import annotations
 
@@ -129,8 +131,10 @@ import ensemble_metrics as em
 import pjax_ensemble as pe
 from mnist_data import SIDE, SOURCES, Dataset, default_folder, load_data
 
-# Windows has no fcntl: a run's folder is not locked there.
-fcntl = importlib.import_module("fcntl") if importlib.util.find_spec("fcntl") else None
+try:
+    import fcntl
+except ImportError:  # on Windows, where a run's folder is not locked
+    fcntl = None
 
 
 # ---------------------------------------------------------------------------------
@@ -172,8 +176,14 @@ class Settings(NamedTuple):
 
 # The cnn's recipe was chosen on held-out training images: see docs/mnist.md.
 # The batchnorm recipe is the one in Keras's guide.
-GUIDE: dict = {"network": "batchnorm", "optimizer": "adam", "epochs": 2}
-GUIDE |= {"learning_rate": 1e-3, "schedule": "constant", "max_shift": 0}
+GUIDE = {
+    "network": "batchnorm",
+    "optimizer": "adam",
+    "epochs": 2,
+    "learning_rate": 1e-3,
+    "schedule": "constant",
+    "max_shift": 0,
+}
 RECIPES = {"cnn": Settings(), "batchnorm": Settings(**GUIDE)}
 LEARNING_RATES = {recipe.optimizer: recipe.learning_rate for recipe in RECIPES.values()}
 
@@ -208,13 +218,20 @@ def batch_norm_cnn_init(key, *, image_shape=(28, 28, 1), num_classes=10) -> tupl
     normalization.
     """
     keys = jax.random.split(key, 5)
-    norms, stats = zip(*(pe.batch_norm_init(c, scale=False) for c in (12, 24, 32)))
-    conv1 = pe.conv_init(keys[0], image_shape[-1], 12, 3, bias=False)
-    conv2 = pe.conv_init(keys[1], 12, 24, 6, bias=False)
-    conv3 = pe.conv_init(keys[2], 24, 32, 6)
-    dense = pe.dense_init(keys[3], 32, 256), pe.dense_init(keys[4], 256, num_classes)
-    params = BatchNormCNN(conv1, norms[0], conv2, norms[1], conv3, norms[2], *dense)
-    return params, stats
+    norm1, stats1 = pe.batch_norm_init(12, scale=False)
+    norm2, stats2 = pe.batch_norm_init(24, scale=False)
+    norm3, stats3 = pe.batch_norm_init(32, scale=False)
+    params = BatchNormCNN(
+        conv1=pe.conv_init(keys[0], image_shape[-1], 12, 3, bias=False),
+        norm1=norm1,
+        conv2=pe.conv_init(keys[1], 12, 24, 6, bias=False),
+        norm2=norm2,
+        conv3=pe.conv_init(keys[2], 24, 32, 6),
+        norm3=norm3,
+        dense1=pe.dense_init(keys[3], 32, 256),
+        dense2=pe.dense_init(keys[4], 256, num_classes),
+    )
+    return params, (stats1, stats2, stats3)
 
 
 def batch_norm_cnn(
@@ -225,18 +242,20 @@ def batch_norm_cnn(
     With a key, as in training, it uses the batch's statistics and dropout.  Without a
     key, as in evaluation, it uses the running statistics and no dropout.
     """
-    new_stats: list[pe.BatchStats] = []
 
-    def norm_relu(norm, x):
-        x, new = pe.batch_norm(norm, stats[len(new_stats)], x, training=key is not None)
-        new_stats.append(new)
-        return jax.nn.relu(x)
+    def norm_relu(norm, stats, x):
+        x, stats = pe.batch_norm(norm, stats, x, training=key is not None)
+        return jax.nn.relu(x), stats
 
-    x = norm_relu(params.norm1, pe.conv(params.conv1, images))
-    x = norm_relu(params.norm2, pe.conv(params.conv2, x, stride=2, padding="VALID"))
-    x = norm_relu(params.norm3, pe.conv(params.conv3, x, stride=2))
+    x = pe.conv(params.conv1, images)
+    x, stats1 = norm_relu(params.norm1, stats[0], x)
+    x = pe.conv(params.conv2, x, stride=2, padding="VALID")
+    x, stats2 = norm_relu(params.norm2, stats[1], x)
+    x = pe.conv(params.conv3, x, stride=2)
+    x, stats3 = norm_relu(params.norm3, stats[2], x)
     x = jax.nn.relu(pe.dense(params.dense1, x.mean(axis=(1, 2))))
-    return pe.dense(params.dense2, pe.dropout(key, x, 0.5)), tuple(new_stats)
+    x = pe.dropout(key, x, 0.5)
+    return pe.dense(params.dense2, x), (stats1, stats2, stats3)
 
 
 class Network(NamedTuple):
@@ -264,9 +283,11 @@ def shift_images(key: jax.Array, images: jax.Array, max_shift: int) -> jax.Array
         return images
     pad = [(0, 0), (max_shift, max_shift), (max_shift, max_shift), (0, 0)]
     starts = jax.random.randint(key, (len(images), 2), 0, 2 * max_shift + 1)
-    size = images.shape[1:]
-    crop = jax.vmap(lambda x, s: jax.lax.dynamic_slice(x, (s[0], s[1], 0), size))
-    return crop(jnp.pad(images, pad), starts)
+
+    def crop(image, start):
+        return jax.lax.dynamic_slice(image, (start[0], start[1], 0), images.shape[1:])
+
+    return jax.vmap(crop)(jnp.pad(images, pad), starts)
 
 
 def scale(images: jax.Array) -> jax.Array:
@@ -278,8 +299,11 @@ def make_trainer(settings: Settings, devices: int | None = None) -> pe.Trainer:
     network = NETWORKS[settings.network]
 
     def init_fn(key):
-        shape, num_classes = settings.image_shape, len(settings.classes)
-        return network.init(key, image_shape=shape, num_classes=num_classes)
+        return network.init(
+            key,
+            image_shape=settings.image_shape,
+            num_classes=len(settings.classes),
+        )
 
     def loss_fn(params, model_state, key, images, labels):
         shift_key, key = jax.random.split(key)
@@ -292,11 +316,22 @@ def make_trainer(settings: Settings, devices: int | None = None) -> pe.Trainer:
 
     num_steps = settings.epochs * settings.epoch_steps
     rate = SCHEDULES[settings.schedule](settings.learning_rate, num_steps)
-    adam = settings.optimizer == "adam"
-    optimizer = pe.adam(rate) if adam else pe.sgd(rate, settings.momentum)
-    how = {n: getattr(settings, n) for n in ("members", "at_once", "skip_nonfinite")}
-    how |= {"devices": devices, "microbatch": "auto", "stateful": True}
-    return pe.make_trainer(init_fn, loss_fn, optimizer, apply_fn=apply_fn, **how)
+    if settings.optimizer == "adam":
+        optimizer = pe.adam(rate)
+    else:
+        optimizer = pe.sgd(rate, settings.momentum)
+    return pe.make_trainer(
+        init_fn,
+        loss_fn,
+        optimizer,
+        apply_fn=apply_fn,
+        members=settings.members,
+        devices=devices,
+        at_once=settings.at_once,
+        microbatch="auto",
+        stateful=True,
+        skip_nonfinite=settings.skip_nonfinite,
+    )
 
 
 # ---------------------------------------------------------------------------------
