@@ -642,17 +642,24 @@ VERSIONS["python"] = sys.version.split()[0]
 
 # These are Okabe and Ito's colors, which can be told apart without red and green.  The
 # lines also differ in width and marker.
-ENSEMBLE: dict = {"color": "#d55e00", "linewidth": 2, "marker": "s", "markersize": 5}
-MEMBER: dict = {"color": "#56b4e9", "linewidth": 1, "marker": "o", "markersize": 3}
-DASHED: dict = {"color": "0.3", "linewidth": 1, "linestyle": "--"}
+ENSEMBLE = {"color": "#d55e00", "linewidth": 2, "marker": "s", "markersize": 5}
+MEMBER = {"color": "#56b4e9", "linewidth": 1, "marker": "o", "markersize": 3}
+DASHED = {"color": "0.3", "linewidth": 1, "linestyle": "--"}
 
 
-# The scores drawn over epochs and sizes.  Each has a label, a factor, its name in a
-# report's scores, its name in a line of the metrics after train_ and member_test_, and
-# the ensemble's name in that line.
+class Score(NamedTuple):
+    """A score that is drawn over epochs and over sizes."""
+
+    label: str
+    factor: int
+    key: str  # its name in a report's scores
+    metric: str  # its name in a line of the metrics, after train_ and member_test_
+    ensemble: str  # the ensemble's name in that line
+
+
 SCORES = (
-    ("NLL, nats", 1, "negative_log_likelihood", "loss", "ensemble_test_loss"),
-    ("accuracy, %", 100, "accuracy", "accuracy", "test_accuracy"),
+    Score("NLL, nats", 1, "negative_log_likelihood", "loss", "ensemble_test_loss"),
+    Score("accuracy, %", 100, "accuracy", "accuracy", "test_accuracy"),
 )
 
 
@@ -661,37 +668,51 @@ def draw_curve(axes, x, y, name: str | None, style: dict) -> None:
     axes.plot(x, y, **style)[0].set_label(name)
 
 
-def draw_score(panels, score: tuple, metrics: Sequence[dict], report: dict) -> None:
+def draw_score(over_epochs, over_size, score: Score, metrics, report: dict) -> None:
     """Draw a score over epochs and over the ensemble's size."""
-    (over_epochs, over_size), (label, factor, key, metric, ensemble) = panels, score
-    curves = [("members", f"member_test_{metric}", MEMBER)]
-    curves += [("on training images", f"train_{metric}", {**DASHED, "marker": "x"})]
-    for name, column, style in [*curves, ("ensemble", ensemble, ENSEMBLE)]:
-        values = factor * np.float64([m[column] for m in metrics])
-        draw_curve(over_epochs, [m["epoch"] for m in metrics], values, name, style)
-    members = [scores[key] for scores in report["member"] if scores]
-    sizes = [factor * scores[key] for scores in report["by_size"]]
-    over_size.axhline(factor * np.mean(members), label="a member, mean", **DASHED)
+    epochs = [m["epoch"] for m in metrics]
+
+    def draw_column(name, column, style):
+        values = score.factor * np.float64([m[column] for m in metrics])
+        draw_curve(over_epochs, epochs, values, name, style)
+
+    training = DASHED | {"marker": "x"}
+    draw_column("members", f"member_test_{score.metric}", MEMBER)
+    draw_column("on training images", f"train_{score.metric}", training)
+    draw_column("ensemble", score.ensemble, ENSEMBLE)
+    members = [scores[score.key] for scores in report["member"] if scores]
+    over_size.axhline(score.factor * np.mean(members), label="a member, mean", **DASHED)
+    sizes = [score.factor * scores[score.key] for scores in report["by_size"]]
     draw_curve(over_size, range(1, len(sizes) + 1), sizes, None, ENSEMBLE)
-    for axes, name in zip(panels, ("epoch", "members in the ensemble")):
-        axes.set(xlabel=name, ylabel=label)
+    over_epochs.set_xlabel("epoch")
+    over_size.set_xlabel("members in the ensemble")
+    for axes in over_epochs, over_size:
+        axes.set_ylabel(score.label)
         axes.locator_params(axis="x", integer=True, min_n_ticks=1)
 
 
 def draw_reliability(diagram, histogram, probs: np.ndarray, labels) -> None:
     """Draw each bin's accuracy over its confidence, and the examples per bin."""
-    members = "members", MEMBER, probs.reshape(-1, probs.shape[-1])
-    for name, style, p in members, ("ensemble", ENSEMBLE, probs.mean(axis=0)):
-        counts, confidence, accuracy = em.reliability(p, np.resize(labels, len(p)))
-        edges = np.linspace(0, 100, len(counts) + 1)
-        shares = 100 * counts / len(p)
-        histogram.stairs(shares, edges, color=style["color"], linewidth=2)
-        n, x, a = (v[counts > 0] for v in (counts, 100 * confidence, accuracy))
+    members = probs.reshape(-1, probs.shape[-1])
+    curves = [("members", members, MEMBER), ("ensemble", probs.mean(axis=0), ENSEMBLE)]
+    for name, p, style in curves:
+        bins = np.stack(em.reliability(p, np.resize(labels, len(p))))
+        counts = bins[0]
+        histogram.stairs(
+            100 * counts / len(p),
+            edges=np.linspace(0, 100, len(counts) + 1),
+            color=style["color"],
+            linewidth=2,
+        )
+        n, confidence, accuracy = bins[:, counts > 0]
+        x = 100 * confidence
         if style is ENSEMBLE:  # plus and minus a standard error (Wilson 1927)
-            error = np.sqrt(n * a * (1 - a) + 1 / 4)
-            ends = [100 * (n * a + 1 / 2 + e) / (n + 1) for e in (-error, error)]
-            diagram.vlines(x, *ends, color=style["color"], linewidth=1)
-        draw_curve(diagram, x, 100 * a, name, style)
+            middle = n * accuracy + 1 / 2
+            error = np.sqrt(n * accuracy * (1 - accuracy) + 1 / 4)
+            low = 100 * (middle - error) / (n + 1)
+            high = 100 * (middle + error) / (n + 1)
+            diagram.vlines(x, low, high, color=style["color"], linewidth=1)
+        draw_curve(diagram, x, 100 * accuracy, name, style)
     draw_curve(diagram, [0, 100], [0, 100], "calibrated", DASHED)
     diagram.set(xlabel="confidence, %", ylabel="accuracy, %")
     histogram.set(xlabel="confidence, %", ylabel="test images, %", yscale="log")
@@ -700,8 +721,10 @@ def draw_reliability(diagram, histogram, probs: np.ndarray, labels) -> None:
 def draw_images(figure, probs: np.ndarray, data: Dataset) -> None:
     """Draw the images with the highest predictive entropy, and the members' votes."""
     unsure = np.argsort(-em.predictive_entropy(probs))[:12]
-    below = "members' votes, as class: count"
-    figure.suptitle(f"test images of the highest predictive entropy; below, {below}")
+    figure.suptitle(
+        "test images of the highest predictive entropy; below, members' votes, "
+        "as class: count"
+    )
     for axes, i in zip(figure.subplots(2, 6).flat, unsure):
         axes.imshow(data.test_images[i, ..., 0], cmap="gray_r")
         votes = collections.Counter(data.classes[probs[:, i].argmax(axis=-1)].tolist())
@@ -720,13 +743,14 @@ def draw_report(path: Path, metrics, report: dict, probs, data: Dataset) -> None
 
     probs = probs[np.isfinite(probs).all(axis=(1, 2))]
     figure = Figure(figsize=(9, 9.5), layout="constrained")
-    tests = f"{data.name}, {len(data.test_images)} test images"
-    figure.suptitle(f"{tests}: an ensemble of {len(probs)}")
+    figure.suptitle(
+        f"{data.name}, {len(data.test_images)} test images: an ensemble of {len(probs)}"
+    )
     curves, images = figure.subfigures(2, 1, height_ratios=(5, 3))
     axes = curves.subplots(2, 3)
     for row, score in zip(axes, SCORES):
-        draw_score(row[:2], score, metrics, report)
-    draw_reliability(*axes[:, 2], probs, data.test_labels)
+        draw_score(row[0], row[1], score, metrics, report)
+    draw_reliability(axes[0, 2], axes[1, 2], probs, data.test_labels)
     titles = "over epochs", "over ensemble size", "reliability"
     for panel, name in zip(axes[0], titles):
         panel.set_title(name)
