@@ -454,8 +454,8 @@ CONFIGS = {
     '{"network": "x"}': "argument --network: invalid choice: 'x'",
     '{"batch_size": 0}': "argument --batch-size: expected an integer from 1 to 214748",
     '{"seed": [1]}': "argument --seed: expected an integer from 0 to 4294967295, not",
-    '{"skip_nonfinite": 2}': "argument --skip-nonfinite: ignored explicit argument '2'",
-    '{"members": true}': "argument --members: expected one argument",
+    '{"skip_nonfinite": 2}': "argument --skip-nonfinite: expected true or false, not",
+    '{"members": true}': "argument --members: expected an integer from 1 to 214748",
 }
 DAMAGED += [("config.json", x, f"config.json: {said}") for x, said in CONFIGS.items()]
 

@@ -346,6 +346,30 @@ SEGMENT_IMAGES = 4096
 FASTER = 64
 
 
+def segment_length(layout: pe.Layout, batch_size: int) -> int:
+    """Return the number of steps per call, at least one."""
+    faster = 1 if jax.default_backend() == "cpu" else FASTER
+    step_images = layout.members_per_device * batch_size // layout.replicas
+    return max(1, SEGMENT_IMAGES * faster // max(step_images, 16 * faster))
+
+
+class Evaluation(NamedTuple):
+    """A report on images, and the probabilities that it is computed from."""
+
+    report: dict  # of the members that are finite; the others are None in its `member`
+    probs: np.ndarray  # [K, N, C], of all members
+
+
+class Measured:
+    """Losses and times of the steps that this process has taken of an epoch."""
+
+    def __init__(self, members: int):
+        self.began = time.perf_counter()
+        self.losses = np.empty((members, 0))  # [K, n]
+        self.seconds = 0.0  # of training
+        self.pace = []  # each segment's seconds per step
+
+
 class Run:
     """A run: its members, its progress, and its records.
 
@@ -354,72 +378,84 @@ class Run:
 
     def __init__(self, args, settings, data, trainer, folder: Path | None = None):
         """Start a run, or continue the run in the folder.  Raises Failure."""
-        self.args, self.settings, self.data = args, settings, data
-        self.trainer, self.folder = trainer, folder
         check_same_run(settings)
+        self.args = args
+        self.settings = settings
+        self.data = data
+        self.trainer = trainer
+        self.folder = folder
         self.save_steps = max(1, round(args.save_every * settings.epoch_steps))
-        layout, faster = trainer.layout, 1 if jax.default_backend() == "cpu" else FASTER
-        a_step = layout.members_per_device * settings.batch_size // layout.replicas
-        self.segment_steps = SEGMENT_IMAGES * faster // max(a_step, 16 * faster) or 1
+        self.segment_steps = segment_length(trainer.layout, settings.batch_size)
         self.images = trainer.place((data.train_images, data.train_labels))
         self.signals = Signals()
         self.state = trainer.init(jax.random.key(settings.seed))
         self.done = 0  # steps so far
-        self.saved = self.good = -1  # steps at the last save, and at the last good one
-        self.losses = np.empty((settings.members, 0))  # of the steps since it began
-        self.metrics: list[dict] = []  # one line per epoch
-        self.failed: set[int] = set()  # members that are no longer finite
+        self.saved = -1  # steps at the last save
+        self.good = -1  # steps at the last good save
+        self.measured = Measured(settings.members)  # in the epoch so far
+        self.metrics = []  # one dict per epoch
+        self.failed = set()  # members that are no longer finite
         if args.resume:
             self.restore()
         if folder:
-            kept = {"data": args.data, "save_every": args.save_every}
-            kept |= {"dataset": data.name, "data_dir": str(args.data_dir)}
-            write_json(folder / "config.json", settings._asdict() | kept, indent=2)
+            flags = {
+                "data": args.data,
+                "save_every": args.save_every,
+                "dataset": data.name,
+                "data_dir": str(args.data_dir),
+            }
+            write_json(folder / "config.json", settings._asdict() | flags, indent=2)
             write_json(folder / "metrics.jsonl", *self.metrics)
 
-    def train(self) -> tuple[dict, np.ndarray]:
+    def train(self) -> Evaluation:
         """Train to the last epoch; save, evaluate and record after each epoch.
 
-        Returns `evaluate`'s result for the last epoch.  Raises Failure.
+        Returns the last epoch's evaluation.  Raises Failure.
         """
-        epochs, steps = self.settings.epochs, self.settings.epoch_steps
+        epochs = self.settings.epochs
+        steps = self.settings.epoch_steps
         self.save()
         # A resumed epoch may have taken all its steps, and lack only its evaluation.
         resumed = max(0, self.done - 1) // steps
         for epoch in range(resumed, max(1, epochs)):
-            # The epoch's losses [K, n] and training seconds in this process, each
-            # segment's seconds per step, and the time at which the epoch began here.
-            self.losses, self.seconds, self.pace = self.losses[:, :0], 0.0, []
-            self.began = time.perf_counter()
+            self.measured = Measured(self.settings.members)
             if self.done < min(epoch + 1, epochs) * steps:
                 self.train_epoch(epoch)
             self.save(whenever=epoch + 1 >= epochs)
-            found = self.evaluate()
-        return found
+            evaluation = self.evaluate()
+        return evaluation
 
     def train_epoch(self, epoch: int) -> None:
         """Take the remaining steps of an epoch, in segments, and save."""
-        run, step = self.settings, self.done - epoch * self.settings.epoch_steps
-        which = {"members": run.members, "seed": run.seed, "bootstrap": run.bootstrap}
-        order = pe.epoch_order(run.train_size, run.batch_size, epoch=epoch, **which)
-        what, left = f"epoch {epoch + 1} of {run.epochs}", order[:, step:]
-        with progress_bar(what, order.size, order.size - left.size) as advance:
+        settings = self.settings
+        order = pe.epoch_order(
+            settings.train_size,
+            settings.batch_size,
+            members=settings.members,
+            seed=settings.seed,
+            epoch=epoch,
+            bootstrap=settings.bootstrap,
+        )
+        left = order[:, self.done - epoch * settings.epoch_steps :]
+        what = f"epoch {epoch + 1} of {settings.epochs}"
+        with progress_bar(what, order.size, order.size - left.size) as advance_bar:
             while left.size:
                 until_saved = self.save_steps - self.done % self.save_steps
                 count = min(self.segment_steps, until_saved)
                 segment, left = np.split(left, [count], axis=1)
                 self.advance(segment)
                 self.save()
-                advance(segment.size)
+                advance_bar(segment.size)
 
     def advance(self, order: np.ndarray) -> None:
         """Take a segment's steps, whose rows are order [K, n, B]; look for signals."""
+        measured = self.measured
         started = time.perf_counter()
         self.state, losses = self.trainer.epoch(self.state, self.images, order)
-        self.losses = np.concatenate([self.losses, losses], axis=1)
+        measured.losses = np.concatenate([measured.losses, losses], axis=1)
         seconds = time.perf_counter() - started
-        self.seconds += seconds
-        self.pace.append(seconds / order.shape[1])
+        measured.seconds += seconds
+        measured.pace.append(seconds / order.shape[1])
         self.done += order.shape[1]
         if not (np.isfinite(losses[:, -1]).any() or self.settings.skip_nonfinite):
             raise self.diverged()
@@ -428,7 +464,8 @@ class Run:
 
     def look(self) -> None:
         """If a process has received a signal, save, and raise Failure."""
-        if number := self.signals.agree():
+        number = self.signals.agree()
+        if number:
             self.save(whenever=True)
             self.signals.agree()  # no process leaves before process 0 has saved
             text = "nothing is saved without --workdir; run it again"
@@ -450,7 +487,8 @@ class Run:
         finite = [np.isfinite(x).reshape(len(x), -1).all(axis=1) for x in leaves]
         if not np.all(finite, axis=0).any():  # in every leaf, for some member
             raise self.diverged()
-        if not self.losses.size or np.isfinite(self.losses[:, -1]).any():
+        last = self.measured.losses[:, -1:]
+        if not last.size or np.isfinite(last).any():
             self.good = self.done
         if self.folder:
             save_checkpoint(self.folder, state, self.done, self.args.keep, self.good)
@@ -458,62 +496,66 @@ class Run:
 
     def restore(self) -> None:
         """Continue from the newest valid checkpoint, which process 0 reads."""
-        done, state = 0, self.trainer.gather(self.state)
+        done = 0
+        state = self.trainer.gather(self.state)
         if self.folder:
             there, _ = read_config(self.folder)
             check_same(f"--resume from {self.folder}", self.settings, there)
             done, state = load_checkpoint(self.folder, state, self.settings)
             self.metrics = read_metrics(self.folder, done // there.epoch_steps)
-        key = np.asarray(jax.random.key_data(state.key))
+        key = jax.random.key_data(state.key)
         done, key, state = share((np.int32(done), key, state._replace(key=None)))
-        self.done = self.saved = int(done)
-        self.good = -1 if self.settings.skip_nonfinite else self.done
-        key = jax.random.wrap_key_data(key)
-        self.state = self.trainer.scatter(state._replace(key=key))
+        self.done = int(done)
+        self.saved = self.done
+        if not self.settings.skip_nonfinite:
+            self.good = self.done
+        state = state._replace(key=jax.random.wrap_key_data(key))
+        self.state = self.trainer.scatter(state)
 
     def diverged(self) -> Failure:
         text = f"no model is finite after step {self.done}; lower --learning-rate"
-        good = f" (the checkpoint of step {self.good} is good)" * (self.good >= 0)
-        return Failure(text + good, status=3)
+        if self.good >= 0:
+            text += f" (the checkpoint of step {self.good} is good)"
+        return Failure(text, status=3)
 
-    def evaluate(self) -> tuple[dict, np.ndarray]:
+    def evaluate(self) -> Evaluation:
         """Evaluate on the test images and on half as many training images.
 
-        Returns the report on the test images, and the members' probabilities for them
-        [K, N, C].
+        Returns the evaluation on the test images.
         """
-        data, half = self.data, slice((len(self.data.test_images) + 1) // 2)
+        data = self.data
+        half = (len(data.test_images) + 1) // 2
         started = time.perf_counter()
-        test, probs = self.score(data.test_images, data.test_labels)
+        test = self.score(data.test_images, data.test_labels)
         seconds = time.perf_counter() - started
-        train, _ = self.score(data.train_images[half], data.train_labels[half])
+        train = self.score(data.train_images[:half], data.train_labels[:half])
         epoch = self.done // self.settings.epoch_steps
-        self.name_failed(test["member"], epoch)
+        self.name_failed(test.report["member"], epoch)
         if epoch > max((m["epoch"] for m in self.metrics), default=0):  # not recorded
-            self.record(epoch, train, test, seconds)
-        return test, probs
+            self.record(epoch, train.report, test.report, seconds)
+        return test
 
-    def score(self, images: np.ndarray, labels: np.ndarray) -> tuple[dict, np.ndarray]:
-        """Return a report on images, and the members' probabilities [K, N, C].
+    def score(self, images: np.ndarray, labels: np.ndarray) -> Evaluation:
+        """Predict images, and report on the members whose probabilities are finite.
 
-        It is `em.ensemble_report` of the members whose probabilities are finite; the
-        others are None in its `member`.  Between blocks of images it looks for signals.
-        Raises Failure if no member is finite.
+        Between blocks of images it looks for signals.  Raises Failure if no member is
+        finite.
         """
-        parts, members = [], self.settings.members
-        with progress_bar("predicting", members * len(images)) as advance:
+        blocks = []
+        members = self.settings.members
+        with progress_bar("predicting", members * len(images)) as advance_bar:
             for block in self.trainer.predict_blocks(self.state, images):
-                parts.append(block)
+                blocks.append(block)
                 self.look()
-                advance(members * block.shape[1])
-        probs = np.concatenate(parts, axis=1)
+                advance_bar(members * block.shape[1])
+        probs = np.concatenate(blocks, axis=1)
         finite = np.isfinite(probs).all(axis=(1, 2))
         if not finite.any():
             raise self.diverged()
         report = em.ensemble_report(probs[finite], labels)
         scores = iter(report["member"])
         report["member"] = [next(scores) if ok else None for ok in finite]
-        return report, probs
+        return Evaluation(report, probs)
 
     def name_failed(self, members: list, epoch: int) -> None:
         """Print each member that has failed, once, and the number of skipped steps.
@@ -521,45 +563,51 @@ class Run:
         A member without scores has failed.  The losses are those that this process has
         seen: all of the epoch's, unless the run was resumed in the middle of it.
         """
-        for i, n in enumerate(np.sum(~np.isfinite(self.losses), axis=1)):
+        counts = np.sum(~np.isfinite(self.measured.losses), axis=1)
+        for i, count in enumerate(counts):
             if members[i] is None and i not in self.failed:
                 self.failed.add(i)
-                loss = f"; its loss was not finite in {n} of the steps" if n else ""
-                print(f"notice: member {i} is not finite after epoch {epoch}{loss}")
-            elif self.settings.skip_nonfinite and n:
-                steps = f"{n} steps of epoch {epoch} that were not finite"
-                print(f"notice: member {i} skipped {steps}")
+                text = f"notice: member {i} is not finite after epoch {epoch}"
+                if count:
+                    text += f"; its loss was not finite in {count} of the steps"
+                print(text)
+            elif self.settings.skip_nonfinite and count:
+                print(
+                    f"notice: member {i} skipped {count} steps of epoch {epoch} that "
+                    "were not finite"
+                )
 
     def record(self, epoch: int, train: dict, test: dict, test_seconds: float) -> None:
-        """Print the epoch's line and write its metrics.
-
-        The line follows Flax's guide, in nats and percent, and adds two times: the
-        epoch's seconds in this process, and an estimate of the seconds left.
-        """
+        """Write the epoch's metrics, and print its line."""
         nll = "negative_log_likelihood"
-        num_images = self.losses.size * self.settings.batch_size
-        said, metrics = f"epoch: {epoch:2d}", {"epoch": epoch}
-        for part, report in (("train", train), ("test", test)):
-            loss = float(np.mean([m[nll] for m in report["member"] if m]))
-            accuracy = report["ensemble"]["accuracy"]
-            metrics |= {f"{part}_loss": loss, f"{part}_accuracy": accuracy}
-            said += f", {part}_loss: {loss:.4f}, {part}_accuracy: {100 * accuracy:.2f}"
-        metrics |= {
+
+        def mean_loss(report):
+            return float(np.mean([m[nll] for m in report["member"] if m]))
+
+        settings = self.settings
+        seconds = self.measured.seconds
+        num_images = self.measured.losses.size * settings.batch_size
+        metrics = {
+            "epoch": epoch,
+            "train_loss": mean_loss(train),
+            "train_accuracy": train["ensemble"]["accuracy"],
+            "test_loss": mean_loss(test),
+            "test_accuracy": test["ensemble"]["accuracy"],
             "ensemble_test_loss": test["ensemble"][nll],
             "member_test_loss": [m and m[nll] for m in test["member"]],
             "member_test_accuracy": [m and m["accuracy"] for m in test["member"]],
-            "train_seconds": self.seconds,
+            "train_seconds": seconds,
             "test_seconds": test_seconds,
-            "member_images_per_second": num_images / (self.seconds or math.inf) or None,
+            "member_images_per_second": num_images / seconds if seconds else None,
         }
-        took = time.perf_counter() - self.began
-        said += f", {took:.0f} s"
-        if self.pace:  # the median excludes a slow first segment, which JAX compiles
-            training = self.settings.epoch_steps * np.median(self.pace)
-            each = training + took - self.seconds
-            said += f", {(self.settings.epochs - epoch) * each:.0f} s left"
-        print(said, flush=True)
         self.metrics.append(metrics)
+        took = time.perf_counter() - self.measured.began
+        left = None
+        if self.measured.pace:
+            # The median excludes a slow first segment, which JAX compiles.
+            training = settings.epoch_steps * np.median(self.measured.pace)
+            left = (settings.epochs - epoch) * (training + took - seconds)
+        print_epoch(metrics, took, left)
         if self.folder:
             write_json(self.folder / "metrics.jsonl", *self.metrics)
 
@@ -577,8 +625,15 @@ def progress_bar(what: str, total: int, done: int = 0) -> Iterator[Callable]:
         return
     from tqdm import tqdm
 
-    form = {"unit": " images", "unit_scale": True, "dynamic_ncols": True}
-    with tqdm(desc=what, total=total, initial=done, leave=False, **form) as bar:
+    with tqdm(
+        desc=what,
+        total=total,
+        initial=done,
+        leave=False,
+        unit=" images",
+        unit_scale=True,
+        dynamic_ncols=True,
+    ) as bar:
         yield bar.update
 
 
@@ -597,42 +652,142 @@ def named(cause: Any, *errors: type, status: int = 2) -> Iterator[None]:
         yield
     except errors as error:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        reason += " is missing" * isinstance(error, KeyError)
+        if isinstance(error, KeyError):
+            reason += " is missing"
         raise Failure(f"{cause}: {reason}", status) from error
 
 
 # ---------------------------------------------------------------------------------
-# Report
+# Report: the lines and tables that a run prints
 # ---------------------------------------------------------------------------------
 
 
-def print_table(title: str, rows: Sequence[tuple[str, dict | None]]) -> None:
+VERSIONS = {module.__name__: module.__version__ for module in (pe, jax, jaxlib, np)}
+VERSIONS["python"] = sys.version.split()[0]
+
+# The settings that a run's first line names.
+RECIPE = (
+    "network",
+    "optimizer",
+    "epochs",
+    "batch_size",
+    "learning_rate",
+    "momentum",
+    "schedule",
+    "max_shift",
+    "bootstrap",
+    "skip_nonfinite",
+    "at_once",
+    "seed",
+)
+
+
+def describe(settings: Settings, data: Dataset, layout, full: pe.Layout) -> str:
+    """Return a line about a run: its data, models, devices, recipe and versions.
+
+    `full` is its layout if it used all devices that it may use.
+    """
+    height, width, _ = settings.image_shape
+    processes = jax.process_count()
+    models = (
+        "one model" if settings.mode == "sync" else f"an ensemble of {layout.members}"
+    )
+    line = (
+        f"{data.name}, {settings.train_size} training and {len(data.test_images)} test "
+        f"images of {height} x {width}, {len(data.classes)} classes: {models} on "
+        f"{layout.devices} of {jax.device_count()} {jax.default_backend().upper()} "
+        "devices"
+    )
+    if processes > 1:
+        line += f" of {processes} processes"
+    if layout.members_per_device > 1:
+        line += f" ({layout.members_per_device} per device)"
+    if layout.replicas > 1:
+        line += f" ({layout.replicas} replicas per model)"
+    if layout.replicas < full.replicas:
+        line += (
+            f" (a batch of {settings.batch_size} does not split over {full.replicas})"
+        )
+    recipe = {name: getattr(settings, name) for name in RECIPE} | VERSIONS
+    if settings.optimizer != "sgd":
+        del recipe["momentum"]
+    shown = [
+        f"{name} {value}"
+        for name, value in recipe.items()
+        if value is not None and value is not False
+    ]
+    return f"{line}; {', '.join(shown)}"
+
+
+def announce(settings: Settings, data: Dataset, layout, asked: int | None) -> None:
+    """Print a line about the run, and notices about its devices and its steps.
+
+    The notices name devices that stay idle, and steps that are too few.
+    """
+    wanted = asked or jax.device_count()
+    full = pe.layout(layout.members, wanted, jax.process_count())
+    print(describe(settings, data, layout, full), flush=True)
+    if layout.devices == full.devices < wanted:
+        print(
+            f"notice: {layout.members} members use {layout.devices} of {wanted} "
+            "devices: more would be no faster; --members "
+            f"{wanted * layout.members_per_device} would use all"
+        )
+    steps = settings.epochs * settings.epoch_steps
+    momentum = inspect.signature(pe.batch_norm).parameters["momentum"].default
+    enough = math.ceil(math.log(0.05, momentum))  # 5% of the initial values remain
+    if settings.network == "batchnorm" and 0 < steps < enough:
+        print(
+            f"notice: after {steps} steps, running statistics are "
+            f"{momentum**steps:.0%} their initial values; take {enough} steps or more"
+        )
+
+
+def print_epoch(metrics: dict, took, left) -> None:
+    """Print an epoch's line, as in Flax's guide: losses in nats, accuracies in percent.
+
+    It adds two times: the epoch's seconds in this process, and an estimate of the
+    seconds left.
+    """
+    line = (
+        f"epoch: {metrics['epoch']:2d}, "
+        f"train_loss: {metrics['train_loss']:.4f}, "
+        f"train_accuracy: {100 * metrics['train_accuracy']:.2f}, "
+        f"test_loss: {metrics['test_loss']:.4f}, "
+        f"test_accuracy: {100 * metrics['test_accuracy']:.2f}, {took:.0f} s"
+    )
+    if left is not None:
+        line += f", {left:.0f} s left"
+    print(line, flush=True)
+
+
+def print_table(title: str, rows: list[tuple]) -> None:
     print(f"\n{title}\n{'':10}{'accuracy':>10}{'NLL':>10}{'Brier':>10}{'ECE':>10}")
     for name, scores in rows:
-        row = f"{'failed: not finite':>22}"
-        if scores:
-            accuracy, *others = scores.values()
-            row = f"{100 * accuracy:9.2f}%" + "".join(f"{s:10.4f}" for s in others)
+        if scores is None:
+            row = f"{'failed: not finite':>22}"
+        else:
+            others = [f"{x:10.4f}" for key, x in scores.items() if key != "accuracy"]
+            row = f"{100 * scores['accuracy']:9.2f}%{''.join(others)}"
         print(f"{name:10}{row}")
 
 
 def print_report(mode: str, report: dict) -> None:
     """Print the final tables: members and ensemble, or one model; then sizes."""
-    rows = [(f"member {i}", scores) for i, scores in enumerate(report["member"])]
-    rows.append(("ensemble", report["ensemble"]))
-    rows = [("model", report["ensemble"])] if mode == "sync" else rows
+    rows = [("model", report["ensemble"])]
+    if mode != "sync":
+        rows = [(f"member {i}", scores) for i, scores in enumerate(report["member"])]
+        rows.append(("ensemble", report["ensemble"]))
     print_table(f"{report['dataset']}, {report['test_examples']} test images", rows)
     if report["members"] == 1:
         return
     sizes = [(f"first {n}", scores) for n, scores in enumerate(report["by_size"], 1)]
     print_table("ensemble by size, finite members only", sizes)
-    entropy = f"predictive entropy {report['predictive_entropy']:.4f} nats"
-    shared = f"of which mutual information {report['mutual_information']:.4f}"
-    print(f"\ndisagreement {report['disagreement']:.2%} of pairs, {entropy}, {shared}")
-
-
-VERSIONS = {module.__name__: module.__version__ for module in (pe, jax, jaxlib, np)}
-VERSIONS["python"] = sys.version.split()[0]
+    print(
+        f"\ndisagreement {report['disagreement']:.2%} of pairs, predictive entropy "
+        f"{report['predictive_entropy']:.4f} nats, of which mutual information "
+        f"{report['mutual_information']:.4f}"
+    )
 
 
 # ---------------------------------------------------------------------------------
@@ -779,8 +934,10 @@ def locked(folder: Path) -> Iterator[None]:
             if fcntl:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            used = f"--workdir {folder} is in use by process {file.read(100).strip()}"
-            raise Failure(f"{used}; wait for it, or choose another folder") from None
+            raise Failure(
+                f"--workdir {folder} is in use by process {file.read(100).strip()}; "
+                "wait for it, or choose another folder"
+            ) from None
         file.truncate(0)
         print(os.getpid(), "on", socket.gethostname(), file=file, flush=True)
         yield
@@ -793,11 +950,12 @@ def clear(folder: Path, resume: bool) -> None:
         os.unlink(folder / name)
     results = [folder / "report.json", folder / "metrics.jsonl"]
     found = [path for path in results if path.exists() and path.stat().st_size]
-    found += [path for _, path in checkpoints(folder)]
+    found += [checkpoint.path for checkpoint in checkpoints(folder)]
     if found and not resume:
-        earlier = f"--workdir {folder} holds {found[0].name} of an earlier run"
-        choice = "continue that run (--resume), choose another folder, or remove it"
-        raise Failure(f"{earlier}; {choice}")
+        raise Failure(
+            f"--workdir {folder} holds {found[0].name} of an earlier run; continue "
+            "that run (--resume), choose another folder, or remove it"
+        )
 
 
 def write_json(path: Path, *values: dict, indent: int | None = None) -> None:
@@ -810,12 +968,29 @@ def write_json(path: Path, *values: dict, indent: int | None = None) -> None:
 @contextlib.contextmanager
 def read_json(path: Path) -> Iterator[dict]:
     """Yield a JSON file's object; errors in the block become a Failure naming it."""
-    errors = OSError, ValueError, TypeError, KeyError, RecursionError, Failure
-    with named(path, *errors):
+    with named(path, OSError, ValueError, TypeError, KeyError, RecursionError, Failure):
         found = json.loads(path.read_text())
         if not isinstance(found, dict):
             raise ValueError("the file does not hold a JSON object, {...}")
         yield found
+
+
+def read_flag(name: str, value: Any) -> Any:
+    """Return a flag's value in config.json, checked as on the command line."""
+    kind = FLAGS[name]
+    text = str(value)
+    with named(f"argument {flag(name)}", ValueError, argparse.ArgumentTypeError):
+        if kind is bool:
+            if isinstance(value, bool):
+                return value
+            raise ValueError(f"expected true or false, not {text!r}")
+        if callable(kind):
+            return kind(text)
+        if text in kind:
+            return text
+        raise ValueError(
+            f"invalid choice: {text!r} (choose from {', '.join(map(repr, kind))})"
+        )
 
 
 def read_config(folder: Path) -> tuple[Settings, dict]:
@@ -824,19 +999,26 @@ def read_config(folder: Path) -> tuple[Settings, dict]:
     The values are checked as flags are.  Raises Failure.
     """
     with read_json(folder / "config.json") as config:
-        kept = {name: config[name] for name in FLAGS if config.get(name) is not None}
-        argv = [flag(name) for name, value in kept.items() if value is True]
-        argv += [f"{flag(n)}={x}" for n, x in kept.items() if not isinstance(x, bool)]
-        flags = given_flags(argv)
+        flags = {
+            name: read_flag(name, config[name])
+            for name in FLAGS
+            if config.get(name) is not None
+        }
         values = {name: flags.get(name, config[name]) for name in Settings._fields}
         return Settings(**values), flags
 
 
-def checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """Return the steps and paths of the files named as checkpoints, newest first."""
+class Checkpoint(NamedTuple):
+    step: int
+    path: Path
+
+
+def checkpoints(folder: Path) -> list[Checkpoint]:
+    """Return the files named as checkpoints, newest first."""
     name = re.compile(r"checkpoint_(\d{8,18})\.safetensors")
     matches = map(name.fullmatch, os.listdir(folder))
-    return sorted([(int(m[1]), folder / m[0]) for m in matches if m], reverse=True)
+    found = [Checkpoint(int(m[1]), folder / m[0]) for m in matches if m]
+    return sorted(found, reverse=True)
 
 
 def save_checkpoint(folder: Path, state, done: int, keep: int, good: int) -> None:
@@ -846,10 +1028,11 @@ def save_checkpoint(folder: Path, state, done: int, keep: int, good: int) -> Non
     steps do not count, and stay: they were skipped as damaged.
     """
     pe.save(folder / f"checkpoint_{done:08d}.safetensors", state)
-    older = [found for found in checkpoints(folder) if found[0] <= done]
-    for path in (path for step, path in older[keep:] if -1 < good != step):
-        with contextlib.suppress(PermissionError):  # on Windows, while it is read
-            os.unlink(path)
+    older = [found for found in checkpoints(folder) if found.step <= done]
+    for found in older[keep:]:
+        if -1 < good != found.step:
+            with contextlib.suppress(PermissionError):  # on Windows, while it is read
+                os.unlink(found.path)
 
 
 def load_members(path: Path, step: int, like, settings: Settings) -> pe.TrainState:
@@ -883,7 +1066,8 @@ def load_checkpoint(folder: Path, like, settings: Settings) -> tuple:
 
 def read_metrics(folder: Path, epochs: int) -> list[dict]:
     """Return the lines of epochs up to `epochs`; warn of each damaged line."""
-    path, metrics = folder / "metrics.jsonl", []
+    path = folder / "metrics.jsonl"
+    metrics = []
     lines = path.read_bytes().splitlines() if path.exists() else []
     for number, line in enumerate(lines, 1):
         try:
@@ -891,8 +1075,10 @@ def read_metrics(folder: Path, epochs: int) -> list[dict]:
             if found["epoch"] <= epochs:
                 metrics.append(found)
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            where = f"train_mnist.py: warning: {path}, line {number}"
-            print(f"{where}: {error}", file=sys.stderr)
+            print(
+                f"train_mnist.py: warning: {path}, line {number}: {error}",
+                file=sys.stderr,
+            )
     return metrics
 
 
@@ -913,13 +1099,16 @@ class Trained(NamedTuple):
         return self.trainer.predict_members(self.state, self._pixels(images))
 
     def _pixels(self, images: Any) -> np.ndarray:
-        images, shape = np.asarray(images), tuple(self.config["image_shape"])
-        if images.dtype != np.uint8 or images.shape[1:] not in (shape, shape[:2]):
-            found = f"images are {images.dtype} {[*images.shape]}; expected uint8"
-            form = f"[N, {shape[0]}, {shape[1]}], pixels from 0 to 255 (x in [0, 1] is"
-            hint = "np.uint8(np.rint(255 * x)), one image is images[None])"
-            raise ValueError(f"{found} {form} {hint}")
-        return images.reshape(-1, *shape)
+        images = np.asarray(images)
+        height, width, channels = self.config["image_shape"]
+        shapes = [(height, width), (height, width, channels)]
+        if images.dtype != np.uint8 or images.shape[1:] not in shapes:
+            raise ValueError(
+                f"images are {images.dtype} {list(images.shape)}; expected uint8 "
+                f"[N, {height}, {width}], pixels from 0 to 255 (x in [0, 1] is "
+                "np.uint8(np.rint(255 * x)), one image is images[None])"
+            )
+        return images.reshape(-1, height, width, channels)
 
 
 def load_run(workdir: str | os.PathLike, devices: int | None = None) -> Trained:
@@ -938,18 +1127,24 @@ def load_run(workdir: str | os.PathLike, devices: int | None = None) -> Trained:
         settings, _ = read_config(folder)
         like = make_trainer(settings, 1).like()
         num_steps = settings.epochs * settings.epoch_steps
-        done, path = max(checkpoints(folder), default=(None, folder))
-        if done != num_steps:
-            raise ValueError(f"its newest checkpoint is step {done} of {num_steps}")
+        newest = max(checkpoints(folder), default=Checkpoint(None, folder))
+        if newest.step != num_steps:
+            raise ValueError(
+                f"its newest checkpoint is step {newest.step} of {num_steps}"
+            )
         with read_json(folder / "report.json") as report:
             scored = [isinstance(scores, dict) for scores in report["member"]]
             if len(scored) != settings.members or not any(scored):
-                has = f"holds scores of {sum(scored)} of {len(scored)} members"
-                raise ValueError(f"{has}; config.json has {settings.members} members")
-        state = load_members(path, done, like, settings)
+                raise ValueError(
+                    f"holds scores of {sum(scored)} of {len(scored)} members; "
+                    f"config.json has {settings.members} members"
+                )
+        state = load_members(newest.path, num_steps, like, settings)
     except (OSError, ValueError, TypeError, Failure) as error:
-        hint = f"continue a run by: python train_mnist.py --resume --workdir {folder}"
-        raise ValueError(f"{folder} holds no finished run: {error}; {hint}") from error
+        raise ValueError(
+            f"{folder} holds no finished run: {error}; continue a run by: python "
+            f"train_mnist.py --resume --workdir {folder}"
+        ) from error
     trainer = make_trainer(settings._replace(members=sum(scored)), devices)
     state = trainer.scatter(jax.tree.map(lambda x: x[np.array(scored)], state))
     return Trained(trainer, state, np.array(settings.classes), settings._asdict())
@@ -970,7 +1165,7 @@ class Signals:
 
     def __init__(self):
         self.received = 0  # the number of the last signal
-        self.replaced: dict = {}  # handlers, while it listens
+        self.replaced = {}  # handlers, while it listens
 
     def listen(self) -> None:
         if self.replaced or threading.current_thread() is not threading.main_thread():
@@ -1000,17 +1195,15 @@ def connect(args: argparse.Namespace) -> None:
     where = f"--coordinator {args.coordinator}" if args.coordinator else "--distributed"
 
     def give_up():  # JAX would abort with a trace of C++
-        late = f"the processes did not meet within {args.connect_timeout} seconds"
-        hint = "start each with its own id and the same number of processes"
-        os.write(2, f"train_mnist.py: error: {where}: {late}; {hint}\n".encode())
+        text = (
+            f"train_mnist.py: error: {where}: the processes did not meet within "
+            f"{args.connect_timeout} seconds; start each with its own id and the same "
+            "number of processes\n"
+        )
+        os.write(2, text.encode())
         os._exit(1)
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    processes = args.coordinator, args.num_processes, args.process_id
-    options = {"initialization_timeout": args.connect_timeout + 60}
-    known = inspect.signature(jax.distributed.initialize).parameters
-    if "heartbeat_timeout_seconds" in known:  # JAX 0.5 lacks it
-        options["heartbeat_timeout_seconds"] = 30
     timer = threading.Timer(args.connect_timeout, give_up)
     handler = signal.getsignal(signal.SIGTERM)
     with named(where, OSError, ValueError, RuntimeError, status=1):
@@ -1019,13 +1212,22 @@ def connect(args: argparse.Namespace) -> None:
             if args.process_id == 0:  # at a busy port JAX would end without a message
                 port = int(args.coordinator.rpartition(":")[2])
                 socket.create_server(("", port)).close()
-            jax.distributed.initialize(*processes, **options)
+            jax.distributed.initialize(
+                args.coordinator,
+                args.num_processes,
+                args.process_id,
+                initialization_timeout=args.connect_timeout + 60,
+                heartbeat_timeout_seconds=30,
+            )
         finally:
             timer.cancel()
     signal.signal(signal.SIGTERM, handler)  # JAX has set its own
-    count, there = jax.process_count(), f"the process at {args.coordinator}"
+    count = jax.process_count()
     if args.num_processes not in (None, count):
-        raise Failure(f"--num-processes {args.num_processes}: {there} expects {count}")
+        raise Failure(
+            f"--num-processes {args.num_processes}: the process at {args.coordinator} "
+            f"expects {count}"
+        )
 
 
 def share(tree: Any) -> Any:
@@ -1033,8 +1235,10 @@ def share(tree: Any) -> Any:
     return jax.tree.map(lambda x: pe.gather_processes(x)[0], tree)
 
 
-OTHER_RUN = "a run keeps its settings, also its epochs: leave out the flags that "
-OTHER_RUN += "differ, or start a new run in another --workdir"
+OTHER_RUN = (
+    "a run keeps its settings, also its epochs: leave out the flags that differ, or "
+    "start a new run in another --workdir"
+)
 
 
 def check_same(who: str, ours: Settings, theirs: Settings, remedy=OTHER_RUN) -> None:
@@ -1065,7 +1269,8 @@ def checked(kind: Callable, expected: str, holds: Callable) -> Callable:
 
     def read(text: str):
         with contextlib.suppress(ValueError):
-            if holds(value := kind(text)):
+            value = kind(text)
+            if holds(value):
                 return value
         raise argparse.ArgumentTypeError(f"expected {expected}, not {text!r}")
 
@@ -1086,28 +1291,40 @@ nonnegative = checked(float, "a finite number from 0 on", lambda x: 0 <= x < mat
 positive = checked(float, "a number above 0, at most 1e38", lambda x: 0 < x <= 1e38)
 below_one = checked(float, "a number from 0 on, below 1", lambda x: 0 <= x < 1)
 
-# The type or the choices of flags' values; a bool flag takes no value.
-TYPES: dict = {
-    "members at_once batch_size train_size keep": integer(1),
-    "epochs max_shift process_id": integer(0),
-    "devices": integer(1, 1024),
-    "seed": integer(0, 2**32 - 1),
-    "num_processes": integer(1, 2**16),
-    "connect_timeout": integer(1, 24 * 60 * 60),
-    "learning_rate": nonnegative,
-    "momentum": below_one,
-    "save_every": positive,
-    "coordinator": address,
-    "workdir": Path,
-    "data_dir": lambda text: Path(text).absolute(),
+at_least_zero = integer(0)
+at_least_one = integer(1)
+
+# The type or the choices of each flag's value; a bool flag takes no value.
+FLAGS = {
     "mode": ("ensemble", "sync"),
+    "members": at_least_one,
+    "devices": integer(1, 1024),
+    "at_once": at_least_one,
     "network": NETWORKS,
     "optimizer": LEARNING_RATES,
+    "epochs": at_least_zero,
+    "batch_size": at_least_one,
+    "learning_rate": nonnegative,
+    "momentum": below_one,
     "schedule": SCHEDULES,
+    "max_shift": at_least_zero,
+    "bootstrap": bool,
+    "skip_nonfinite": bool,
+    "seed": integer(0, 2**32 - 1),
     "data": SOURCES,
-    "bootstrap skip_nonfinite plot resume distributed": bool,
+    "data_dir": lambda text: Path(text).absolute(),
+    "train_size": at_least_one,
+    "workdir": Path,
+    "plot": bool,
+    "save_every": positive,
+    "keep": at_least_one,
+    "resume": bool,
+    "coordinator": address,
+    "num_processes": integer(1, 2**16),
+    "process_id": at_least_zero,
+    "distributed": bool,
+    "connect_timeout": integer(1, 24 * 60 * 60),
 }
-FLAGS = {name: kind for names, kind in TYPES.items() for name in names.split()}
 # The other defaults are in `Settings`, `parse_arguments` and `prepare`, or None.
 DEFAULTS = {"data": "auto", "save_every": 1.0, "keep": 3, "connect_timeout": 60}
 
@@ -1128,10 +1345,29 @@ def given_flags(argv: Sequence[str] | None) -> dict:
     """Return the values of the given flags, by name.  Raises Failure."""
     parser = Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for name, kind in FLAGS.items():
-        takes = {"type": kind} if callable(kind) else {"choices": tuple(kind)}
-        takes = {"action": "store_true"} if kind is bool else takes
-        parser.add_argument(flag(name), **takes)
+        if kind is bool:
+            parser.add_argument(flag(name), action="store_true")
+        elif callable(kind):
+            parser.add_argument(flag(name), type=kind)
+        else:
+            parser.add_argument(flag(name), choices=tuple(kind))
     return vars(parser.parse_args(argv))
+
+
+def resumed_flags(given: dict) -> dict:
+    """Return the flags of the run to resume.
+
+    Raises Failure if a given flag would change a setting of that run.
+    """
+    folder = given["workdir"]
+    # Only process 0 of several processes must have it.
+    others = given.get("process_id") or "distributed" in given
+    if others and not (folder / "config.json").exists():
+        return {}
+    settings, flags = read_config(folder)
+    changes = {name: x for name, x in given.items() if name in Settings._fields}
+    check_same(f"--resume from {folder}", settings._replace(**changes), settings)
+    return flags
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -1140,19 +1376,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     A flag without a value is None.  Raises Failure for a value out of range, and for
     flags that exclude each other.
     """
-    given, kept = given_flags(argv), {}
+    given = given_flags(argv)
     for name in ("plot", "save_every", "keep", "resume"):
         if name in given and "workdir" not in given:
             raise Failure(f"{flag(name)} needs --workdir, the folder of the run")
-    if "resume" in given:
-        folder = given["workdir"]
-        # Only process 0 of several processes must have it.
-        others = given.get("process_id") or "distributed" in given
-        if not others or (folder / "config.json").exists():
-            settings, kept = read_config(folder)
-            changes = {n: x for n, x in given.items() if n in Settings._fields}
-            ours = settings._replace(**changes)
-            check_same(f"--resume from {folder}", ours, settings)
+    kept = resumed_flags(given) if "resume" in given else {}
     defaults = dict.fromkeys(FLAGS) | DEFAULTS | {"data_dir": default_folder()}
     args = argparse.Namespace(**(defaults | kept | given))
     if args.mode == "sync" and args.members not in (None, 1):
@@ -1162,54 +1390,81 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         raise Failure("--momentum: --optimizer adam has no momentum; leave it out")
     if "data_dir" in given and args.data == "generated":
         raise Failure("--data-dir: --data generated reads no files; leave it out")
-    _, count, number = three = args.coordinator, args.num_processes, args.process_id
-    if three.count(None) not in ((3,) if args.distributed else (0, 3)):
-        names = "--coordinator, --num-processes and --process-id"
-        raise Failure(f"{names}: give all three, or --distributed alone")
-    if args.coordinator and number >= count:
-        raise Failure(f"--process-id {number}: expected 0 to {count - 1}")
+    missing = [args.coordinator, args.num_processes, args.process_id].count(None)
+    if missing in (1, 2) or (args.distributed and missing == 0):
+        raise Failure(
+            "--coordinator, --num-processes and --process-id: give all three, or "
+            "--distributed alone"
+        )
+    if args.coordinator and args.process_id >= args.num_processes:
+        raise Failure(
+            f"--process-id {args.process_id}: expected 0 to {args.num_processes - 1}"
+        )
     return args
 
 
 def data_settings(data: Dataset) -> dict:
     """Return the settings that the data determine, as JSON holds them."""
-    digest = hashlib.sha256(b"".join(data[1:5])).hexdigest()
-    shape, classes = [*data.train_images.shape[1:]], data.classes.tolist()
-    return {"dataset_sha256": digest, "image_shape": shape, "classes": classes}
+    arrays = data.train_images, data.train_labels, data.test_images, data.test_labels
+    return {
+        "dataset_sha256": hashlib.sha256(b"".join(arrays)).hexdigest(),
+        "image_shape": list(data.train_images.shape[1:]),
+        "classes": data.classes.tolist(),
+    }
+
+
+def settle(args: argparse.Namespace, data: Dataset) -> Settings:
+    """Return the recipe, changed by the flags, with defaults that depend on the data.
+
+    It still lacks the members and `data_settings`.  Raises Failure for flags that do
+    not fit the data.
+    """
+    given = {
+        name: value
+        for name, value in vars(args).items()
+        if name in Settings._fields and value is not None
+    }
+    recipe = RECIPES[given.get("network", "cnn")]
+    num_images = len(data.train_images)
+    side = min(data.train_images.shape[1:3])
+    derived = {
+        "learning_rate": LEARNING_RATES[given.get("optimizer", recipe.optimizer)],
+        "max_shift": round(recipe.max_shift * side / SIDE),
+        "train_size": num_images,
+    }
+    settings = recipe._replace(**(derived | given))
+    size = settings.train_size
+    most_epochs = MOST // (settings.epoch_steps or 1)
+    limits = {
+        "train_size": (num_images, f"{data.name} has {num_images} training images"),
+        "batch_size": (size, f"there are {size} training images"),
+        "epochs": (most_epochs, f"JAX can count {most_epochs} such epochs"),
+        "max_shift": (side, f"an image side has {side} pixels"),
+    }
+    for name, (most, why) in limits.items():
+        value = getattr(settings, name)
+        if value > most:
+            raise Failure(f"{flag(name)} {value}: {why}")
+    return settings
 
 
 def prepare(args: argparse.Namespace) -> tuple[Settings, Dataset, pe.Trainer]:
-    """Load the data, settle what the flags leave open, and make the trainer.
+    """Load the data, settle all settings, and make the trainer.
 
     Raises Failure for flags that do not fit the data or the devices.
     """
     with named("--data-dir", ValueError):
         data = load_data(args.data, args.data_dir)
-    given = {n: x for n in Settings._fields if (x := vars(args).get(n)) is not None}
-    recipe = RECIPES[given.get("network", "cnn")]
-    has, side = len(data.train_images), min(data.train_images.shape[1:3])
-    rate = LEARNING_RATES[given.get("optimizer", recipe.optimizer)]
-    shift = round(recipe.max_shift * side / SIDE)
-    derived = {"learning_rate": rate, "max_shift": shift, "train_size": has}
-    settings = recipe._replace(**(derived | given))
-    size, epochs = settings.train_size, MOST // (settings.epoch_steps or 1)
-    limits = {
-        "train_size": (has, f"{data.name} has {has} training images"),
-        "batch_size": (size, f"there are {size} training images"),
-        "epochs": (epochs, f"JAX can count {epochs} such epochs"),
-        "max_shift": (side, f"an image side has {side} pixels"),
-    }
-    for name, (most, why) in limits.items():
-        if (value := getattr(settings, name)) > most:
-            raise Failure(f"{flag(name)} {value}: {why}")
-    images, labels = data.train_images[:size], data.train_labels[:size]
-    data = data._replace(train_images=images, train_labels=labels)
+    settings = settle(args, data)
+    size = settings.train_size
+    images = data.train_images[:size]
+    data = data._replace(train_images=images, train_labels=data.train_labels[:size])
     layout = lay_out(settings, args.devices)
     settings = settings._replace(members=layout.members, **data_settings(data))
     trainer = make_trainer(settings, layout.devices)
     with named(f"--network {settings.network}", ValueError):  # too small images
-        model = jax.eval_shape(trainer.init_fn, jax.random.key(0))
-        jax.eval_shape(trainer.apply_fn, *model, images[:1])
+        params, model_state = jax.eval_shape(trainer.init_fn, jax.random.key(0))
+        jax.eval_shape(trainer.apply_fn, params, model_state, images[:1])
     return settings, data, trainer
 
 
@@ -1218,59 +1473,36 @@ def lay_out(settings: Settings, asked: int | None) -> pe.Layout:
 
     Raises Failure for flags that do not fit the devices.
     """
-    processes, here = jax.process_count(), jax.local_device_count()
-    devices, kind = asked or here, jax.default_backend().upper()
+    processes = jax.process_count()
+    here = jax.local_device_count()
+    kind = jax.default_backend().upper()
+    devices = asked or here
     if devices > here or (processes > 1 and devices < here):
-        there = f"there are {here} {kind} devices"
-        there += ", and each of several processes uses all of its own" * (processes > 1)
-        raise Failure(f"--devices {asked}: {there}")
-    devices = devices if processes == 1 else jax.device_count()
-    few = 2 if kind == "CPU" else 5  # the fewest members of an ensemble by default
-    members = 1 if settings.mode == "sync" else settings.members or max(devices, few)
-    n, batch = pe.layout(members, devices, processes).replicas, settings.batch_size
+        text = f"--devices {asked}: there are {here} {kind} devices"
+        if processes > 1:
+            text += ", and each of several processes uses all of its own"
+        raise Failure(text)
+    if processes > 1:
+        devices = jax.device_count()
+    fewest = 2 if kind == "CPU" else 5  # members of an ensemble by default
+    members = settings.members or max(devices, fewest)
+    if settings.mode == "sync":
+        members = 1
+    replicas = pe.layout(members, devices, processes).replicas
+    batch = settings.batch_size
     if processes == 1 and not asked:  # the most replicas that divide the batch
-        n = max(r for r in range(1, n + 1) if batch % r == 0)
-        devices = min(devices, members * n)
-    if batch % n:
-        split = f"a batch of this size does not split over a model's {n} devices; "
-        split += f"use a multiple of {n}, for example {batch // n * n or n}"
-        split += ", or leave out --devices" * (processes == 1)
-        raise Failure(f"--batch-size {batch}: {split}")
+        replicas = max(n for n in range(1, replicas + 1) if batch % n == 0)
+        devices = min(devices, members * replicas)
+    if batch % replicas:
+        text = (
+            f"--batch-size {batch}: a batch of this size does not split over a model's "
+            f"{replicas} devices; use a multiple of {replicas}, for example "
+            f"{max(batch // replicas, 1) * replicas}"
+        )
+        if processes == 1:
+            text += ", or leave out --devices"
+        raise Failure(text)
     return pe.layout(members, devices, processes)
-
-
-def announce(settings: Settings, data: Dataset, layout, asked: int | None) -> None:
-    """Print a line about the run: its data, models, devices, recipe and versions.
-
-    Further lines name devices that stay idle, and steps that are too few.
-    """
-    members, devices, shared, replicas = layout
-    there, processes = jax.device_count(), jax.process_count()
-    wanted, (height, width, _) = asked or there, settings.image_shape
-    full = pe.layout(members, wanted, processes)
-    said = f"{data.name}, {settings.train_size} training and {len(data.test_images)} "
-    said += f"test images of {height} x {width}, {len(data.classes)} classes: "
-    said += "one model" if settings.mode == "sync" else f"an ensemble of {members}"
-    said += f" on {devices} of {there} {jax.default_backend().upper()} devices"
-    said += f" of {processes} processes" * (processes > 1)
-    said += f" ({shared} per device)" * (shared > 1)
-    said += f" ({replicas} replicas per model)" * (replicas > 1)
-    split = f" (a batch of {settings.batch_size} does not split over {full.replicas})"
-    said += split * (full.replicas > replicas)
-    used = settings.optimizer == "sgd" and settings.momentum
-    shown = settings._replace(momentum=used, at_once=settings.at_once or False)
-    recipe = [*shown._asdict().items()][2:14]  # from network to seed
-    how = [f"{n} {x}" for n, x in (*recipe, *VERSIONS.items()) if x is not False]
-    print(f"{said}; {', '.join(how)}", flush=True)
-    if devices == full.devices < wanted:
-        more = f"more would be no faster; --members {wanted * shared} would use all"
-        print(f"notice: {members} members use {devices} of {wanted} devices: {more}")
-    steps = settings.epochs * settings.epoch_steps
-    momentum = inspect.signature(pe.batch_norm).parameters["momentum"].default
-    enough = math.ceil(math.log(0.05, momentum))  # 5% of the initial values remain
-    if settings.network == "batchnorm" and 0 < steps < enough:
-        share = f"running statistics are {momentum**steps:.0%} their initial values"
-        print(f"notice: after {steps} steps, {share}; take {enough} steps or more")
 
 
 def train_and_report(args: argparse.Namespace) -> None:
@@ -1283,23 +1515,50 @@ def train_and_report(args: argparse.Namespace) -> None:
         folder = None
         if jax.process_index():  # every process has the results; only process 0 prints
             stack.enter_context(contextlib.redirect_stdout(None))
-        elif folder := args.workdir:
+        else:
+            folder = args.workdir
+        if folder:
             stack.enter_context(locked(folder))
             clear(folder, args.resume)
         settings, data, trainer = prepare(args)
         announce(settings, data, trainer.layout, args.devices)
         run = Run(args, settings, data, trainer, folder)
         with contextlib.closing(run.signals):
-            scores, probs = run.train()
-        report = {"dataset": data.name, "test_examples": len(data.test_images)}
-        report |= {"members": settings.members, "failed": sorted(run.failed), **scores}
-        config = settings._asdict() | trainer.layout._asdict()
-        report |= {"config": config, "versions": VERSIONS}
+            evaluation = run.train()
+        report = {
+            "dataset": data.name,
+            "test_examples": len(data.test_images),
+            "members": settings.members,
+            "failed": sorted(run.failed),
+            **evaluation.report,
+            "config": settings._asdict() | trainer.layout._asdict(),
+            "versions": VERSIONS,
+        }
         print_report(settings.mode, report)
         if folder:
             write_json(folder / "report.json", report, indent=2)
-        if folder and args.plot:
-            draw_report(folder / "report.png", run.metrics, report, probs, data)
+            if args.plot:
+                draw_report(
+                    folder / "report.png", run.metrics, report, evaluation.probs, data
+                )
+
+
+def explain(error: Exception, several: bool) -> Failure:
+    """Return the Failure that an error of the system, or of JAX, means.
+
+    Raises other errors, which are faults of this program.
+    """
+    text = str(error).partition("\n")[0]
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
+        text = (
+            "out of memory; try fewer --members on more --devices, or a smaller "
+            f"--batch-size: {text}"
+        )
+    elif type(error) is not RuntimeError:  # it is one of JAX's
+        if not several:
+            raise error
+        text = f"lost contact with another process: {text}"
+    return Failure(text, status=1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -1310,21 +1569,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         several = bool(args.coordinator or args.distributed)
         train_and_report(args)
         return 0
-    except Failure as failure:
-        text, status = str(failure), failure.status
+    except Failure as error:
+        failure = error
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        text, status = f"{where}{error.strerror or error}", 2
+        failure = Failure(f"{where}{error.strerror or error}")
     except (MemoryError, RuntimeError, ValueError) as error:
-        text, status = str(error).partition("\n")[0], 1
-        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
-            less = "fewer --members on more --devices, or a smaller --batch-size"
-            text = f"out of memory; try {less}: {text}"
-        elif type(error) is not RuntimeError:  # it is one of JAX's
-            if not several:
-                raise
-            text = f"lost contact with another process: {text}"
-    text = f"error: {text}" if status < 128 else text
+        failure = explain(error, several)
+    status = failure.status
+    text = f"error: {failure}" if status < 128 else str(failure)
     print(f"train_mnist.py: {text}", file=sys.stderr, flush=True)
     if several and status < 128:
         os._exit(status)  # JAX would wait for processes that wait for this one
