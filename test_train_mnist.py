@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import jax
@@ -46,7 +47,9 @@ def script(capsys, small_folder):
     """Return a function that runs the script on small data: status, output, errors."""
 
     def run(*flags):
-        return tm.main(words("--data-dir", small_folder, *flags)), *capsys.readouterr()
+        status = tm.main(words("--data-dir", small_folder, *flags))
+        out, err = capsys.readouterr()
+        return status, out, err
 
     return run
 
@@ -63,19 +66,30 @@ def checkpoints(folder):
     return sorted(path.name for path in folder.glob("checkpoint_*"))
 
 
+def name_of(step):
+    return f"checkpoint_{step:08d}.safetensors"
+
+
 def names_of(*steps):
-    return [f"checkpoint_{step:08d}.safetensors" for step in steps]
+    return list(map(name_of, steps))
 
 
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
 
 
+class Results(NamedTuple):
+    checkpoint: bytes  # the last one
+    metrics: list  # without the times
+    report: dict
+
+
 def results(folder):
-    """Return a run's last checkpoint, its metrics without the times, its report."""
-    lines = metrics_of(folder)
-    metrics = [{k: v for k, v in m.items() if "second" not in k} for m in lines]
-    return (folder / names_of(16)[0]).read_bytes(), metrics, report_of(folder)
+    metrics = metrics_of(folder)
+    for line in metrics:
+        for name in "train_seconds", "test_seconds", "member_images_per_second":
+            del line[name]
+    return Results((folder / name_of(16)).read_bytes(), metrics, report_of(folder))
 
 
 # ---------------------------------------------------------------------------------
@@ -106,44 +120,50 @@ def write_set(folder, images, labels):
     return write_files(folder, dict(zip(md.FILES, map(idx, arrays))))
 
 
+def percent(scores):
+    return f"{100 * scores['accuracy']:.2f}%"
+
+
 def check_printed(out, members, metrics, report):
     """Check the lines of the epochs and the final tables."""
     lines = [line for line in out.splitlines() if line.startswith("epoch:")]
     for line, m in zip(lines, metrics, strict=True):
         said = f"epoch: {m['epoch']:2d}"
         for part in "train", "test":
-            loss, accuracy = m[f"{part}_loss"], 100 * m[f"{part}_accuracy"]
-            said += f", {part}_loss: {loss:.4f}, {part}_accuracy: {accuracy:.2f}"
+            said += f", {part}_loss: {m[f'{part}_loss']:.4f}"
+            said += f", {part}_accuracy: {100 * m[f'{part}_accuracy']:.2f}"
         assert re.fullmatch(rf"{re.escape(said)}, \d+ s, \d+ s left", line)
-    _, table, *by_size = (table.splitlines() for table in out.split("\n\n"))
-    names = [*[f"member {i}" for i in range(members)], "ensemble"]
-    assert [row[:10].strip() for row in table[2:]] == (names if by_size else ["model"])
-    assert f"{100 * report['ensemble']['accuracy']:.2f}%" in table[-1]
+    tables = [table.splitlines() for table in out.split("\n\n")]
+    assert len(tables) == (4 if members > 1 else 2)
+    names = ["model"]
     if members > 1:
-        sizes = [f"{100 * each['accuracy']:.2f}%" for each in report["by_size"]]
-        shown = [row.split()[:3] for row in by_size[0][2:]]
-        assert shown == [["first", f"{i}", size] for i, size in enumerate(sizes, 1)]
+        names = [f"member {i}" for i in range(members)] + ["ensemble"]
+        sizes = zip(tables[2][2:], report["by_size"], strict=True)
+        for i, (row, scores) in enumerate(sizes, 1):
+            assert row.split()[:3] == ["first", f"{i}", percent(scores)]
+    assert [row[:10].strip() for row in tables[1][2:]] == names
+    assert percent(report["ensemble"]) in tables[1][-1]
 
 
 def check_curves(axes, metrics, report):
     """Check the panels in the upper part of the picture."""
-    (*_, diagram), (*_, histogram) = panels = np.reshape(axes, (2, 3))
+    nll, nll_by_size, diagram, accuracy, accuracy_by_size, histogram = axes
     numbers = [m["epoch"] for m in metrics]
-    for (epochs, sizes, _), key, factor, name, whole in [
-        (panels[0], "negative_log_likelihood", 1, "loss", "ensemble_test_loss"),
-        (panels[1], "accuracy", 100, "accuracy", "test_accuracy"),
+    for epochs, sizes, key, factor, name, whole in [
+        (nll, nll_by_size, "negative_log_likelihood", 1, "loss", "ensemble_test_loss"),
+        (accuracy, accuracy_by_size, "accuracy", 100, "accuracy", "test_accuracy"),
     ]:
-        scores = [[*m[f"member_test_{name}"], m[f"train_{name}"]] for m in metrics]
-        scores = np.c_[scores, [m[whole] for m in metrics]]
-        *_, train, test = lines = [x.get_xydata() for x in epochs.lines]
-        assert_allclose([x[:, 1] for x in lines], factor * scores.T)
-        assert [train[:, 0].tolist(), test[:, 0].tolist()] == [numbers] * 2
-        assert [*lines_of(epochs)][-2:] == ["on training images", "ensemble"]
+        columns = f"member_test_{name}", f"train_{name}", whole
+        scores = [np.hstack([m[column] for column in columns]) for m in metrics]
+        lines = np.array([x.get_xydata() for x in epochs.lines])
+        assert_allclose(lines[..., 1], factor * np.transpose(scores))
+        assert (lines[..., 0] == numbers).all()
+        assert list(lines_of(epochs))[-2:] == ["on training images", "ensemble"]
         shown = [[k, factor * m[key]] for k, m in enumerate(report["by_size"], 1)]
         assert_allclose(sizes.lines[1].get_xydata(), shown)
-    low, high = axes[0].get_xlim()
-    assert {x for x in axes[0].get_xticks() if low <= x <= high} == {*numbers}
-    assert {x.get_marker() for x in axes[0].lines} == {*"xso"}  # a single point shows
+    low, high = nll.get_xlim()
+    assert {x for x in nll.get_xticks() if low <= x <= high} == set(numbers)
+    assert {x.get_marker() for x in nll.lines} == set("xso")  # a single point shows
     assert set(lines_of(diagram)) == {"members", "ensemble", "calibrated"}
     assert_array_equal(lines_of(diagram)["calibrated"], [[0, 0], [100, 100]])
     assert all(len(each.get_xlabel()) > 4 and each.get_ylabel() for each in axes)
@@ -158,8 +178,10 @@ def check_images(axes, images, labels, probs, classes):
     for each, i in zip(axes, unsure, strict=True):
         assert each.get_title() == f"label {labels[i]}"
         assert_array_equal(each.get_images()[0].get_array(), images[i])
-        votes = (vote.split(": ") for vote in each.get_xlabel().split("  "))
-        votes = [int(label) for label, count in votes for _ in range(int(count))]
+        votes = []
+        for vote in each.get_xlabel().split("  "):
+            label, count = vote.split(": ")
+            votes += [int(label)] * int(count)
         assert sorted(votes) == sorted(classes[probs[:, i].argmax(axis=-1)])
 
 
@@ -175,11 +197,20 @@ def train_by_hand(network, members, epochs, optimizer, images, labels):
     def init(key):
         return network.init(key, image_shape=images.shape[1:], num_classes=10)
 
-    how = dict(members=members, devices=2, stateful=True, microbatch="auto")
-    trainer = pe.make_trainer(init, loss_fn, optimizer, **how)
-    state, how = trainer.init(jax.random.key(3)), dict(seed=3, bootstrap=True)
+    trainer = pe.make_trainer(
+        init,
+        loss_fn,
+        optimizer,
+        members=members,
+        devices=2,
+        stateful=True,
+        microbatch="auto",
+    )
+    state = trainer.init(jax.random.key(3))
     for epoch in range(epochs):
-        order = pe.epoch_order(len(images), 16, members=members, epoch=epoch, **how)
+        order = pe.epoch_order(
+            len(images), 16, members=members, epoch=epoch, seed=3, bootstrap=True
+        )
         state, _ = trainer.epoch(state, (images, labels), order)
     return trainer.gather(state)
 
@@ -187,7 +218,12 @@ def train_by_hand(network, members, epochs, optimizer, images, labels):
 @cases(
     "members, network, epochs, optimizer",
     (3, "tiny", 3, pe.adam(0.03)),
-    (1, "cnn --momentum 0.5", 1, pe.sgd(pe.linear_schedule(0.03, 48), momentum=0.5)),
+    (
+        1,
+        "cnn --mode sync --momentum 0.5",
+        1,
+        pe.sgd(pe.linear_schedule(0.03, 48), momentum=0.5),
+    ),
 )
 def test_run_learns_oblong_images_in_the_bits_of_training_by_hand(
     tmp_path, script, drawn, members, network, epochs, optimizer
@@ -195,38 +231,48 @@ def test_run_learns_oblong_images_in_the_bits_of_training_by_hand(
     data = md.generate_digits(3, 768, 200)
     images = [x[:, ::2, ::3, 0] for x in (data.train_images, data.test_images)]
     labels = [28 * x + 3 for x in (data.train_labels, data.test_labels)]
-    folder, runs = write_set(tmp_path / "data", images, labels), tmp_path / "a" / "b"
-    flags = f"--members {members} --network {network} --epochs {epochs} --devices 2"
-    flags += " --batch-size 16 --learning-rate 0.03 --max-shift 1 --bootstrap --seed 3"
-    flags += " --plot" + " --mode sync" * (members == 1)
-    status, out, err = script(flags, "--data-dir", folder, "--workdir", runs)
+    folder = write_set(tmp_path / "data", images, labels)
+    runs = tmp_path / "a" / "b"
+    flags = (
+        f"--members {members} --network {network} --epochs {epochs} --devices 2 "
+        "--batch-size 16 --learning-rate 0.03 --max-shift 1 --bootstrap --seed 3"
+    )
+    status, out, err = script(flags, "--plot --data-dir", folder, "--workdir", runs)
     assert (status, err) == (0, "")
-    rows, network = (images[0][..., None], data[2]), tm.NETWORKS[network.split()[0]]
-    trained = train_by_hand(network, members, epochs, optimizer, *rows)
-    assert leaves_equal(pe.load(runs / names_of(48 * epochs)[0], trained), trained)
-    report, metrics = report_of(runs), metrics_of(runs)
+    trained = train_by_hand(
+        tm.NETWORKS[network.split()[0]],
+        members,
+        epochs,
+        optimizer,
+        images[0][..., None],
+        data.train_labels,
+    )
+    assert leaves_equal(pe.load(runs / name_of(48 * epochs), trained), trained)
+    report = report_of(runs)
+    metrics = metrics_of(runs)
     assert "768 training and 200 test images of 14 x 10, 10 classes" in out
-    assert [m["epoch"] for m in metrics] == [*range(1, epochs + 1)]
+    assert [m["epoch"] for m in metrics] == list(range(1, epochs + 1))
     for m in metrics:
         assert m["train_seconds"] > 0 < m["test_seconds"]
-        rate = members * 768 / m["train_seconds"]
-        assert_allclose(m["member_images_per_second"], rate)
+        assert_allclose(
+            m["member_images_per_second"], members * 768 / m["train_seconds"]
+        )
     assert metrics[-1]["test_accuracy"] > 0.5 > 0.2 + metrics[0]["test_loss"] / 10
     assert report["dataset"].startswith("data in MNIST's form")
     assert report["test_examples"] == 200 and report["members"] == members
     assert report["config"]["batch_size"] == 16 and report["config"]["devices"] == 2
     assert report["versions"]["jax"] == jax.__version__
     run = tm.load_run(runs, 2)
-    form = {"classes": [*range(3, 256, 28)], "image_shape": [14, 10, 1]}
+    form = {"classes": list(range(3, 256, 28)), "image_shape": [14, 10, 1]}
     assert run.config.items() >= form.items() <= report["config"].items()
     probs = run.predict_members(images[1])
     found = run.classes[probs.mean(axis=0).argmax(axis=-1)]
     assert np.mean(found == labels[1]) == report["ensemble"]["accuracy"]
     check_printed(out, members, metrics, report)
     assert (runs / "report.png").read_bytes().startswith(b"\x89PNG")
-    curves, shown = (part.axes for part in drawn().subfigs)
-    check_curves(curves, metrics, report)
-    check_images(shown, images[1], labels[1], probs, run.classes)
+    upper, lower = drawn().subfigs
+    check_curves(upper.axes, metrics, report)
+    check_images(lower.axes, images[1], labels[1], probs, run.classes)
 
 
 def test_failed_member_is_left_out(tmp_path, script, small_folder, drawn, monkeypatch):
@@ -253,14 +299,16 @@ def test_failed_member_is_left_out(tmp_path, script, small_folder, drawn, monkey
     probs = tm.load_run(tmp_path, 2).predict_members(data.test_images)  # of two members
     assert probs.shape == (2, 200, 10) and np.isfinite(probs).all()
     assert "an ensemble of 2" in drawn().get_suptitle()
+    diagram = drawn().subfigs[0].axes[2]
     for name, p in ("members", np.concatenate(probs)), ("ensemble", probs.mean(axis=0)):
-        counts, *scores = em.reliability(p, np.resize(data.test_labels, len(p)))
-        points = lines_of(drawn().subfigs[0].axes[2])[name]
-        assert_allclose(points, 100 * np.transpose(scores)[counts > 0])
+        bins = np.stack(em.reliability(p, np.resize(data.test_labels, len(p))))
+        n, confidence, accuracy = bins[:, bins[0] > 0]
+        shown = lines_of(diagram)[name]
+        assert_allclose(shown, 100 * np.transpose([confidence, accuracy]))
     # A bar ends at the shares p that are one standard error from the accuracy found.
-    bars = drawn().subfigs[0].axes[2].collections[0].get_segments()
-    p, n, accuracy = np.array(bars)[..., 1].T / 100, counts[counts > 0], points[:, 1]
-    assert_allclose((p - accuracy / 100) ** 2, p * (1 - p) / n, atol=1e-12)
+    bars = np.array(diagram.collections[0].get_segments())
+    p = bars[..., 1].T / 100
+    assert_allclose((p - accuracy) ** 2, p * (1 - p) / n, atol=1e-12)
 
 
 # After step 1 only the state is not finite, and the loss from step 2 on.  A save checks
@@ -269,21 +317,22 @@ def test_failed_member_is_left_out(tmp_path, script, small_folder, drawn, monkey
 @pytest.mark.filterwarnings("ignore:overflow")
 @cases(
     "flags, step, kept",
-    ("1e39 --save-every .125 --workdir", 1, [0]),
+    ("1e39 --workdir DIR --save-every .125", 1, [0]),
     ("1e39 --skip-nonfinite", 8, []),
-    ("1e36 --skip-nonfinite --save-every .25 --keep 2 --workdir", 8, [0, 6, 8]),
+    ("1e36 --workdir DIR --skip-nonfinite --save-every .25 --keep 2", 8, [0, 6, 8]),
 )
 def test_diverged_run_keeps_a_good_checkpoint(tmp_path, script, flags, step, kept):
-    flags = RUN, "--learning-rate", flags, *[tmp_path] * bool(kept)
-    status, _, err = script(*flags)
-    why = f"no model is finite after step {step}; lower --learning-rate"
-    why += " (the checkpoint of step 0 is good)" * bool(kept)
-    assert status == 3 and err == f"train_mnist.py: error: {why}\n"
+    flags = f"{RUN} --learning-rate {flags}".replace("DIR", str(tmp_path))
+    status, _, err = script(flags)
+    said = f"no model is finite after step {step}; lower --learning-rate"
+    if kept:
+        said += " (the checkpoint of step 0 is good)"
+    assert status == 3 and err == f"train_mnist.py: error: {said}\n"
     assert checkpoints(tmp_path) == names_of(*kept)
     assert not (tmp_path / "report.json").exists()
     if len(kept) > 1:  # a resumed run knows no good one
-        (tmp_path / names_of(0)[0]).unlink()
-        status, _, err = script(*flags, "--resume")
+        (tmp_path / name_of(0)).unlink()
+        status, _, err = script(flags, "--resume")
         assert status == 3 and "good" not in err
         assert checkpoints(tmp_path) == names_of(6, 8)
 
@@ -305,38 +354,42 @@ def stop_at(monkeypatch, step, how=signal.SIGTERM, looks=1):
 
 
 STOPPING = signal.SIGTERM, signal.SIGINT
-STOPS = (3, 1), (7, 1), (8, 3), (11, 1)  # the third one during the epoch's evaluation
+STOPS = [  # step, looks, signal
+    (3, 1, signal.SIGTERM),
+    (7, 1, signal.SIGINT),
+    (8, 3, signal.SIGTERM),  # during the epoch's evaluation
+    (11, 1, signal.SIGINT),
+]
 
 
 def test_resumed_run_ends_in_the_bits_of_one_that_was_never_stopped(
     tmp_path, elsewhere, script, whole_run, monkeypatch
 ):
     flags = f"{RUN} --save-every .375 --keep 9"  # saves every 3 steps
-    for (step, looks), how in zip(STOPS, itertools.cycle(STOPPING)):
+    for step, looks, how in STOPS:
         stop_at(monkeypatch, step, how, looks)
         status, out, err = script(flags, "--workdir", tmp_path)
         monkeypatch.undo()
         assert status == 128 + how and err.count("\n") == 1
         said = f"train_mnist.py: {how.name}: the run is saved in {tmp_path}; --resume"
         assert err.startswith(said)
-        assert checkpoints(tmp_path)[-1] == names_of(step)[0]
+        assert checkpoints(tmp_path)[-1] == name_of(step)
         assert ("epoch:" in out) == (step > 8)
         flags = "--resume --devices 2 --keep 9"  # the others are the run's
-    (first, newest, last), bars, lengths = names_of(0, step, 16), [], []
+    bars = []
+    lengths = []
     hook(monkeypatch, tm, "progress_bar", lambda *given: bars.append(given))
     hook(monkeypatch, tm.Run, "advance", lambda _, x: lengths.append(x.shape[1]))
     monkeypatch.setattr(tm, "SEGMENT_IMAGES", 2 * 2 * 32)  # two steps of two members
-    with open(tmp_path / first):  # an open file stays, and the run continues
+    with open(tmp_path / name_of(0)):  # an open file stays, and the run continues
         status, out, _ = script("--resume --devices 1 --keep 1 --workdir", tmp_path)
-    assert status == 0 and f"resumed from {tmp_path / newest}" in out
+    assert status == 0 and f"resumed from {tmp_path / name_of(11)}" in out
     assert bars[0] == ("epoch 2 of 2", 512, 192)  # images, and those before
     assert lengths == [1, 2, 1, 1]  # from step 11 on, with saves after 12 and 15
-    assert checkpoints(tmp_path) == [first, last]
-    *numbers, report = results(tmp_path)
-    *expected, whole = results(whole_run)
-    assert numbers == expected
-    whole["config"] |= pe.layout(2, 1)._asdict()
-    assert report == whole
+    assert checkpoints(tmp_path) == names_of(0, 16)
+    expected = results(whole_run)
+    expected.report["config"] |= pe.layout(2, 1)._asdict()
+    assert results(tmp_path) == expected
 
 
 def set_terminal(monkeypatch, out=True, err=True):
@@ -345,7 +398,8 @@ def set_terminal(monkeypatch, out=True, err=True):
 
 
 def test_progress_bar_is_drawn_on_a_terminal(tmp_path, script, monkeypatch):
-    tqdm, counts = pytest.importorskip("tqdm").tqdm, []
+    tqdm = pytest.importorskip("tqdm").tqdm
+    counts = []
     hook(monkeypatch, tqdm, "update", lambda bar, count: counts.append(count))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -369,7 +423,8 @@ def test_epoch_line_has_the_time_left_after_a_resume_too(tmp_path, script, monke
 
         hook(patch, pe.Trainer, name, wait)
 
-    flags, times = f"{RUN} --epochs 3", []
+    flags = f"{RUN} --epochs 3"
+    times = []
     for step, looks in (2, 1), (24, 3), (0, 1):  # the second in the last evaluation
         with monkeypatch.context() as patch:
             stop_at(patch, step, looks=looks)
@@ -394,54 +449,97 @@ def test_progress_bar_is_drawn_nowhere_else(capsys, monkeypatch, out, err, found
     assert capsys.readouterr() == ("", "")
 
 
+@mock.patch.object(tm, "Run", side_effect=tm.Failure("stopped"))
+def test_a_notice_says_that_running_statistics_need_more_steps(run, script):
+    for flags, share in ("--epochs 1", 38), ("--epochs 3", 6), ("--epochs 4", 0):
+        _, out, _ = script("--network batchnorm --batch-size 8", flags)
+        said = f"running statistics are {share}% their initial values; take 299"
+        assert (said in out) == ("notice: after" in out) == (share > 0)
+    assert "notice: after" not in script("--epochs 1")[1]
+
+
+SPARED = "(6 replicas per model) (a batch of 60 does not split over 8)"
+IDLE = "notice: 4 members use 2 of 3 devices: more would be no faster; --members 6 w"
+
+
+@cases(
+    "models, count, rest, steps",  # flags; two texts about devices; steps per segment
+    ("--members 4 --devices 3", "an ensemble of 4 on 2", "(2 per device)", 5),
+    ("--members 2", "an ensemble of 2 on 8", "(4 replicas per model)", 40),
+    ("--mode sync --batch-size 60", "one model on 6", SPARED, 40),
+)
+def test_zero_epochs_report_the_initial_models(
+    tmp_path, script, small_folder, monkeypatch, models, count, rest, steps
+):
+    lengths = []
+    hook(monkeypatch, tm.Run, "train", lambda run: lengths.append(run.segment_steps))
+    monkeypatch.setattr(tm, "SEGMENT_IMAGES", 640)  # per device
+    flags = f"--epochs 0 --bootstrap --seed 7 --network tiny {models} --workdir"
+    status, out, _ = script(flags, tmp_path)
+    notice, line = out.splitlines()[:2]
+    assert status == 0 and (IDLE in out) == ("faster" in out) == ("3" in models)
+    assert lengths == [steps]
+    assert notice.startswith(f"notice: {small_folder} holds other data than MNIST: t")
+    assert line.startswith(f"data in MNIST's form from {small_folder}, 768 train")
+    said = f"10 classes: {count} of 8 CPU devices {rest}; network tiny, optimizer"
+    assert f" 200 test images of 28 x 28, {said}" in line
+    assert "learning_rate 0.001, schedule constant, max_shift 0" in line
+    assert "bootstrap True, seed 7" in line
+    assert f", pjax_ensemble {pe.__version__}, jax" in line
+    assert "epoch:" not in out and metrics_of(tmp_path) == []
+    assert report_of(tmp_path)["ensemble"]["negative_log_likelihood"] > 1.5
+
+
 # ---------------------------------------------------------------------------------
 # Folder of a run
 # ---------------------------------------------------------------------------------
 
 
 def test_loaded_run_predicts_as_reported_and_recorded(whole_run, small_folder):
-    data, before = md.load_data("mnist", small_folder), contents(whole_run)
+    data = md.load_data("mnist", small_folder)
+    x = data.test_images
+    before = contents(whole_run)
     report = report_of(whole_run)
-    names = words("config.json metrics.jsonl report.json", *names_of(0, 8, 16))
-    assert {*before} == {*names}
+    metrics = metrics_of(whole_run)[-1]
+    others = {"config.json", "metrics.jsonl", "report.json"}
+    assert set(before) == {*names_of(0, 8, 16), *others}
+    run = tm.load_run(whole_run, 2)  # devices, as in training
+    expected = run.predict_members(x)
+    test = em.ensemble_report(expected, data.test_labels)
+    assert test == {name: report[name] for name in test}
+    train_probs = run.predict_members(data.train_images[:100])
+    train = em.ensemble_report(train_probs, data.train_labels[:100])
+    for part, scored in ("test", test), ("train", train):
+        assert metrics[f"{part}_accuracy"] == scored["ensemble"]["accuracy"]
+        losses = [scores["negative_log_likelihood"] for scores in scored["member"]]
+        assert_allclose(metrics[f"{part}_loss"], np.mean(losses))
     for devices in 2, 1, None:
         run = tm.load_run(str(whole_run), devices)
         assert run.trainer.layout == pe.layout(2, devices or D)
         assert run.trainer.microbatch == "auto"
-        probs = run.predict_members(data.test_images)
-        if devices == 2:  # as in training
-            expected = probs
-            found = em.ensemble_report(probs, data.test_labels)
-            assert found == {name: report[name] for name in found}
-            half = run.predict_members(data.train_images[:100]), data.train_labels[:100]
-        assert_close(probs, expected)
-        assert_close(run.predict(data.test_images[..., 0]), expected.mean(axis=0))
-    gathered = run.trainer.gather(run.state)
-    model = member((gathered.params, gathered.model_state), 1)
-    logits, _ = tm.NETWORKS["tiny"].logits(*model, np.float32(data.test_images / 255))
+        assert_close(run.predict_members(x), expected)
+        assert_close(run.predict(x[..., 0]), expected.mean(axis=0))
+    second = member(run.trainer.gather(run.state)._replace(key=None), 1)
+    network = tm.NETWORKS["tiny"]
+    logits, _ = network.logits(second.params, second.model_state, np.float32(x / 255))
     assert_close(expected[1], jax.nn.softmax(logits))
-    last = metrics_of(whole_run)[-1]
-    for part, scored in ("test", found), ("train", em.ensemble_report(*half)):
-        assert last[f"{part}_accuracy"] == scored["ensemble"]["accuracy"]
-        losses = [scores["negative_log_likelihood"] for scores in scored["member"]]
-        assert_allclose(last[f"{part}_loss"], np.mean(losses))
-    assert run.classes.tolist() == [*range(10)] and run.config["batch_size"] == 32
+    assert run.classes.tolist() == list(range(10)) and run.config["batch_size"] == 32
     assert contents(whole_run) == before
-    x = data.test_images
     for images in x / 255, x[:, 1:], x[0, ..., 0], x.astype(int):
         said = f"images are {images.dtype} {list(images.shape)}; expected uint8 [N, 28"
         assert said in said_by(ValueError, run.predict, images)
 
 
-LAST = "checkpoint_00000016.safetensors"
+LAST = name_of(16)
+DEEP = "[" * 10**5  # JSON that Python cannot read
 DAMAGED = [  # a file of the run, its content or None to remove it, the message
     ("report.json", None, "report.json: No such file or directory; "),
     (LAST, None, "its newest checkpoint is step 8 of 16"),
     ("checkpoint_*", None, "its newest checkpoint is step None of 16"),
     (LAST, "x", "has no digest of save's"),
-    (LAST, *names_of(0), f"{LAST}: holds step 0, not step 16"),
+    (LAST, name_of(0), f"{LAST}: holds step 0, not step 16"),
     ("report.json", "{}", "report.json: 'member' is missing"),
-    ("report.json", "[" * 10**5, "report.json: maximum recursion depth exceeded"),
+    ("report.json", DEEP, "report.json: maximum recursion depth exceeded"),
     ("report.json", '{"member": 5}', "report.json: 'int' object is not iterable"),
     ("report.json", '{"member": [{}]}', "scores of 1 of 1 members; config.json has 2"),
     ("report.json", '{"member": [null, 5]}', "scores of 0 of 2 members; config.json"),
@@ -469,20 +567,20 @@ def test_damaged_run_is_not_loaded(tmp_path, whole_run, name, content, message):
         shutil.copy(whole_run / content, folder / name)
     elif content:
         (folder / name).write_text(content)
-    said, where = said_by(ValueError, tm.load_run, folder), f"--workdir {folder}"
+    flags = f"--resume --workdir {folder}"
+    said = said_by(ValueError, tm.load_run, folder)
     assert said.startswith(f"{folder} holds no finished run: ")
     assert message in said and "\n" not in said
-    assert said.endswith(f"; continue a run by: python train_mnist.py --resume {where}")
+    assert said.endswith(f"; continue a run by: python train_mnist.py {flags}")
     if name == "config.json":
-        flags = words("--resume --seed 3", where)
-        said = said_by(tm.Failure, tm.parse_arguments, flags)
+        said = said_by(tm.Failure, tm.parse_arguments, words(flags, "--seed 3"))
         assert said.startswith(f"{folder}{os.sep}{message}")
 
 
 @cases(
     "content, epochs, damaged",  # of metrics.jsonl; epochs read; lines that are not
     ('{"epoch": 1}\n{"epo\n5\n{}\n{"epoch": 4}\n{"epoch": 5}', [1, 4], 3),
-    (f'{"[" * 10**5}\n{{"epoch": "2"}}\n\xff{{"epoch": 3}}\n{{"epoch": 4}}', [4], 3),
+    (f'{DEEP}\n{{"epoch": "2"}}\n\xff{{"epoch": 3}}\n{{"epoch": 4}}', [4], 3),
     (None, [], 0),
 )
 def test_damaged_line_costs_itself_alone(tmp_path, capsys, content, epochs, damaged):
@@ -494,7 +592,8 @@ def test_damaged_line_costs_itself_alone(tmp_path, capsys, content, epochs, dama
 
 
 def test_checkpoint_may_count_fewer_steps_only_if_the_run_skips_steps(tmp_path):
-    path, plain = tmp_path / "checkpoint", tm.RECIPES["cnn"]
+    path = tmp_path / "checkpoint"
+    plain = tm.RECIPES["cnn"]
     state = pe.TrainState((), pe.SGDState(np.int32([5, 3]), ()), (), None)
     pe.save(path, state)
     skipping = plain._replace(skip_nonfinite=True)
@@ -507,24 +606,28 @@ def test_checkpoint_may_count_fewer_steps_only_if_the_run_skips_steps(tmp_path):
 @posix
 def test_run_resumes_from_its_newest_valid_checkpoint(tmp_path, script, whole_run):
     folder = shutil.copytree(whole_run, tmp_path / "run")
-    first, middle, last = names_of(0, 8, 16)
-    content = (folder / last).read_bytes()
-    (folder / last).write_bytes(content[:-9] + b"x" + content[-8:])
-    (folder / names_of(15)[0]).symlink_to(folder / middle)
-    shutil.copy(folder / middle, folder / names_of(12)[0])
+    middle = folder / name_of(8)
+    last = folder / name_of(16)
+    content = last.read_bytes()
+    last.write_bytes(content[:-9] + b"x" + content[-8:])
+    (folder / name_of(15)).symlink_to(middle)
+    shutil.copy(middle, folder / name_of(12))
     (folder / "checkpoint_9.safetensors").write_text("another program's")
-    first_line, _ = (folder / "metrics.jsonl").read_text().splitlines()
+    metrics = folder / "metrics.jsonl"
+    first_line, _ = metrics.read_text().splitlines()
     later = '\n{"epoch": 2}\n{"epoch": 3, "trai'  # lines later than the checkpoint
-    (folder / "metrics.jsonl").write_text(first_line + later)
-    leftovers = [folder / f".{name}.1a2b3c4d.tmp" for name in (first, "report.png")]
+    metrics.write_text(first_line + later)
+    leftovers = [
+        folder / f".{name}.1a2b3c4d.tmp" for name in (name_of(0), "report.png")
+    ]
     write_files(folder, dict.fromkeys(leftovers, b"half a file"))
     status, out, err = script(RUN, "--resume --keep 1 --workdir", folder)
-    assert status == 0 and f"resumed from {folder / middle}" in out
+    assert status == 0 and f"resumed from {middle}" in out
     assert err.count("warning: skipped") == 3 and "damaged" in err
-    assert f"{names_of(12)[0]}: holds step 8, not step 12" in err
-    assert f"{names_of(15)[0]}: not a regular file" in err
+    assert f"{name_of(12)}: holds step 8, not step 12" in err
+    assert f"{name_of(15)}: not a regular file" in err
     assert results(folder) == results(whole_run)
-    assert checkpoints(folder) == [last, "checkpoint_9.safetensors"]
+    assert checkpoints(folder) == [last.name, "checkpoint_9.safetensors"]
     assert not any(path.exists() for path in leftovers)
     assert contents(folder)["config.json"] == contents(whole_run)["config.json"]
 
@@ -545,7 +648,8 @@ def test_resume_refuses_other_settings(whole_run, flags, said):
 
 def test_resume_refuses_other_data_and_damaged_checkpoints(tmp_path, script, whole_run):
     folder = shutil.copytree(whole_run, tmp_path / "run")
-    path, config = folder / "config.json", (folder / "config.json").read_text()
+    path = folder / "config.json"
+    config = path.read_text()
     other = f"--resume from {folder}: dataset_sha256 is "
     damaged = f"--resume: none of 3 checkpoints in {folder} is valid"
     for said, sha256 in (other, 'sha256": "0'), (damaged, 'sha256": "'):
@@ -553,8 +657,8 @@ def test_resume_refuses_other_data_and_damaged_checkpoints(tmp_path, script, who
         before = contents(folder)
         status, _, err = script("--resume --workdir", folder)
         assert status == 2 and f"error: {said}" in err and before == contents(folder)
-        for name in checkpoints(folder):
-            (folder / name).write_bytes((folder / name).read_bytes()[:1000])
+        for checkpoint in folder.glob("checkpoint_*"):
+            checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
 
 
 @posix
@@ -566,7 +670,7 @@ def test_folder_belongs_to_one_run(tmp_path, script):
         (tmp_path / name).write_text("{}")
         status, out, err = script(RUN, "--workdir", tmp_path)
         assert status == 2 and f"holds {name} of an earlier run" in err and not out
-    assert [*contents(tmp_path).values()] == [b"{}"] * 2
+    assert list(contents(tmp_path).values()) == [b"{}"] * 2
     with tm.locked(tmp_path):  # the refused run no longer holds the lock
         pass
 
@@ -577,15 +681,16 @@ def test_older_checkpoints_go_once_the_newest_has_its_name(tmp_path, monkeypatch
             tm.save_checkpoint(tmp_path, np.array(step), step, keep=2, good=step)
 
     # A later, damaged checkpoint; another program's file.
-    seen, others = [], [*names_of(99), "checkpoint_copy.safetensors"]
+    others = [name_of(99), "checkpoint_copy.safetensors"]
+    seen = []
     write_files(tmp_path, dict.fromkeys(others, b""))
     save(10, 20, 30)
     hook(monkeypatch, os, "unlink", lambda _: seen.append(contents(tmp_path)))
     save(40)
-    assert all(sorted(x) == [*names_of(20, 30, 40), *others] for x in seen)
-    assert seen[0].pop(*names_of(20)) and contents(tmp_path) == seen[0]
+    assert all(sorted(x) == names_of(20, 30, 40) + others for x in seen)
+    assert seen[0].pop(name_of(20)) and contents(tmp_path) == seen[0]
     tm.save_checkpoint(tmp_path, np.array(50), 50, keep=1, good=-1)  # none is good
-    assert {*contents(tmp_path)} == {*seen[0], *names_of(50)}
+    assert set(contents(tmp_path)) == {*seen[0], name_of(50)}
 
 
 # ---------------------------------------------------------------------------------
@@ -598,7 +703,8 @@ def start_run(small_folder, tmp_path):
     """Yield a function that starts a process of a run in a folder, on one device."""
     flags = f"{RUN} --devices 1 --data-dir", small_folder, "--workdir", tmp_path
     # As many threads as in this process, since a product's bits depend on the number.
-    env, runs = {"NPROC": str(D), **ENVIRONMENT}, []
+    env = {"NPROC": str(D), **ENVIRONMENT}
+    runs = []
 
     def start(*more, code=SCRIPT, **slurm):
         runs.append(start_python(code, *words(*flags, *more), **env, **slurm))
@@ -609,23 +715,33 @@ def start_run(small_folder, tmp_path):
         run.kill()
 
 
-def test_an_early_or_second_signal_ends_at_once(tmp_path, script, monkeypatch):
-    def handlers():
-        return list(map(signal.getsignal, STOPPING))
+def handlers():
+    return list(map(signal.getsignal, STOPPING))
 
+
+def test_an_early_or_second_signal_ends_at_once(tmp_path, script, monkeypatch):
     def watch(run, **_):
         seen.append((run.signals.received, handlers()))
 
-    seen, at_rest = [], handlers()
+    seen = []
+    at_rest = handlers()
     assert at_rest[0] == signal.SIG_DFL  # SIG_DFL ends the process
     write_files(tmp_path, {"config.json": b"{}", "metrics.jsonl": b""})  # no results
     hook(monkeypatch, tm.Run, "save", watch)
     stop_at(monkeypatch, 1)
     script(RUN, "--workdir", tmp_path)
-    (_, at_first), (number, [_, second]) = seen
-    assert at_first == at_rest  # while JAX compiles, there is nothing to save
-    assert number == signal.SIGTERM and second == signal.SIG_DFL
-    assert handlers() == at_rest
+    assert seen[0] == (0, at_rest)  # while JAX compiles, there is nothing to save
+    received, stopping = seen[1]
+    assert received == signal.SIGTERM and stopping[1] == signal.SIG_DFL
+    assert handlers() == at_rest and len(seen) == 2
+
+
+def run_importing(folder, code, *shell):
+    """Run the script, in which `import jax` runs the code."""
+    (folder / "jax.py").write_text(code)
+    command = [*shell, sys.executable, tm.__file__]
+    env = {"PYTHONPATH": str(folder)}
+    return subprocess.run(command, env=env, capture_output=True, timeout=20)
 
 
 @posix
@@ -633,26 +749,24 @@ def test_ctrl_c_before_the_first_save_ends_at_once(tmp_path):
     busy = "import hashlib, os, threading as t; x = os.kill, (os.getpid(), 2); "
     # Nothing in Python runs in the main thread, as while JAX compiles.
     busy += "t.Timer(0.1, *x).start(); hashlib.pbkdf2_hmac('md5', b'', b'', 2**30)"
-    (tmp_path / "jax.py").write_text(busy)
-    options = dict(env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
-    done = subprocess.run([sys.executable, tm.__file__], **options, timeout=20)
-    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+    done = run_importing(tmp_path, busy)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
 
 
 @posix
 def test_signals_that_a_parent_has_ignored_stay_ignored(tmp_path, script, monkeypatch):
     """POSIX shells start `command &` in a script so."""
-    stops = "import os, signal; os.kill(os.getpid(), signal.SIGINT); "
-    stops += "raise SystemExit(7)"  # comes here only if the signal is ignored
-    (tmp_path / "jax.py").write_text(stops)
-    start = ["sh", "-c", 'trap "" INT; exec "$0" "$1"', sys.executable, tm.__file__]
-    done = subprocess.run(start, env={"PYTHONPATH": str(tmp_path)}, timeout=20)
+    stops = (
+        "import os, signal; os.kill(os.getpid(), signal.SIGINT); "
+        "raise SystemExit(7)"  # comes here only if the signal is ignored
+    )
+    done = run_importing(tmp_path, stops, "sh", "-c", 'trap "" INT; exec "$0" "$1"')
     assert done.returncode == 7
     kept = [signal.signal(number, signal.SIG_IGN) for number in STOPPING]
     try:
         stop_at(monkeypatch, 1)
         assert script(RUN)[0] == 0
-        assert [*map(signal.getsignal, STOPPING)] == [signal.SIG_IGN] * 2
+        assert handlers() == [signal.SIG_IGN] * 2
     finally:
         for number, handler in zip(STOPPING, kept):
             signal.signal(number, handler)
@@ -663,6 +777,13 @@ def process_flags(port, index, count=2, timeout=20):
     return f"{flags} --process-id {index} --connect-timeout {timeout}"
 
 
+def outputs_of(runs, statuses):
+    """Wait for processes, check how they ended, and return their outputs and errors."""
+    outs = [run.communicate(timeout=100) for run in runs]
+    assert [run.returncode for run in runs] == statuses, outs
+    return outs
+
+
 @linux
 def test_two_processes_end_in_the_bits_of_one(tmp_path, start_run, whole_run):
     # Slurm would set these variables; JAX derives a port from the job's number.
@@ -670,10 +791,9 @@ def test_two_processes_end_in_the_bits_of_one(tmp_path, start_run, whole_run):
     slurm |= {"SLURM_STEP_NUM_NODES": "1", "SLURM_NTASKS": "2"}
     ids = [{"SLURM_PROCID": i, "SLURM_LOCALID": i} for i in "01"]
     runs = [start_run("--distributed", **slurm, **each) for each in ids]
-    outs = [run.communicate(timeout=100) for run in runs]
-    assert [run.returncode for run in runs] == [0, 0], outs
-    assert "of 2 processes" in outs[0][0] and "epoch" not in outs[1][0]
-    assert results(tmp_path)[0] == results(whole_run)[0]
+    (out, _), (other, _) = outputs_of(runs, [0, 0])
+    assert "of 2 processes" in out and "epoch" not in other
+    assert results(tmp_path).checkpoint == results(whole_run).checkpoint
 
 
 # The second process receives SIGTERM, and is killed when both processes have saved.
@@ -699,20 +819,20 @@ def test_processes_stop_together_and_notice_one_that_dies(tmp_path, start_run):
     port = free_port()
     flags = [f"--save-every 9 {process_flags(port, i)}" for i in range(2)]
     runs = [start_run(each, code=DYING) for each in flags]
-    outs = [run.communicate(timeout=60) for run in runs]
-    assert [run.returncode for run in runs] == [1, -signal.SIGKILL], outs
-    assert "lost contact with another process" in outs[0][1]
+    (_, err), _ = outputs_of(runs, [1, -signal.SIGKILL])
+    assert "lost contact with another process" in err
     with tm.locked(tmp_path):  # the dead processes no longer hold the lock
         pass
     assert checkpoints(tmp_path) == names_of(0, 8)
-    assert pe.load(tmp_path / names_of(8)[0])
+    assert pe.load(tmp_path / name_of(8))
 
 
 @linux
 def test_processes_that_do_not_fit_together_end_with_an_error(start_run, monkeypatch):
-    port, alone = free_port(), free_port()
-    ports = (alone, 0, 2, 1), (port, 1, 3), (port, 0)
-    runs = [start_run(process_flags(*flags)) for flags in ports]
+    port = free_port()
+    alone = start_run(process_flags(free_port(), 0, timeout=1))
+    third = start_run(process_flags(port, 1, count=3))
+    start_run(process_flags(port, 0))
     monkeypatch.setattr(jax.config, "update", lambda *option: None)
     with socket.create_server(("", 0)) as taken:
         args = words(process_flags(taken.getsockname()[1], 0))
@@ -720,15 +840,15 @@ def test_processes_that_do_not_fit_together_end_with_an_error(start_run, monkeyp
             tm.connect(tm.parse_arguments(args))
     said = r"--coordinator localhost:\d+: Address already in use"
     assert re.match(said, str(busy.value)) and busy.value.status == 1
-    outs = [run.communicate(timeout=60)[1] for run in runs[:2]]
-    assert [run.returncode for run in runs[:2]] == [1, 2]
-    assert "the processes did not meet within 1 seconds" in outs[0]
-    assert "--num-processes 3: the process at" in outs[1]
+    (_, late), (_, refused) = outputs_of([alone, third], [1, 2])
+    assert "the processes did not meet within 1 seconds" in late
+    assert "--num-processes 3: the process at" in refused
 
 
 LOST = "lost contact with another process: "
-FULL = "out of memory; try fewer --members on more --devices, or a smaller "
-FULL += "--batch-size: "
+FULL = (
+    "out of memory; try fewer --members on more --devices, or a smaller --batch-size: "
+)
 
 
 @cases(
@@ -741,7 +861,8 @@ FULL += "--batch-size: "
 )
 def test_failing_process_waits_for_no_other(wrong, monkeypatch, error, status, text):
     monkeypatch.setattr(tm, "train_and_report", mock.Mock(side_effect=error))
-    monkeypatch.setattr(os, "_exit", left := mock.Mock())
+    left = mock.Mock()
+    monkeypatch.setattr(os, "_exit", left)
     for flags, times in (f"{ADDRESS} --process-id 1", 1), ("--distributed", 2):
         assert wrong(tm.main, flags, status=status) == f"{text}\n"
         assert left.mock_calls == [mock.call(status)] * times
@@ -781,11 +902,11 @@ BOUNDS = [  # flags, values that they take, values that they refuse, the message
 ]
 
 
-@cases("names, taken, refused, expected", *BOUNDS)
+@pytest.mark.parametrize("names, taken, refused, expected", BOUNDS)
 def test_flag_takes_the_values_within_its_bounds(names, taken, refused, expected):
     for flag in map(tm.flag, names.split()):
         for value in taken:
-            assert [*tm.given_flags([f"{flag}={value}"]).values()] == [value]
+            assert list(tm.given_flags([f"{flag}={value}"]).values()) == [value]
         for value in refused:
             said = said_by(tm.Failure, tm.given_flags, [f"{flag}={value}"])
             assert said == f"argument {flag}: expected {expected}, not '{value}'"
@@ -793,26 +914,26 @@ def test_flag_takes_the_values_within_its_bounds(names, taken, refused, expected
 
 CHOICES = "mode", "network", "optimizer", "schedule", "data"
 HOMELESS = "--plot", "--resume", "--save-every 2", "--keep 2"
-SYNC = "--mode sync"
-SPLIT = ": a batch of this size does not split over a model's %d devices; use a "
-SPLIT += "multiple of %d, for example %d, or leave out --devices"
+SPLIT = (
+    "--batch-size %d: a batch of this size does not split over a model's %d devices; "
+    "use a multiple of %d, for example %d, or leave out --devices"
+)
 ADDRESS = "--coordinator here:1 --num-processes 2"
 BAD_FLAGS = [
-    *((f"--{name} x", f"argument --{name}: invalid choice: 'x'") for name in CHOICES),
     ("--learning-rat 1", "unrecognized arguments: --learning-rat 1"),
-    *((x, f"{x.split()[0]} needs --workdir, the folder of the run") for x in HOMELESS),
     ("--network batchnorm --momentum 0", "--momentum: --optimizer adam has no "),
     ("--data generated --network tiny", "--data-dir: --data generated reads no files;"),
-    (f"{SYNC} --members 2", "--members 2: --mode sync trains one model"),
+    ("--mode sync --members 2", "--members 2: --mode sync trains one model"),
     ("--process-id 0", "--coordinator, --num-processes and --process-id: give all"),
     ("--distributed --process-id 0", "--coordinator, --num-processes and --process-"),
+    (f"{ADDRESS} --process-id 0 --distributed", "--coordinator, --num-processes and "),
     (f"{ADDRESS} --process-id 2", "--process-id 2: expected 0 to 1"),
     ("--devices 9", "--devices 9: there are 8 CPU devices"),
     ("--batch-size 769", "--batch-size 769: there are 768 training images"),
     ("--batch-size 255 --epochs 715827883", "--epochs 715827883: JAX can count 7158"),
     ("--max-shift 29", "--max-shift 29: an image side has 28 pixels"),
-    ("--devices 8 --members 2 --batch-size 30", f"--batch-size 30{SPLIT % (4, 4, 28)}"),
-    (f"{SYNC} --devices 8 --batch-size 4", f"--batch-size 4{SPLIT % (8, 8, 8)}"),
+    ("--devices 8 --members 2 --batch-size 30", SPLIT % (30, 4, 4, 28)),
+    ("--mode sync --devices 8 --batch-size 4", SPLIT % (4, 8, 8, 8)),
     ("--train-size 769", "--train-size 769: data in MNIST's form"),
     ("--data mnist --data-dir FILE", "--data-dir: FILE: not a folder"),
     ("--workdir FILES --plot", "--plot needs matplotlib: python -m pip install matplo"),
@@ -821,13 +942,25 @@ BAD_FLAGS = [
     pytest.param("--workdir FILE", "FILE: File exists", marks=posix),
     pytest.param("--workdir FILE/runs", "FILE/runs: Not a directory", marks=posix),
 ]
+BAD_FLAGS += [
+    (f"--{name} x", f"argument --{name}: invalid choice: 'x'") for name in CHOICES
+]
+BAD_FLAGS += [
+    (x, f"{x.split()[0]} needs --workdir, the folder of the run") for x in HOMELESS
+]
+
+
+def write_black(folder, size):
+    """Write a data set of 64 black images, in two classes."""
+    write_set(folder, [np.zeros((64, *size))] * 2, [np.arange(64) % 2] * 2)
 
 
 @pytest.mark.parametrize("flags, message", BAD_FLAGS)
 def test_bad_flag_is_refused_in_one_line(tmp_path, small_folder, wrong, flags, message):
-    file, tiny = tmp_path / "file", tmp_path / "tiny"
+    file = tmp_path / "file"
+    tiny = tmp_path / "tiny"
     file.write_text("in the way")
-    write_set(tiny, [np.zeros((64, 3, 5))] * 2, [np.arange(64) % 2] * 2)
+    write_black(tiny, (3, 5))
     flags = flags.replace("FILE", str(file)).replace("TINY", str(tiny))
     message = message.replace("FILE", str(file))
     with mock.patch.object(tm.importlib.util, "find_spec", return_value=None):
@@ -836,32 +969,35 @@ def test_bad_flag_is_refused_in_one_line(tmp_path, small_folder, wrong, flags, m
 
 
 def test_settings_depend_on_the_data_and_not_on_their_name():
-    (_, *arrays, classes), settings = md.generate_digits(0, 40, 20), set()
-    for i, array in enumerate([arrays[0][:0]] * 2 + arrays):  # empty arrays stay
-        array.flat[7:8] += 1
-        settings.add(json.dumps(tm.data_settings(md.Dataset(f"{i}", *arrays, classes))))
-    assert len(settings) == 5
+    data = md.generate_digits(0, 40, 20)
+    settings = [tm.data_settings(data), tm.data_settings(data._replace(name="other"))]
+    assert settings[0] == settings[1]
+    for array in data[1:5]:
+        array.flat[7] += 1
+        settings.append(tm.data_settings(data))
+    assert len(set(map(json.dumps, settings))) == 5
 
 
-SGD, SGD_RATE = "--optimizer sgd", {"optimizer": "sgd", "learning_rate": 0.15}
+SGD = {"optimizer": "sgd", "learning_rate": 0.15}
+USUAL = (28, 28)
 
 
 @cases(
     "size, flags, expected",
-    ((28, 28), "", {}),
-    ((28, 28), "--network batchnorm", tm.GUIDE),
-    ((28, 28), "--optimizer adam", {"optimizer": "adam", "learning_rate": 0.001}),
-    ((28, 28), "--learning-rate 0 --max-shift 0", {"learning_rate": 0, "max_shift": 0}),
-    ((28, 28), "--bootstrap", {"bootstrap": True}),
-    ((28, 28), f"--network batchnorm {SGD}", tm.GUIDE | SGD_RATE),
+    (USUAL, "", {}),
+    (USUAL, "--network batchnorm", tm.GUIDE),
+    (USUAL, "--optimizer adam", {"optimizer": "adam", "learning_rate": 0.001}),
+    (USUAL, "--learning-rate 0 --max-shift 0", {"learning_rate": 0, "max_shift": 0}),
+    (USUAL, "--bootstrap", {"bootstrap": True}),
+    (USUAL, "--network batchnorm --optimizer sgd", tm.GUIDE | SGD),
     ((12, 40), "", {"max_shift": 1}),
     ((128, 140), "", {"max_shift": 9}),  # more pixels than images
     ((8, 8), "--max-shift 8 --batch-size 48", {"max_shift": 8, "batch_size": 48}),
-    ((28, 28), "--train-size 63 --batch-size 63", {"train_size": 63, "batch_size": 63}),
+    (USUAL, "--train-size 63 --batch-size 63", {"train_size": 63, "batch_size": 63}),
 )
 def test_settings_follow_network_optimizer_and_data(tmp_path, size, flags, expected):
-    folder = write_set(tmp_path, [np.zeros((64, *size))] * 2, [np.arange(64) % 2] * 2)
-    args = tm.parse_arguments(words(flags, "--members 2 --data-dir", folder))
+    write_black(tmp_path, size)
+    args = tm.parse_arguments(words(flags, "--members 2 --data-dir", tmp_path))
     settings, data, trainer = tm.prepare(args)
     expected = {"members": 2, "train_size": 64, **tm.data_settings(data), **expected}
     assert settings == tm.Settings()._replace(**expected)
@@ -872,21 +1008,25 @@ def test_settings_follow_network_optimizer_and_data(tmp_path, size, flags, expec
 
 def test_help_shows_every_flag_with_its_choices_and_its_default(capsys):
     assert said_by(SystemExit, tm.main, ["--help"]) == "0"
-    _, *texts = re.split(r"^  --", capsys.readouterr().out, flags=re.MULTILINE)
-    texts = {text.split()[0].replace("-", "_"): text for text in texts}
-    assert {*texts} == {*tm.FLAGS}
+    parts = re.split(r"^  --", capsys.readouterr().out, flags=re.MULTILINE)
+    texts = {text.split()[0].replace("-", "_"): text for text in parts[1:]}
+    assert texts.keys() == tm.FLAGS.keys()
     defaults = tm.DEFAULTS | {"mode": "ensemble", "network": "cnn", "seed": ""}
     shown = {name: str(defaults.get(name, "")) for name in tm.FLAGS}
     for name in words("optimizer epochs batch_size momentum schedule max_shift"):
-        one, other = (getattr(tm.RECIPES[n], name) for n in ("cnn", "batchnorm"))
-        shown[name] = f"{one}" + f", or {other} with batchnorm" * (one != other) + ")"
+        cnn = getattr(tm.RECIPES["cnn"], name)
+        batchnorm = getattr(tm.RECIPES["batchnorm"], name)
+        shown[name] = f"{cnn})"
+        if cnn != batchnorm:
+            shown[name] = f"{cnn}, or {batchnorm} with batchnorm)"
     scaled = "2 for images of side 28, in proportion for other sizes,"
     shown["max_shift"] = shown["max_shift"].replace("2,", scaled)
     rates = [f"{rate} with {name}" for name, rate in tm.LEARNING_RATES.items()]
     shown["learning_rate"] = ", ".join(rates) + ")"
     for name, text in texts.items():
         assert f"(default: {shown[name]}" in " ".join(text.split())
-        if not callable(kind := tm.FLAGS[name]):
+        kind = tm.FLAGS[name]
+        if not callable(kind):
             assert f"{{{','.join(x for x in kind if x != 'tiny')}}}" in text
 
 
@@ -913,45 +1053,6 @@ def test_resumed_run_takes_its_flags_from_its_config(tmp_path, whole_run):
     assert tm.parse_arguments(words(elsewhere, other)).epochs == 7
 
 
-@mock.patch.object(tm, "Run", side_effect=tm.Failure("stopped"))
-def test_a_notice_says_that_running_statistics_need_more_steps(run, script):
-    for flags, share in ("--epochs 1", 38), ("--epochs 3", 6), ("--epochs 4", 0):
-        _, out, _ = script("--network batchnorm --batch-size 8", flags)
-        said = f"running statistics are {share}% their initial values; take 299"
-        assert (said in out) == ("notice: after" in out) == (share > 0)
-    assert "notice: after" not in script("--epochs 1")[1]
-
-
-SPARED = "(6 replicas per model) (a batch of 60 does not split over 8)"
-ANNOUNCED = {  # the models and their devices, the rest about these, steps per segment
-    "--members 4 --devices 3": ("an ensemble of 4 on 2", "(2 per device)", 5),
-    "--members 2": ("an ensemble of 2 on 8", "(4 replicas per model)", 40),
-    "--mode sync --batch-size 60": ("one model on 6", SPARED, 40),
-}
-IDLE = "notice: 4 members use 2 of 3 devices: more would be no faster; --members 6 w"
-
-
-@pytest.mark.parametrize("models", ANNOUNCED)
-@mock.patch.object(tm, "SEGMENT_IMAGES", 640)  # per device
-def test_zero_epochs_report_the_initial_models(tmp_path, script, small_folder, models):
-    real, (count, rest, steps) = tm.Run.train, ANNOUNCED[models]
-    flags = f"--epochs 0 --bootstrap --seed 7 --network tiny {models}"
-    with mock.patch.object(tm.Run, "train", autospec=True, side_effect=real) as train:
-        status, out, _ = script(flags, "--workdir", tmp_path)
-    assert train.call_args.args[0].segment_steps == steps
-    notice, line, *_ = out.splitlines()
-    assert status == 0 and (IDLE in out) == ("faster" in out) == ("3" in models)
-    assert notice.startswith(f"notice: {small_folder} holds other data than MNIST: t")
-    assert line.startswith(f"data in MNIST's form from {small_folder}, 768 train")
-    said = f"10 classes: {count} of 8 CPU devices {rest}; network tiny, optimizer"
-    assert f" 200 test images of 28 x 28, {said}" in line
-    assert "learning_rate 0.001, schedule constant, max_shift 0" in line
-    assert "bootstrap True, seed 7" in line
-    assert f", pjax_ensemble {pe.__version__}, jax" in line
-    assert "epoch:" not in out and metrics_of(tmp_path) == []
-    assert report_of(tmp_path)["ensemble"]["negative_log_likelihood"] > 1.5
-
-
 @cases(
     "there, platform, asked, settings, expected",
     (1, "cpu", None, {}, (2, 1, 2, 1)),
@@ -972,9 +1073,9 @@ def test_members_and_replicas_follow_the_devices_and_the_batch(
 
 def test_path_that_the_output_cannot_encode_does_not_end_the_run(tmp_path):
     folder = write_files(tmp_path / "\N{GREEK CAPITAL LETTER OMEGA}", small_files())
-    flags = words("--mode sync --batch-size 40 --devices 33")  # more than the cores
-    command = [sys.executable, HERE / "train_mnist.py", *flags]
+    flags = words("--mode sync --batch-size 40 --devices 33 --data-dir", folder)
+    command = [sys.executable, tm.__file__, *flags]  # more devices than cores
     env = {**ENVIRONMENT, "JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "cp1252"}
-    run = subprocess.run([*command, "--data-dir", folder], env=env, capture_output=True)
+    run = subprocess.run(command, env=env, capture_output=True)
     assert run.returncode == 2 and b"40: a batch of this size does not" in run.stderr
     assert b"\\u03a9 holds other data than MNIST" in run.stdout
