@@ -311,5 +311,8 @@ def load_data(source="auto", folder: str | os.PathLike | None = None) -> Dataset
         except DownloadError as error:
             if source == "mnist":
                 raise
-            print(f"notice: the digits are generated: {error}")
+            print(
+                f"notice: the digits are generated: {error}; name a folder with the four "
+                "files by --data-dir or $MNIST_DIR"
+            )
     return generate_digits(seed=0)

@@ -389,6 +389,7 @@ class Run:
         self.images = trainer.place((data.train_images, data.train_labels))
         self.signals = Signals()
         self.state = trainer.init(jax.random.key(settings.seed))
+        self.segments = 0  # calls of `trainer.epoch` by this process
         self.done = 0  # steps so far
         self.saved = -1  # steps at the last save
         self.good = -1  # steps at the last good save
@@ -450,12 +451,18 @@ class Run:
     def advance(self, order: np.ndarray) -> None:
         """Take a segment's steps, whose rows are order [K, n, B]; look for signals."""
         measured = self.measured
+        if self.segments == 0:
+            print("JAX compiles the training steps, for some seconds", flush=True)
         started = time.perf_counter()
         self.state, losses = self.trainer.epoch(self.state, self.images, order)
         measured.losses = np.concatenate([measured.losses, losses], axis=1)
         seconds = time.perf_counter() - started
         measured.seconds += seconds
         measured.pace.append(seconds / order.shape[1])
+        self.segments += 1
+        if self.segments == 2:  # the first one that compiles nothing
+            epoch_seconds = measured.pace[-1] * self.settings.epoch_steps
+            print(f"training takes about {epoch_seconds:.0f} s an epoch", flush=True)
         self.done += order.shape[1]
         if not (np.isfinite(losses[:, -1]).any() or self.settings.skip_nonfinite):
             raise self.diverged()
