@@ -37,15 +37,15 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Compiling takes most of the suite's time.  So the compiler does not optimize, unless
 # the environment sets JAX_DISABLE_MOST_OPTIMIZATIONS=0.  A cache on disk, in pytest's
 # folder or in $COMPILED, shares compiled programs between sessions and between pytest's
-# workers; COMPILED=none turns it off, and oneDNN on.  (JAX 0.5.0 crashes when it runs a
-# program from that cache.)  XLA in JAX 0.10 still has its previous emitters, which
-# compile in half the time; an XLA that does not know their flag would abort.
+# workers; COMPILED=none turns it off, and oneDNN on.  XLA in JAX 0.10 still has its
+# previous emitters, which compile in half the time; an XLA that does not know their
+# flag would abort.
 HERE = Path(__file__).parent
 COMPILED = os.environ.get("COMPILED") or jax.config.jax_compilation_cache_dir
 # ENVIRONMENT, below, has "False" for other processes.
 FAST = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") not in ("0", "False")
 COMPILING = {"jax_disable_most_optimizations": FAST}
-if jax.__version_info__ >= (0, 8) and COMPILED != "none":
+if COMPILED != "none":
     kept = COMPILED or str(HERE / ".pytest_cache" / "d" / "compiled")
     COMPILING["jax_compilation_cache_dir"] = kept
     COMPILING["jax_persistent_cache_min_compile_time_secs"] = 0

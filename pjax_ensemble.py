@@ -71,6 +71,12 @@ from jax import lax
 from jax.experimental import multihost_utils
 from numpy.typing import ArrayLike
 
+if jax.__version_info__ < (0, 10):
+    raise ImportError(
+        f"pjax_ensemble needs JAX 0.10 or newer, this is {jax.__version__}; "
+        "python -m pip install -U jax"
+    )
+
 
 def _warn(text: str) -> None:
     """Warn at the line that called this file, however deep in JAX the stack is now."""
@@ -789,10 +795,10 @@ def use_cpu_devices(num_devices: int | None = None, *, keep_memory=True) -> None
     """Divide the CPU into virtual devices, by default one per core.
 
     Call it before JAX first touches a device.  Later calls change nothing, and warn if
-    there are fewer devices (JAX 0.5.0 does not warn).  It has no effect on other
-    platforms, but that the process keeps memory that it has taken, unless `keep_memory`
-    is False: see `fast_cpu.keep_memory`, which is called with `wait=False`.  Raises
-    ValueError for a number that is not an int of 1 or more.
+    there are fewer devices.  It has no effect on other platforms, but that the process
+    keeps memory that it has taken, unless `keep_memory` is False: see
+    `fast_cpu.keep_memory`, which is called with `wait=False`.  Raises ValueError for a
+    number that is not an int of 1 or more.
     """
     if keep_memory and hasattr(_fast_cpu, "keep_memory"):
         _fast_cpu.keep_memory(wait=False)
@@ -1091,8 +1097,9 @@ def _array(what: str, x: Any) -> Any:
     """
     if isinstance(x, (Array, jax.ShapeDtypeStruct)):
         _check_outside(x)
-        kinds = getattr(getattr(x.sharding, "mesh", None), "axis_types", None) or ()
-        divided = any(kind.name == "Explicit" for kind in kinds)
+        mesh = getattr(x.sharding, "mesh", None)
+        explicit = jax.sharding.AxisType.Explicit
+        divided = mesh is not None and explicit in mesh.axis_types
         return _on_data(np.asarray, x) if divided else x
     try:
         array = np.asarray(x)
@@ -1246,7 +1253,7 @@ def _takes_value(update: Callable) -> bool:
 def _hidden(tree: PyTree) -> PyTree:
     """Return a tree whose operations XLA:CPU does not see beside a user's.
 
-    XLA:CPU (JAX 0.5 to 0.12) updates an array in place, and reads what it has
+    XLA:CPU (JAX 0.10 to 0.12) updates an array in place, and reads what it has
     overwritten, if a reshape comes before or behind the update, as where a function
     moves the rows of a state (xla issue 49176).  What users' functions are given and
     return is hidden, so that only their own operations meet, as under `jax.jit`.
@@ -1471,8 +1478,6 @@ class _Member:
 
 def _apart(f: Callable, *args) -> Any:
     """Return f(*args), apart from a mesh of `jax.set_mesh`: programs have their own."""
-    if not hasattr(jax, "set_mesh"):  # JAX before 0.7
-        return f(*args)
     with jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):
         return f(*args)
 
@@ -2001,8 +2006,6 @@ def _lay_out(members: int, devices: Any, shards: int) -> _Places:
     if len(devices) % _count("shards", shards):
         remedy = f"use a divisor, such as {math.gcd(shards, len(devices))}"
         raise ValueError(f"{shards=} does not divide {len(devices)} devices; {remedy}")
-    if shards > 1 and (version := jax.__version_info__) < (0, 8):
-        raise ValueError(f"{shards=} takes JAX 0.8 or newer; this is {version}")
     used = layout(members, len(devices) // shards, processes)
     return _Places(used, devices[: used.devices * shards], shards)
 
@@ -2028,13 +2031,14 @@ def _check_draws(key: Any, at_once: int | None) -> None:
 
 def _in_slots(f: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> Callable:
     """Map f over the slots of a mesh, over whose shards XLA divides it."""
-    specs = dict(mesh=mesh, in_specs=in_specs, out_specs=out_specs)
-    if not hasattr(jax, "shard_map"):  # JAX 0.5
-        from jax.experimental.shard_map import shard_map
-
-        return shard_map(f, check_rep=False, **specs)
-    names = {*mesh.axis_names} - {"shards"}
-    return jax.shard_map(f, axis_names=names, check_vma=False, **specs)
+    return jax.shard_map(
+        f,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(mesh.axis_names) - {"shards"},
+        check_vma=False,
+    )
 
 
 def _fits(program: Any, args: tuple, by_slot: Any) -> bool:
@@ -2487,8 +2491,7 @@ class Trainer:
         of `frozen` along the longest axis that S divides (leaves of less than 1,024
         numbers are copied), and each batch along its examples, where S divides them.
         Results are those of one device, to rounding.  A function may divide its arrays
-        otherwise, by `jax.lax.with_sharding_constraint` over the axis "shards".  This
-        takes JAX 0.8 or newer.
+        otherwise, by `jax.lax.with_sharding_constraint` over the axis "shards".
       chunk: how many examples a device predicts at a time.  None is 8 to 256 on a CPU,
         as many as keep apply_fn's largest array within 4 MiB, and elsewhere 32 to
         4,096, as many as keep inputs and outputs within these.

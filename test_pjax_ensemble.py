@@ -58,10 +58,6 @@ def out_of_range(name, below, call, *values):
     return [(functools.partial(call, v), each) for v, each in zip(values, said)]
 
 
-# This context manager sets whether JAX's default types have 64 bits.
-enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
-
-
 # ---------------------------------------------------------------------------------
 # The module as a whole
 # ---------------------------------------------------------------------------------
@@ -83,6 +79,13 @@ import memory, speed
 from trials import devices, faults, interrupts
 """
     assert run_python(code) == ""
+
+
+def test_an_older_jax_is_refused_at_import(monkeypatch):
+    monkeypatch.setattr(jax, "__version__", "0.9.2")
+    monkeypatch.setattr(jax, "__version_info__", (0, 9, 2))
+    said = said_by(ImportError, runpy.run_path, pe.__file__)
+    assert said.startswith("pjax_ensemble needs JAX 0.10 or newer, this is 0.9.2; py")
 
 
 @pytest.mark.once
@@ -220,7 +223,7 @@ def test_init_draws_weights_of_hes_variance_and_zero_biases():
     assert pe.conv_init(jax.random.key(0), 1, 2, (2, 3), bias=False).bias is None
     norm, stats = pe.batch_norm_init(1)
     assert (*norm, *stats) == (1, 0, 0, 1)
-    with enable_x64(True):
+    with jax.enable_x64(True):
         params = pe.cnn_init(KEY), pe.batch_norm_init(3), pe.dense_init(KEY, 2, 3)
         assert {x.dtype for x in jax.tree.leaves(params)} == {np.dtype(float)}
         weight = np.asarray(params[-1].weight)
@@ -518,7 +521,7 @@ def steps_of(optimizer, apply_updates):
 )
 def test_optimizer_equals_optax_also_in_a_chain(name, rate, options, x64, tolerance):
     ours, theirs = (getattr(module, name)(rate, **options) for module in (pe, optax))
-    with enable_x64(x64):
+    with jax.enable_x64(x64):
         with jax.numpy_dtype_promotion("strict"):
             steps, state = steps_of(ours, pe.apply_updates)
         expected, _ = steps_of(theirs, optax.apply_updates)
@@ -596,7 +599,7 @@ def test_ten_thousand_steps_in_any_precision_match_float64(optimizer, dtype):
         first = jnp.zeros((), wide), optimizer.init(params)
         return jax.lax.fori_loop(0, 10_000, step, first)[0]
 
-    with enable_x64(True):
+    with jax.enable_x64(True):
         expected = last_update(jnp.ones((), "float64"))
     assert_close(last_update(jnp.ones((), dtype)), expected, 0.02)
 
@@ -614,7 +617,7 @@ def test_schedule_equals_numpy_at_every_step(make, warmup, num_steps, x64, toler
     fall = (num_steps - steps) / (num_steps + 1) / (1 - warmup)
     rise = (steps + 1) / (num_steps + 1) / warmup if warmup else np.inf
     options = {} if warmup == 0.15 else {"warmup": warmup}  # it is the default
-    with enable_x64(x64):
+    with jax.enable_x64(x64):
         found = map(make(0.4, num_steps, **options), (steps, num_steps, 5 * num_steps))
         rates, end, later = map(np.asarray, found)
     assert_allclose(rates, 0.4 * SHAPES[make](np.minimum(rise, fall)), rtol=tolerance)
@@ -711,7 +714,6 @@ def test_a_process_may_end_while_copies_between_devices_wait(name):
     assert run.returncode == ("1 / 0" in UNFINISHED[name]), errors
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 6), reason="JAX 0.5 cannot tell")
 def test_use_cpu_devices_warns_when_it_is_called_too_late():
     with pytest.warns(UserWarning, match="9 devices requested, 8 a") as said:
         for count in (9, D, 2):
@@ -1376,9 +1378,10 @@ LINE["optimizer"] = pe.adam(0.01)
 @pytest.mark.skipif(jax.__version_info__[:2] == (0, 10), reason="needs no such loop")
 @pytest.mark.usefixtures("optimized")  # otherwise nothing is fused
 @cases(
-    "options, data",  # without the step's branch, they round otherwise on AVX2:
-    (dict(optimizer=optax.nadam(0.01)), image_data()),  # JAX 0.5.0
-    (LINE, (randn(0, 96), randn(1, 96))),  # JAX 0.12
+    "options, data",
+    (dict(optimizer=optax.nadam(0.01)), image_data()),
+    # Without the step's branch, this rounds otherwise on AVX2 (JAX 0.12).
+    (LINE, (randn(0, 96), randn(1, 96))),
 )
 def test_an_optimizer_rounds_alike_for_a_member_alone_and_beside_another(options, data):
     ends, rows = [], np.random.default_rng(0).integers(len(data[0]), size=(200, 24))
@@ -1406,9 +1409,6 @@ def test_effects_of_a_rewritten_function_happen_once_per_member_and_step():
     assert sorted(seen) == [0, 0, 0, 2, 2, 2]
 
 
-OLD = jax.__version_info__ < (0, 10)  # programs have the branches of all platforms
-
-
 def test_programs_lowered_for_other_platforms_keep_their_convolutions():
     sizes = {"image_shape": (8, 8, 1), "classes": range(4), "train_size": 128}
     made = tm.make_trainer(tm.Settings(**sizes, members=4, at_once=2), 2)
@@ -1419,13 +1419,11 @@ def test_programs_lowered_for_other_platforms_keep_their_convolutions():
     for call, count, apart, *args in calls:
         program, given = program_of(call, state, *args)
         expected = {"cuda": apart, "tpu": count, "cpu": count}
-        if OLD:
-            expected = dict.fromkeys(("cuda", "tpu"), 2 * count + apart)
         for name, number in expected.items():
             text = exported(program, given, name)
             assert text.count("stablehlo.convolution") == number
             # But on TPUs, two members at once convolve one after another.
-            assert ("_group_count = 2" in text) == (name == "tpu" or OLD)
+            assert ("_group_count = 2" in text) == (name == "tpu")
 
 
 @pytest.mark.usefixtures("optimized")  # otherwise no select is removed
@@ -1434,7 +1432,7 @@ def test_a_step_that_is_skipped_takes_a_branch_on_cpus_and_selects_elsewhere():
         trainer, state = begin(net_trainer.__wrapped__(1, 1, skip_nonfinite=True))
         program, args = program_of(trainer.update, state, *image_data())
     cuda = exported(program, args, "cuda")
-    assert OLD or "optimization_barrier" not in cuda
+    assert "optimization_barrier" not in cuda
     cpu = program.lower(*args).compile().as_text()
     assert re.search(r"\.select.*64x6xf32", cuda)
     assert not re.search(r"64,6\].* select\(", cpu)
@@ -1666,12 +1664,7 @@ def on(platform):
         yield
 
 
-set_mesh = getattr(jax, "set_mesh", None)
-
-
 def explicit_mesh():
-    if not set_mesh:
-        pytest.skip("this JAX lacks set_mesh")
     kinds = (jax.sharding.AxisType.Explicit,) * 2
     return jax.make_mesh((2, 2), ("x", "y"), axis_types=kinds)
 
@@ -1696,7 +1689,7 @@ SAME = {
     "arrays change after each call": Case(with_arrays_that_change, put=spoiled),
     "it is a copy": Case(lambda trainer: copy.deepcopy(copy.copy(trainer))),
     "it is given devices": Case(replaced(devices=jax.devices()[6:4:-1])),
-    "a mesh is set": Case(replaced(), lambda: set_mesh(explicit_mesh())),
+    "a mesh is set": Case(replaced(), lambda: jax.set_mesh(explicit_mesh())),
     "no transfer is implicit": Case(replaced(), lambda: jax.transfer_guard("disallow")),
 }
 
@@ -1728,9 +1721,6 @@ def test_states_are_on_the_devices_that_are_given():
             assert [*there] == [*used[: trainer.layout.devices]]
 
 
-needs_shards = pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="old JAX")
-
-
 def test_a_loop_of_one_turn_is_none_in_a_program():
     counts, (batch,) = [], net_batches(1)
     for members, microbatch in (1, None), (1, 8), (3, None), (3, 8):
@@ -1740,7 +1730,6 @@ def test_a_loop_of_one_turn_is_none_in_a_program():
     assert counts == [0, 1, 1, 2]
 
 
-@needs_shards
 @cases("which, shards", ((0, 2), 2), pytest.param((0, 2, 3), 4, marks=pytest.mark.once))
 def test_shards_divide_the_large_leaves_of_a_state_and_of_frozen(which, shards):
     make = functools.partial(full_trainer, which, attends=True, at_once=1)
@@ -1768,7 +1757,6 @@ def test_shards_divide_the_large_leaves_of_a_state_and_of_frozen(which, shards):
         assert here == 32 * 96 // other.shards
 
 
-@needs_shards
 @mock.patch.object(pe, "_WHOLE", 1)
 def test_a_loss_may_divide_its_arrays_over_shards_by_itself():
     ends, steps, (batch,) = [], [], net_batches(1)
@@ -2146,9 +2134,9 @@ KINDS = [(dict(microbatch=3), jax.random.PRNGKey, PLACES[:5])]
 STATISTICS = dict(statistics=True), jax.random.key, PLACES[4:1:-1]
 KINDS += [pytest.param(*STATISTICS, marks=pytest.mark.once)]
 ATTENTION = dict(attends=True, statistics=True, chunk=8), jax.random.key, PLACES[5:6]
-KINDS += [pytest.param(*ATTENTION, marks=needs_shards)]
+KINDS += [ATTENTION]
 ATTENTION = dict(attends=True, chunk=8), jax.random.key, PLACES[6:]
-KINDS += [pytest.param(*ATTENTION, marks=[needs_shards, pytest.mark.once])]
+KINDS += [pytest.param(*ATTENTION, marks=pytest.mark.once)]
 
 
 def joined(*leaves):  # NumPy compiles nothing
@@ -2483,7 +2471,6 @@ def train_beside_a_program_that_fails():
     print("intact")
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="JAX 0.5 fails by itself")
 def test_a_program_that_fails_leaves_other_programs_intact():
     code = f"import {__name__} as tests; tests.train_beside_a_program_that_fails()"
     assert run_python(code) == "intact\n"  # a process of its own, since its end fails
@@ -2491,7 +2478,7 @@ def test_a_program_that_fails_leaves_other_programs_intact():
 
 @cases("members, devices", *LAYOUTS[1:])
 def test_a_stateful_loss_needs_no_type_promotion(members, devices):
-    with enable_x64(True), jax.numpy_dtype_promotion("strict"):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
         trainer = net_trainer.__wrapped__(members, devices, **NOISY)
         (batch,), order = net_batches(1), np.arange(8)[None]
         trainer.lower("update", *batch)
@@ -2686,9 +2673,8 @@ def test_microbatches_are_chosen_by_platform_and_batch(monkeypatch):
     with on("gpu"):
         assert sizes(128, **auto) == [128]
     monkeypatch.undo()
-    if hasattr(jax, "shard_map"):  # JAX 0.5 takes no devices that are not its own
-        other = making(devices=[mock.Mock(platform="tpu")], **auto)()
-        assert other._places.absent and other._programs.member.platform == "tpu"
+    other = making(devices=[mock.Mock(platform="tpu")], **auto)()
+    assert other._places.absent and other._programs.member.platform == "tpu"
 
 
 def making(**options):
@@ -2711,7 +2697,6 @@ def warmed_up(h):
 TWO, LAST = dict(hyper={"rate": np.ones(2)}), "as its last argument"
 OF_TWO = r"^devices is 4; 2 processes use all of their 8, and ea"
 in_two = mock.patch.object(jax, "process_count", lambda: 2)
-in_an_old_jax = mock.patch.object(jax, "__version_info__", (0, 7, 2))
 
 test_make_trainer_refuses_options_that_do_not_fit = refuses(
     *out_of_range("members", None, lambda n: making(members=n)(), 0, 2.0, True),
@@ -2721,7 +2706,6 @@ test_make_trainer_refuses_options_that_do_not_fit = refuses(
     *out_of_range("microbatch", None, lambda n: making(microbatch=n)(), 0, "all"),
     (making(devices=9), "9 devices requested, 8 available"),
     *((in_two(making(devices=n)), OF_TWO) for n in (4, jax.devices()[:4])),
-    (in_an_old_jax(making(shards=2)), "shards=2 takes JAX 0.8 or newer; this is"),
     (making(shards=12), "shards=12 does not divide 8 devices; use a div.*, such as 4"),
     (lambda: making()().lower("gather"), "is 'gather'; expected 'init', 'update', 'ep"),
     *out_of_range("shards", None, lambda n: making(shards=n)(), 0, True, 2.0),
@@ -2844,9 +2828,8 @@ def one_process(index, count, local, port, folder):
 
     rng, found, pe._WHOLE = np.random.default_rng(0), {}, 1
     xs, ys = rng.normal(size=(48, 6)).astype(np.float32), rng.integers(4, size=48)
-    layouts = [(1, 1), (5, 1)]  # replicas, and members that each have their own order
-    if jax.__version_info__ >= (0, 8):
-        layouts.append((2, 4))  # a member in both processes
+    # Replicas, members that each have their own order, and a member in both processes.
+    layouts = [(1, 1), (5, 1), (2, 4)]
     on_all = functools.partial(pe.make_trainer, devices=count * local)
     for members, shards in layouts:
         options = dict(members=members, shards=shards, stateful=True, output=None)
@@ -2872,11 +2855,11 @@ def one_process(index, count, local, port, folder):
     with pytest.warns(UserWarning, match="equal weights"):
         _, found["losses"] = plain.update(plain.init(jax.random.key(1)), xs, ys)
 
-    if len(layouts) > 2:  # a state of a trainer whose members have other shards
-        both = (on_all(init, loss_fn, optimizer, members=4, shards=n) for n in (1, 2))
-        theirs, ours = both
-        state, _ = ours.update(theirs.init(jax.random.key(2)), xs, ys)
-        found["into two shards"] = ours.gather(state).params.weight
+    # A state of a trainer whose members have other shards.
+    both = (on_all(init, loss_fn, optimizer, members=4, shards=n) for n in (1, 2))
+    theirs, ours = both
+    state, _ = ours.update(theirs.init(jax.random.key(2)), xs, ys)
+    found["into two shards"] = ours.gather(state).params.weight
 
     update = pe.make_sync_update(loss_fn, optimizer)
     one = pe.train_state(init(jax.random.key(0)), optimizer)
@@ -3142,7 +3125,7 @@ class Paths(tuple):
     """A tree whose leaves have the paths that it holds."""
 
 
-STRINGS = getattr(np.dtypes, "StringDType", lambda: "U1")()  # NumPy 2 and newer
+STRINGS = np.dtypes.StringDType()
 as_paths = lambda paths: ([(path, A) for path in paths], None)  # noqa: E731
 jax.tree_util.register_pytree_with_keys(Paths, as_paths, lambda *_: None)
 
