@@ -169,7 +169,7 @@ class Conv(NamedTuple):
 
 def _he_normal(key: Array, shape: Sequence[int]) -> Array:
     """Draw from N(0, 2 / fan_in), for layers before a relu (He et al. 2015, eq. 10)."""
-    shape = [_count(f"an axis of weights {[*shape]}", n) for n in shape]
+    shape = [_count(f"an axis of weights {list(shape)}", n) for n in shape]
     # XLA compiles a flat draw in half the time, and its numbers are the same.
     numbers = jax.random.normal(key, (math.prod(shape),)).reshape(shape)
     return numbers * math.sqrt(2 / math.prod(shape[:-1]))
@@ -205,16 +205,20 @@ def _check_windows(images: Array, size: Sequence[int], padding: str = "VALID") -
     if images.ndim != 4:
         raise ValueError(f"images have shape {images.shape}; expected [B, H, W, I]")
     if padding == "VALID" and any(map(operator.lt, images.shape[1:3], size)):
-        found = f"images of shape {images.shape}; use a smaller window or 'SAME'"
-        raise ValueError(f"a window of {size[0]}x{size[1]} does not fit {found}")
+        raise ValueError(
+            f"a window of {size[0]}x{size[1]} does not fit images of shape "
+            f"{images.shape}; use a smaller window or 'SAME'"
+        )
 
 
 def _check_features(inputs: Array, weight: Array, axis: int = -2) -> None:
     """Check inputs [..., I] against I, the length of an axis of a layer's weight."""
     features = weight.shape[axis]
     if inputs.shape[-1:] != (features,):
-        expected = f"[..., {features}], as parameters of shape {weight.shape} take"
-        raise ValueError(f"inputs have shape {inputs.shape}; expected {expected}")
+        raise ValueError(
+            f"inputs have shape {inputs.shape}; expected [..., {features}], as "
+            f"parameters of shape {weight.shape} take"
+        )
 
 
 def _add_bias(outputs: Array, bias: Array) -> Array:
@@ -263,14 +267,19 @@ def conv(
     other than the kernel's, for a kernel larger than the images with "VALID", and for
     an unknown padding.
     """
-    images, (weight, bias) = jnp.asarray(images), params
+    images = jnp.asarray(images)
+    weight, bias = params
     _check_features(images, weight)
     strides = _pair("stride", stride)
     _check_windows(images, weight.shape[:2], padding)
     dtype = jnp.promote_types(images.dtype, weight.dtype)
-    arrays = images.astype(dtype), weight.astype(dtype)
-    names = "NHWC", "HWIO", "NHWC"
-    outputs = lax.conv_general_dilated(*arrays, strides, padding, None, None, names)
+    outputs = lax.conv_general_dilated(
+        images.astype(dtype),
+        weight.astype(dtype),
+        window_strides=strides,
+        padding=padding,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
     return outputs if bias is None else _add_bias(outputs, bias)
 
 
@@ -310,8 +319,9 @@ def _windows(images: Array, window: Any, stride: Any) -> list[Array]:
     views = [images]
     for axis, k, s in zip((1, 2), size, stride):
         last = images.shape[axis] - k + 1
-        ends = [(i, last + i) for i in range(k)]
-        views = [lax.slice_in_dim(x, *end, s, axis) for x in views for end in ends]
+        views = [
+            lax.slice_in_dim(x, i, last + i, s, axis) for x in views for i in range(k)
+        ]
     return views
 
 
@@ -388,7 +398,8 @@ class BatchStats(NamedTuple):
 
 def batch_norm_init(channels: int, *, scale: bool = True) -> tuple:
     """Make (BatchNorm, BatchStats): scale 1 or None, bias 0, mean 0, variance 1."""
-    zeros, ones = jnp.zeros(_count("channels", channels)), jnp.ones(channels)
+    zeros = jnp.zeros(_count("channels", channels))
+    ones = jnp.ones(channels)
     return BatchNorm(ones if scale else None, zeros), BatchStats(zeros, ones)
 
 
@@ -423,15 +434,19 @@ def batch_norm(
         raise ValueError(f"inputs of shape {inputs.shape} have no row to train on")
     expand = functools.partial(jnp.broadcast_to, shape=inputs.shape)
     inputs = _floats(inputs, stats.mean.dtype)
-    x, used = inputs.astype(stats.mean.dtype), stats
+    x = inputs.astype(stats.mean.dtype)
+    mean, var = stats
     if training:
         axes = tuple(range(x.ndim - 1))
         mean = replica_mean(x.mean(axes))
-        used = BatchStats(mean, replica_mean(jnp.square(x - expand(mean)).mean(axes)))
-        moved = (momentum * old + (1 - momentum) * new for old, new in zip(stats, used))
-        stats = BatchStats(*moved)
-    factor = lax.rsqrt(used.var + eps) * (1 if params.scale is None else params.scale)
-    outputs = (x - expand(used.mean)) * expand(factor) + expand(params.bias)
+        var = replica_mean(jnp.square(x - expand(mean)).mean(axes))
+
+        def move(running, now):
+            return momentum * running + (1 - momentum) * now
+
+        stats = BatchStats(move(stats.mean, mean), move(stats.var, var))
+    factor = lax.rsqrt(var + eps) * (1 if params.scale is None else params.scale)
+    outputs = (x - expand(mean)) * expand(factor) + expand(params.bias)
     return outputs.astype(inputs.dtype), stats
 
 
@@ -490,8 +505,10 @@ def cnn_init(
     """
     sizes = image_shape if np.shape(image_shape) == (3,) else (0, 0, 0)
     if not all(map(_is_int, sizes)) or min(sizes[:2]) < 4 or sizes[2] < 1:
-        expected = "(H, W, channels), ints, with H and W >= 4: pad smaller images"
-        raise ValueError(f"image_shape is {image_shape!r}; expected {expected}")
+        raise ValueError(
+            f"image_shape is {image_shape!r}; expected (H, W, channels), ints, with H "
+            "and W >= 4: pad smaller images"
+        )
     height, width, channels = sizes
     keys = jax.random.split(key, 4)
     return CNN(
@@ -518,8 +535,10 @@ def cnn(params: CNN, images: Array) -> Array:
 def _check_labels(logits: Any, labels: Any) -> None:
     shape = logits.shape[:-1]
     if labels.shape != shape or not jnp.issubdtype(labels.dtype, jnp.integer):
-        found, expected = f"{labels.dtype}{[*labels.shape]}", f"integers {[*shape]}"
-        raise ValueError(f"labels are {found}; expected {expected}, class indices")
+        raise ValueError(
+            f"labels are {labels.dtype}{list(labels.shape)}; expected integers "
+            f"{list(shape)}, class indices"
+        )
 
 
 def softmax_cross_entropy(logits: Array, labels: Array) -> Array:
@@ -530,7 +549,8 @@ def softmax_cross_entropy(logits: Array, labels: Array) -> Array:
     unless labels are integers, one per row of logits.
     """
     _check_labels(logits, labels)
-    log_probs, index = jax.nn.log_softmax(_floats(logits)), labels.astype(int)
+    log_probs = jax.nn.log_softmax(_floats(logits))
+    index = labels.astype(int)
     inside = (index >= 0) & (index < logits.shape[-1])
     index = jnp.where(inside, index, logits.shape[-1])[..., None]
     return -jnp.take_along_axis(log_probs, index, axis=-1, mode="fill")[..., 0]
@@ -547,8 +567,10 @@ def gaussian_nll(mean: Array, variance: Array, targets: Array) -> Array:
     mean, variance, targets = map(_floats, (mean, variance, targets))
     shapes = [x.shape for x in (mean, variance, targets)]
     if len(set(shapes)) > 1:
-        remedy = "expected equal ones; take [..., 0] of an array that ends in 1"
-        raise ValueError(f"mean, variance and targets have shapes {shapes}; {remedy}")
+        raise ValueError(
+            f"mean, variance and targets have shapes {shapes}; expected equal ones; "
+            "take [..., 0] of an array that ends in 1"
+        )
     # Division by the deviation keeps the gradient finite for any variance.
     deviation = jnp.sqrt(variance)
     error = (targets - mean) / deviation
@@ -611,9 +633,12 @@ def _named(tree: PyTree) -> list[tuple[str, Any]]:
 def _check_params(params: PyTree, kind: Any = jnp.floating) -> None:
     """Raise ValueError for parameters of another kind, by default than real floats."""
     for name, leaf in _named(params):
-        if not jnp.issubdtype(dtype := jnp.result_type(leaf), kind):
-            expected = "floating point: split complex ones, keep others in model_state"
-            raise ValueError(f"parameter '{name}' is {dtype}; expected {expected}")
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, kind):
+            raise ValueError(
+                f"parameter '{name}' is {dtype}; expected floating point: split "
+                "complex ones, keep others in model_state"
+            )
 
 
 def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
@@ -731,7 +756,8 @@ def adam(
         grads = jax.tree.map(lambda m, g: jnp.asarray(g, m.dtype), mean, grads)
         mean = jax.tree.map(lambda m, g: average(beta1, m, g), mean, grads)
         square = jax.tree.map(lambda s, g: average(beta2, s, g * g), square, grads)
-        rate, root = schedule(num_steps) / (1 - beta1**t), jnp.sqrt(1 - beta2**t)
+        rate = schedule(num_steps) / (1 - beta1**t)
+        root = jnp.sqrt(1 - beta2**t)
 
         def step(m, s):
             denominator = jnp.sqrt(s) / root.astype(s.dtype) + jnp.asarray(eps, s.dtype)
@@ -815,9 +841,12 @@ def use_cpu_devices(num_devices: int | None = None, *, keep_memory=True) -> None
 def _lack(asked: int) -> str:
     """Return an error's text if there are fewer local devices than asked, else ""."""
     there = jax.local_device_count()
-    more = f"use_cpu_devices({asked}) before JAX runs, in a new process, makes more"
-    text = f"{asked} devices requested, {there} available (on CPU, {more})"
-    return text if there < asked else ""
+    if there >= asked:
+        return ""
+    return (
+        f"{asked} devices requested, {there} available (on CPU, "
+        f"use_cpu_devices({asked}) before JAX runs, in a new process, makes more)"
+    )
 
 
 def _num_devices(number: int | None) -> int:
@@ -831,8 +860,10 @@ def _split_axis(x, axis, d):
     x = x if hasattr(x, "reshape") else np.asarray(x)
     n = x.shape[axis]
     if n % d:
-        remedy = f"use a multiple of {d}, for example {n - n % d or d}"
-        raise ValueError(f"a batch of {n} does not split over {d} devices; {remedy}")
+        raise ValueError(
+            f"a batch of {n} does not split over {d} devices; use a multiple of {d}, "
+            f"for example {n - n % d or d}"
+        )
     return x.reshape(*x.shape[:axis], d, n // d, *x.shape[axis + 1 :])
 
 
@@ -976,7 +1007,7 @@ def _described(tree: PyTree, first: int = 0, typed: bool = True) -> PyTree:
     """Name the type, and the shape from the first axis on, of every leaf."""
 
     def name(x):
-        return f"{_kind(x) if typed else ''}{[*np.shape(x)[first:]]}"
+        return f"{_kind(x) if typed else ''}{list(np.shape(x)[first:])}"
 
     return jax.tree.map(name, tree)
 
@@ -995,12 +1026,15 @@ def _on_data(function: Callable, leaf: Any) -> Any:
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
 
 
-def _check_leaves(what: Any, found: dict, expected: dict, remedy: str = "") -> None:
+def _check_leaves(what: Any, theirs: dict, ours: dict, remedy: str = "") -> None:
     """Raise ValueError for the first leaf whose form is another, or that is absent."""
-    for name in [*expected, *found]:
-        now, like = (x.get(name, "absent") for x in (found, expected))
-        if now != like:
-            raise ValueError(f"{what}: leaf '{name}' is {now}; expected {like}{remedy}")
+    for name in ours | theirs:
+        form = theirs.get(name, "absent")
+        like = ours.get(name, "absent")
+        if form != like:
+            raise ValueError(
+                f"{what}: leaf '{name}' is {form}; expected {like}{remedy}"
+            )
 
 
 def _check_form(what, tree, like, remedy="", first=0, typed=True) -> None:
@@ -1009,17 +1043,23 @@ def _check_form(what, tree, like, remedy="", first=0, typed=True) -> None:
     def form(x):
         return np.shape(x)[first:], typed and getattr(x, "dtype", None)
 
-    both: Any = map(jax.tree.flatten, (tree, like))
-    (leaves, found), (others, expected) = both
-    if found == expected and [*map(form, leaves)] == [*map(form, others)]:
+    structure: Any = jax.tree.structure(tree)
+    expected: Any = jax.tree.structure(like)
+    forms = list(map(form, jax.tree.leaves(tree)))
+    if structure == expected and forms == list(map(form, jax.tree.leaves(like))):
         return  # without names, which take longer
-    theirs, ours = (dict(_named(_described(x, first, typed))) for x in (tree, like))
+    theirs = dict(_named(_described(tree, first, typed)))
+    ours = dict(_named(_described(like, first, typed)))
     _check_leaves(what, theirs, ours, remedy)
-    if found != expected:  # without a leaf, as an empty part of an optimizer's state
-        both = str(found), str(expected)
-        at = next((i for i, (x, y) in enumerate(zip(*both)) if x != y), 60)
-        now, like = (f"...{x[max(0, at - 60) : at + 60]}..." for x in both)
-        raise ValueError(f"{what} has the structure {now}; expected {like}{remedy}")
+    if structure != expected:
+        # They differ without a leaf, as in an empty part of an optimizer's state.
+        pairs = zip(str(structure), str(expected))
+        at = next((i for i, (x, y) in enumerate(pairs) if x != y), 60)
+        part = slice(max(0, at - 60), at + 60)
+        raise ValueError(
+            f"{what} has the structure ...{str(structure)[part]}...; expected "
+            f"...{str(expected)[part]}...{remedy}"
+        )
 
 
 def train_state(
@@ -1058,8 +1098,8 @@ def _user_call(what: str, advice: str, function: Callable, *args) -> Any:
     try:
         return function(*args)
     except _MISFITS as error:
-        found = " ".join(str(error).split())  # JAX's may have several lines
-        raise ValueError(f"{what}: {found}; {advice}") from error
+        text = " ".join(str(error).split())  # JAX's may have several lines
+        raise ValueError(f"{what}: {text}; {advice}") from error
 
 
 _ANY = "arrays of one length, 1 or more; reshape longer ones to [N, m, ...]"
@@ -1071,22 +1111,27 @@ def _check_axes(what, tree, *lengths, expected=_ANY):
     There are as many of these axes as `lengths`, by default one.  A length of None is
     any but 0.
     """
-    leaves, lengths = jax.tree.leaves(tree), lengths or (None,)
+    leaves = jax.tree.leaves(tree)
+    lengths = lengths or (None,)
     axes = {tuple(np.shape(x)[: len(lengths)]) for x in leaves}
     first = min(axes, default=())
     fits = all(n in (None, m) for n, m in zip(lengths, first))
     if len(axes) != 1 or len(first) != len(lengths) or not fits or 0 in first:
-        found = f"the first axes of the {what} have lengths {sorted(axes)}"
         if any(map(np.isscalar, leaves)):
             expected += "; a list holds numbers: numpy.array(...) of it is one leaf"
-        raise ValueError(f"{found}; expected {expected}")
+        raise ValueError(
+            f"the first axes of the {what} have lengths {sorted(axes)}; expected "
+            f"{expected}"
+        )
 
 
 def _check_outside(*args: Any) -> None:
     """Raise ValueError for arguments that JAX traces."""
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
-        remedy = "call it outside, and give loss_fn or apply_fn to jax.jit or jax.grad"
-        raise ValueError(f"arguments are traced, inside jax.jit or jax.grad; {remedy}")
+        raise ValueError(
+            "arguments are traced, inside jax.jit or jax.grad; call it outside, and "
+            "give loss_fn or apply_fn to jax.jit or jax.grad"
+        )
 
 
 def _array(what: str, x: Any) -> Any:
@@ -1105,10 +1150,13 @@ def _array(what: str, x: Any) -> Any:
         array = np.asarray(x)
     except (TypeError, ValueError, RuntimeError) as error:  # torch raises the last
         raise ValueError(f"{what}: {error}; expected numbers of NumPy's") from error
-    masked, kind = isinstance(x, np.ma.MaskedArray), array.dtype
-    if masked or kind.kind in "OSTUMm" or issubclass(kind.type, np.void):
-        found = f"{type(x).__name__} of {kind}"
-        raise ValueError(f"{what}: found {found}; expected numbers, none masked")
+    dtype = array.dtype
+    masked = isinstance(x, np.ma.MaskedArray)
+    if masked or dtype.kind in "OSTUMm" or issubclass(dtype.type, np.void):
+        raise ValueError(
+            f"{what}: found {type(x).__name__} of {dtype}; expected numbers, none "
+            "masked"
+        )
     return array
 
 
@@ -1127,12 +1175,14 @@ def _numbers(what: str, x: Any) -> Any:
     if not isinstance(x, np.ndarray) or x.dtype in _COMMON:
         return x
     x = x.astype(x.dtype.newbyteorder("="), copy=False)
-    remedy, kind = "convert it, as by x.astype(numpy.float32)", np.empty(0, x.dtype)
-    held = x.astype(_user_call(what, remedy, jnp.result_type, kind), copy=False)
-    if held is not x and held.dtype.kind in "iu" and (held != x).any():
-        found = f"found {x[held != x][0]}, beyond {held.dtype}, JAX's type for"
-        remedy = "use smaller numbers, or set jax_enable_x64"
-        raise ValueError(f"{what}: {found} {x.dtype}; {remedy}")
+    advice = "convert it, as by x.astype(numpy.float32)"
+    dtype = _user_call(what, advice, jnp.result_type, np.empty(0, x.dtype))
+    held = x.astype(dtype, copy=False)
+    if held is not x and dtype.kind in "iu" and (held != x).any():
+        raise ValueError(
+            f"{what}: found {x[held != x][0]}, beyond {dtype}, JAX's type for "
+            f"{x.dtype}; use smaller numbers, or set jax_enable_x64"
+        )
     return held
 
 
@@ -1201,8 +1251,8 @@ def _scan_first(f, carry, xs, count, platform) -> tuple:
     def at(i):
         return jax.tree.map(lambda x: x[i], xs)
 
-    def advance(i, both):
-        carry, ys = both
+    def advance(i, carry_and_ys):
+        carry, ys = carry_and_ys
         carry, y = run(carry, at(i))
         return carry, jax.tree.map(lambda ys, y: ys.at[i].set(y), ys, y)
 
@@ -1210,37 +1260,43 @@ def _scan_first(f, carry, xs, count, platform) -> tuple:
     _, shapes = run.eval_shape(carry, at(0))
     length = len(jax.tree.leaves(xs)[0])
     ys = jax.tree.map(lambda y: jnp.zeros((length, *y.shape), y.dtype), shapes)
-    both, done = (carry, ys), 0
+    done = 0
     if platform in _GPU and length >= _TURNS:
 
-        def several(i, both):
-            turn = lambda j, both: advance(i * _TURNS + j, both)  # noqa: E731
-            return lax.fori_loop(0, _TURNS, turn, both)
+        def several(i, carry_and_ys):
+            def turn(j, carry_and_ys):
+                return advance(i * _TURNS + j, carry_and_ys)
 
-        both = lax.fori_loop(0, count // _TURNS, several, both)
+            return lax.fori_loop(0, _TURNS, turn, carry_and_ys)
+
+        carry, ys = lax.fori_loop(0, count // _TURNS, several, (carry, ys))
         done = count // _TURNS * _TURNS
-    return lax.fori_loop(done, count, advance, both)
+    return lax.fori_loop(done, count, advance, (carry, ys))
 
 
-def _check_made(made: PyTree, stateful: bool) -> None:
+def _check_model(model: Any, stateful: bool) -> None:
     """Raise ValueError unless init_fn returned a tree of arrays."""
-    if stateful and (type(made) is not tuple or len(made) != 2):
-        expected = "with stateful=True, expected the tuple (params, model_state)"
-        raise ValueError(f"init_fn returns {type(made).__name__}; {expected}")
-    for name, leaf in _named(made):
+    if stateful and (type(model) is not tuple or len(model) != 2):
+        raise ValueError(
+            f"init_fn returns {type(model).__name__}; with stateful=True, expected the "
+            "tuple (params, model_state)"
+        )
+    for name, leaf in _named(model):
         if isinstance(leaf, (np.ndarray, np.generic)):
             _numbers("leaves that init_fn returns", leaf)
         elif not isinstance(leaf, Array):
-            found = f"init_fn returns {type(leaf).__name__} at '{name}'"
-            raise ValueError(f"{found}; expected arrays: split off others (nnx.split)")
+            raise ValueError(
+                f"init_fn returns {type(leaf).__name__} at '{name}'; expected arrays: "
+                "split off others (nnx.split)"
+            )
 
 
-def _two(found: Any, expected: str) -> Any:
+def _two(value: Any, expected: str) -> Any:
     """Return a pair that loss_fn returns, or raise ValueError."""
-    several = isinstance(found, (tuple, list))
-    if several and len(found) == 2:
-        return found
-    count = f"{len(found)} results" if several else "one result"
+    several = isinstance(value, (tuple, list))
+    if several and len(value) == 2:
+        return value
+    count = f"{len(value)} results" if several else "one result"
     raise ValueError(f"loss_fn returns {count}; expected the pair {expected}")
 
 
@@ -1263,14 +1319,19 @@ def _hidden(tree: PyTree) -> PyTree:
     return lax.platform_dependent(tree, cpu=hide, default=lambda tree: tree)
 
 
+def _present(*trees: PyTree) -> tuple:
+    """Return the trees that are not None."""
+    return tuple(x for x in trees if x is not None)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Member:
     """What one member does on one device; an update or a trainer maps it over all.
 
-    `init`, `update`, `epoch` and `predict` take the member's state, its hyper, the
-    frozen tree, and their other arguments by name.  Hyper and the frozen tree are each
-    in a tuple, which is empty if there is none; users' functions take both last, as
-    `extras`.  No field is an array, which programs would hold.
+    `init`, `update`, `epoch` and `predict` take the member's state, and their other
+    arguments by name.  Among these are its hyper and the frozen tree, each None if
+    there is none.  Users' functions take the two last, as `extras`, but none that is
+    None.  No field is an array, which programs would hold.
     """
 
     loss_fn: LossFn
@@ -1291,44 +1352,60 @@ class _Member:
         if self.microbatch not in (None, "auto"):
             _count("microbatch", self.microbatch)
 
-    def call(self, name: str, names: Sequence, args: tuple, more: str = "") -> Any:
+    def call(self, name: str, names: tuple, args: tuple, note: str = "") -> Any:
         """Call a user's function of arguments with these names, and of the extras."""
-        advice = f"it is called as {name}({', '.join([*names, *self.last])}){more}"
-        taken, s = " and ".join(self.last), "s" * (len(self.last) > 1)
-        what = f"{name} takes {taken} as its last argument{s}" if taken else name
+        advice = f"it is called as {name}({', '.join(names + self.last)}){note}"
+        what = name
+        if self.last:
+            last = "last argument" if len(self.last) == 1 else "last arguments"
+            what = f"{name} takes {' and '.join(self.last)} as its {last}"
         return _user_call(what, advice, getattr(self, name), *args)
 
-    def optimizer_of(self, *hyper: PyTree) -> OptimizerLike:
+    def optimizer_of(self, hyper: PyTree = None) -> OptimizerLike:
         """Return the member's optimizer.  Raises ValueError if it is none."""
-        made, both = self.optimizer, operator.attrgetter("init", "update")
-        if hyper and callable(made) and not hasattr(made, "update"):
-            advice = "it takes hyper as its last argument, traced numbers; a schedule"
-            advice += " that compares them takes a peak of 1, and hyper's as a factor"
-            made = _user_call("optimizer", advice, made, *hyper)
+        optimizer = self.optimizer
+        function = callable(optimizer) and not hasattr(optimizer, "update")
+        if function and hyper is not None:
+            advice = (
+                "it takes hyper as its last argument, traced numbers; a schedule that "
+                "compares them takes a peak of 1, and hyper's as a factor"
+            )
+            optimizer = _user_call("optimizer", advice, optimizer, hyper)
         advice = "expected one with init and update, such as sgd(0.1)"
-        _user_call("optimizer", advice, both, made)
-        return made
+        parts = operator.attrgetter("init", "update")
+        _user_call("optimizer", advice, parts, optimizer)
+        return optimizer
 
     def loss(self, params, model_state, key, batch, extras):
         """Bring the four forms of a `LossFn` into one: (loss, (model_state, aux))."""
-        names = ["params", "model_state", "key"][: 3 if self.stateful else 1]
-        more = "" if self.stateful else "; stateful=True adds model_state and key"
-        args = *(params, model_state, key)[: len(names)], *batch, *extras
-        names += [f"batch[{i}]" for i in range(len(batch))]
-        value = self.call("loss_fn", names, args, more)
-        second = "(model_state, aux)" if self.has_aux else "model_state"
-        expected, rest = f"(loss, {second if self.stateful else 'aux'})", ()
+        names = tuple(f"batch[{i}]" for i in range(len(batch)))
+        if self.stateful:
+            names = ("params", "model_state", "key", *names)
+            args = (params, model_state, key, *batch, *extras)
+            value = self.call("loss_fn", names, args)
+        else:
+            note = "; stateful=True adds model_state and key"
+            args = (params, *batch, *extras)
+            value = self.call("loss_fn", ("params", *names), args, note)
+        expected = "(loss, aux)"
+        if self.stateful:
+            expected = "(loss, model_state)"
+            if self.has_aux:
+                expected = "(loss, (model_state, aux))"
+        rest = ()
         if self.stateful or self.has_aux:
             value, rest = _two(value, expected)
         shapes = [jnp.shape(x) for x in jax.tree.leaves(value)]
         if shapes != [()]:
-            expected = "one number, the mean over examples; use has_aux=True for more"
-            found = f"loss_fn returns a loss of shapes {shapes}"
-            raise ValueError(f"{found}; expected {expected}")
+            raise ValueError(
+                f"loss_fn returns a loss of shapes {shapes}; expected one number, the "
+                "mean over examples; use has_aux=True for more"
+            )
+        aux = rest
         if self.stateful:
-            model_state, rest = _two(rest, expected) if self.has_aux else (rest, ())
+            model_state, aux = _two(rest, expected) if self.has_aux else (rest, ())
         advice = "expected numbers, which are averaged; the model state may hold keys"
-        aux = _user_call("loss_fn's aux", advice, jax.tree.map, _floats, rest)
+        aux = _user_call("loss_fn's aux", advice, jax.tree.map, _floats, aux)
         return value, (model_state, aux)
 
     def num_parts(self, batch: PyTree, model_state: PyTree) -> int:
@@ -1341,28 +1418,33 @@ class _Member:
             raise ValueError("the batch is empty; expected one or more examples")
         size: Any = self.microbatch
         if size == "auto":
-            (rows,) = min(lengths, default=()) or (0,)
             on_cpu = (self.platform or jax.default_backend()) == "cpu"
-            divides = on_cpu and len(lengths) == 1 and not jax.tree.leaves(model_state)
-            sizes = (n for n in range(16, 33) if divides and rows % n == 0)
-            size = max(sizes, default=None)
+            if not on_cpu or len(lengths) != 1 or jax.tree.leaves(model_state):
+                return 1
         if size is None:
             return 1
         _check_axes("batch", batch)
-        ((rows,),) = lengths
+        rows = len(jax.tree.leaves(batch)[0])
+        if size == "auto":
+            size = max((n for n in range(16, 33) if rows % n == 0), default=rows)
         if rows <= size:
             return 1
         if rows % size:
-            found = f"a device's batch of {rows} does not divide into micro-batches of"
-            raise ValueError(f"{found} {size}; use a divisor of {rows}")
+            raise ValueError(
+                f"a device's batch of {rows} does not divide into micro-batches of "
+                f"{size}; use a divisor of {rows}"
+            )
         if jax.tree.leaves(model_state):
-            parts = f"microbatch={size} would compute the model state from parts"
-            raise ValueError(f"{parts} of {rows}; use microbatch=None")
+            raise ValueError(
+                f"microbatch={size} would compute the model state from parts of "
+                f"{rows}; use microbatch=None"
+            )
         return rows // size
 
     def gradients(self, state, key, batch, part, extras):
         """Return gradients, loss, aux and model state: means over micro-batches."""
-        params, _, model_state, _ = state
+        params = state.params
+        model_state = state.model_state
         count = self.num_parts(batch, model_state)
         loss_and_grads = jax.value_and_grad(self.loss, has_aux=True)
 
@@ -1387,27 +1469,36 @@ class _Member:
         _check_form("the model state of loss_fn", model_state, state.model_state)
         return grads, loss, aux, model_state
 
-    def optimize(self, old, ok, loss, grads, model_state, *hyper):
+    def optimize(self, old, ok, loss, grads, model_state, hyper):
         """Return params, opt_state and model_state after a step, or `old`."""
-        optimizer = self.optimizer_of(*hyper)
-        value = {"value": loss} if _takes_value(optimizer.update) else {}
-        advice = "it is given gradients, its own state, parameters and value=loss"
-        advice += "; docs/coming-from.md#l-bfgs shows how to give it more"
+        optimizer = self.optimizer_of(hyper)
+        update = optimizer.update
+        if _takes_value(update):
+            update = functools.partial(update, value=loss)
+        advice = (
+            "it is given gradients, its own state, parameters and value=loss; "
+            "docs/coming-from.md#l-bfgs shows how to give it more"
+        )
 
         def step(old, grads, model_state):
             params, opt_state, _ = old
-            update = functools.partial(optimizer.update, **value)
-            args = update, grads, opt_state, params
-            updates, new = _user_call("the optimizer's update", advice, *args)
-            _check_form("the optimizer's new state", new, opt_state)
-            added = "the optimizer's updates", "expected a tree like the parameters"
-            new_params = _user_call(*added, apply_updates, params, updates)
+            updates, new_state = _user_call(
+                "the optimizer's update", advice, update, grads, opt_state, params
+            )
+            _check_form("the optimizer's new state", new_state, opt_state)
+            new_params = _user_call(
+                "the optimizer's updates",
+                "expected a tree like the parameters",
+                apply_updates,
+                params,
+                updates,
+            )
             _check_form("the updated parameters", new_params, params)
-            return new_params, new, model_state
+            return new_params, new_state, model_state
 
         return _by_itself(ok, step, old, grads, model_state)
 
-    def update(self, state, hyper, frozen, batch, part=0):
+    def update(self, state, batch, hyper=None, frozen=None, part=0):
         """Take a step: (state, metrics).  A replica's part of the batch has a number.
 
         This is the training step, written once.
@@ -1416,56 +1507,66 @@ class _Member:
         if self.stateful and state.key is None:
             raise ValueError("stateful=True needs a key: train_state(..., key=key)")
         key, used = jax.random.split(state.key) if self.stateful else (state.key, None)
-        found = self.gradients(state, used, batch, part, (*hyper, *frozen))
-        grads, loss, aux, model_state = _average(found)
+        extras = _present(hyper, frozen)
+        grads, loss, aux, model_state = _average(
+            self.gradients(state, used, batch, part, extras)
+        )
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
         ok: Any = True
         if self.skip_nonfinite:  # replicas have equal averages, and skip together
             finite = [jnp.isfinite(x).all() for x in jax.tree.leaves((loss, grads))]
             ok = jnp.stack(finite).all()
             loss = jnp.where(ok, loss, jnp.nan)
-        new = self.optimize(state[:3], ok, loss, grads, model_state, *_hidden(hyper))
-        return TrainState(*new, key), (loss, aux) if self.has_aux else loss
+        params, opt_state, model_state = self.optimize(
+            state[:3], ok, loss, grads, model_state, _hidden(hyper)
+        )
+        state = TrainState(params, opt_state, model_state, key)
+        return state, (loss, aux) if self.has_aux else loss
 
-    def init(self, _, hyper, frozen, number, key):
+    def init(self, _, number, key, hyper=None, frozen=None):
         init_key, key = jax.random.split(jax.random.fold_in(key, number))
-        made = self.call("init_fn", ["key"], _hidden((init_key, *hyper, *frozen)))
-        _check_made(made, self.stateful)
-        made = _hidden(made)
-        params, model_state = made if self.stateful else (made, ())
-        optimizer = self.optimizer_of(*_hidden(hyper))
+        args = _hidden((init_key, *_present(hyper, frozen)))
+        model = self.call("init_fn", ("key",), args)
+        _check_model(model, self.stateful)
+        model = _hidden(model)
+        params, model_state = model if self.stateful else (model, ())
+        optimizer = self.optimizer_of(_hidden(hyper))
         return train_state(params, optimizer, model_state=model_state, key=key)
 
-    def epoch(self, state, hyper, frozen, order, data, num_steps, part=0):
+    def epoch(self, state, order, data, num_steps, hyper=None, frozen=None, part=0):
         def train_on(state, rows):
             batch = jax.tree.map(lambda x: x[rows], data)
-            return self.update(state, hyper, frozen, batch, part)
+            return self.update(state, batch, hyper, frozen, part)
 
         return _scan_first(train_on, state, order, num_steps, self.platform)
 
-    def predict(self, model, hyper, frozen, chunks, count, part=0):
+    def predict(self, model, chunks, count, hyper=None, frozen=None, part=0):
         def predict(carry, inputs):
             inputs = _over_shards(inputs, self.shards)
-            return carry, self.outputs(model, hyper, frozen, inputs)
+            return carry, self.outputs(model, inputs, hyper, frozen)
 
-        return _scan_first(predict, (), chunks, count, self.platform)[1]
+        _, outputs = _scan_first(predict, (), chunks, count, self.platform)
+        return outputs
 
-    def outputs(self, model, hyper, frozen, inputs):
+    def outputs(self, model, inputs, hyper, frozen):
         """Return what a member predicts for a chunk."""
-        advice = f"for inputs {_described(inputs)}, filled up to a chunk"
-        advice += "; one example x is given as x[None]"
-        names = *("params", "model_state")[: len(model)], "inputs"
-        args = _hidden((*model, inputs, *hyper, *frozen))
-        outputs = self.call("apply_fn", names, args, f" {advice}")
+        note = (
+            f" for inputs {_described(inputs)}, filled up to a chunk; one example x is "
+            "given as x[None]"
+        )
+        names = ("params", "model_state")[: len(model)]
+        args = _hidden((*model, inputs, *_present(hyper, frozen)))
+        outputs = self.call("apply_fn", (*names, "inputs"), args, note)
         if self.output is jax.nn.softmax:
             logits = isinstance(outputs, Array) and outputs.ndim > 1
             if not (logits and outputs.shape[-1] > 1):
-                found = f"apply_fn returns {_described(outputs)} {advice}"
-                takes = "the softmax takes logits [B, ..., C]; for others, output=None"
-                raise ValueError(f"{found}; {takes} or a function of them")
+                raise ValueError(
+                    f"apply_fn returns {_described(outputs)}{note}; the softmax takes "
+                    "logits [B, ..., C]; for others, output=None or a function of them"
+                )
             outputs = outputs.astype(_wide(outputs.dtype))
         outputs = outputs if self.output is None else self.output(outputs)
-        chunk = jax.tree.leaves(inputs)[0].shape[0]
+        chunk = len(jax.tree.leaves(inputs)[0])
         expected = f"{chunk}, an entry per example of the chunk, in every leaf"
         _check_axes("outputs", outputs, chunk, expected=expected)
         return _hidden(outputs)
@@ -1551,8 +1652,8 @@ def _run_consuming(owner: Any, program: Callable, state: PyTree, *rest) -> tuple
 
 
 def _key_data(keys: Any) -> Array:
-    expected = "expected random keys, such as jax.random.split(key, K)"
-    return _user_call("the state's key", expected, jax.random.key_data, keys)
+    advice = "expected random keys, such as jax.random.split(key, K)"
+    return _user_call("the state's key", advice, jax.random.key_data, keys)
 
 
 def _check_keys(key_data: Any, members: Sequence[int] | np.ndarray) -> None:
@@ -1560,12 +1661,18 @@ def _check_keys(key_data: Any, members: Sequence[int] | np.ndarray) -> None:
     rows = [row.tobytes() for row in jax.device_get(key_data)]
     first: dict = {}  # a member's or a key's first index
     for i, (member, row) in enumerate(zip(members, rows)):
-        if rows[j := first.setdefault(member, i)] != row:
-            remedy = "they would drift apart: make them by replicate(train_state(...))"
-            raise ValueError(f"replicas {j} and {i} have different keys; {remedy}")
-        if members[j := first.setdefault(row, i)] != member:
-            found = f"members {j} and {i} have equal keys, so they would draw the same"
-            raise ValueError(f"{found} numbers; use jax.random.split(key, {len(rows)})")
+        j = first.setdefault(member, i)
+        if rows[j] != row:
+            raise ValueError(
+                f"replicas {j} and {i} have different keys; they would drift apart: "
+                "make them by replicate(train_state(...))"
+            )
+        j = first.setdefault(row, i)
+        if members[j] != member:
+            raise ValueError(
+                f"members {j} and {i} have equal keys, so they would draw the same "
+                f"numbers; use jax.random.split(key, {len(rows)})"
+            )
 
 
 def _identity(tree: PyTree) -> tuple:
@@ -1578,8 +1685,10 @@ def _check_state(state: Any, given: tuple = ()) -> None:
     _check_outside(state, given)
     # Fields are compared, since a reloaded module has another class.
     if getattr(state, "_fields", ()) != TrainState._fields:
-        expected = "a TrainState, as returned by init, or by load with like"
-        raise ValueError(f"the state is {type(state).__name__}; expected {expected}")
+        raise ValueError(
+            f"the state is {type(state).__name__}; expected a TrainState, as returned "
+            "by init, or by load with like"
+        )
 
 
 def _check_apart(state: PyTree) -> None:
@@ -1589,10 +1698,12 @@ def _check_apart(state: PyTree) -> None:
         buffer = id(x)
         if x.size and not _is_key(x):
             buffer = x.addressable_data(0).unsafe_buffer_pointer()
-        if (other := first.setdefault(buffer, name)) is not name:
-            remedy = "which cannot be reused for both; copy one with jax.numpy.copy"
-            both = f"leaves '{other}' and '{name}' of the state"
-            raise ValueError(f"{both} share one buffer, {remedy}")
+        other = first.setdefault(buffer, name)
+        if other is not name:
+            raise ValueError(
+                f"leaves '{other}' and '{name}' of the state share one buffer, which "
+                "cannot be reused for both; copy one with jax.numpy.copy"
+            )
 
 
 def _admit(owner: Any, state: Any, given: Any, fit: Callable, trains=True) -> Any:
@@ -1606,8 +1717,10 @@ def _admit(owner: Any, state: Any, given: Any, fit: Callable, trains=True) -> An
     known = latest and (state is latest or _identity(state) == _identity(latest))
     _check_state(state, given)
     if _is_consumed(state):
-        found = "the state was consumed by an earlier call; go on with the one that it"
-        raise ValueError(f"{found} returned, trainer.latest; if it failed, a saved one")
+        raise ValueError(
+            "the state was consumed by an earlier call; go on with the one that it "
+            "returned, trainer.latest; if it failed, a saved one"
+        )
     if not known:
         state = fit(state)
         if trains:
@@ -1627,7 +1740,7 @@ def _make_update(axis: str, member: _Member) -> Callable:
     meet = axis == "replicas"
 
     def on_device(state, *batch):
-        return member.update(state, (), (), batch, lax.axis_index(axis) if meet else 0)
+        return member.update(state, batch, part=lax.axis_index(axis) if meet else 0)
 
     pmapped = jax.pmap(_fast_cpu.fast(on_device), axis_name=axis, donate_argnums=0)
 
@@ -1651,7 +1764,7 @@ def _make_update(axis: str, member: _Member) -> Callable:
         # Metrics wait for copies of the batch.
         return state, jax.tree.map(_in_flight, metrics)
 
-    vars(update)["latest"] = None
+    object.__setattr__(update, "latest", None)
     return update
 
 
@@ -1772,8 +1885,10 @@ def layout(members: int, num_devices: int, num_processes: int = 1) -> Layout:
 
     Raises ValueError unless all are ints >= 1.
     """
-    members, num_devices = _count("members", members), _count("devices", num_devices)
-    replicas, shared = max(num_devices // members, 1), -(-members // num_devices)
+    members = _count("members", members)
+    num_devices = _count("devices", num_devices)
+    shared = -(-members // num_devices)
+    replicas = max(num_devices // members, 1)
     if _count("num_processes", num_processes) > 1:
         fitting = (r for r in range(1, replicas + 1) if num_devices % r == 0)
         return Layout(members, num_devices, shared, max(fitting))
@@ -1842,7 +1957,8 @@ class _Places:
         """
         axes = {"replicas": self.layout.replicas if train else 1, "shards": self.shards}
         axes = {"members": -1} | {name: n for name, n in axes.items() if n > 1}
-        mesh = jax.sharding.Mesh(np.reshape(self.devices, [*axes.values()]), [*axes])
+        devices = np.reshape(self.devices, list(axes.values()))
+        mesh = jax.sharding.Mesh(devices, list(axes))
         by_slot = tuple(name for name in axes if name != "shards")
         return _sharding(mesh, by_slot), _sharding(mesh)
 
@@ -1861,12 +1977,13 @@ class _Places:
         It adds to `sharding` the longest axis, behind those of its spec, that S
         divides.  Small leaves, and leaves without such an axis, are whole on each.
         """
-        (mesh, spec), shape = (sharding.mesh, sharding.spec), np.shape(x)
+        spec = sharding.spec
+        shape = np.shape(x)
         axes = [i for i in range(len(spec), len(shape)) if shape[i] % self.shards == 0]
         if self.shards == 1 or not axes or math.prod(shape[len(spec) :]) < _WHOLE:
             return sharding
         between = max(axes, key=lambda i: shape[i]) - len(spec)
-        return _sharding(mesh, *spec, *[None] * between, "shards")
+        return _sharding(sharding.mesh, *spec, *[None] * between, "shards")
 
     def put(self, tree: PyTree, sharding: Any, divide: bool = False) -> PyTree:
         """Put a tree, the same in every process, on the devices.
@@ -1925,24 +2042,30 @@ class _Places:
         parts.  If P < R, R / P replicas have the same part, and the mean over replicas
         is still the mean over the batch; this warns of it.
         """
-        (member, replica), replicas = self.slots, self.layout.replicas
+        member, replica = self.slots
+        replicas = self.layout.replicas
         if replicas == 1 and not each:
             return {}, {name: batch}
         size = jax.tree.leaves(batch)[0].shape[axis]
-        if (parts := math.gcd(size, replicas)) < replicas:
+        parts = math.gcd(size, replicas)
+        if parts < replicas:
             whole = size - size % replicas or replicas
-            found = f"a batch of {size} is divided into {parts} parts, not {replicas}"
-            remedy = f"multiples of {replicas}, such as {whole}, use them all"
-            _warn(f"{found}, so some replicas idle; {remedy}")
+            _warn(
+                f"a batch of {size} is divided into {parts} parts, not {replicas}, so "
+                f"some replicas idle; multiples of {replicas}, such as {whole}, use "
+                "them all"
+            )
         part = np.int32(replica % parts)
-        at = (member, part) if each else part
 
-        def cut(x):  # to [P, ..., B / P, ...], or [K, P, ..., B / P, ...]
-            if parts == 1 and len(x) == len(member) == self.layout.members:
-                return x  # each member's own
-            return np.moveaxis(_split_axis(x, axis, parts), axis, int(each))[at]
+        def cut(x):
+            x = _split_axis(x, axis, parts)
+            if each:
+                return np.moveaxis(x, axis, 1)[member, part]  # [K, P, ..., B / P, ...]
+            return np.moveaxis(x, axis, 0)[part]  # [P, ..., B / P, ...]
 
-        return {name: jax.tree.map(cut, batch), "part": part}, {}
+        if len(member) > self.layout.members:  # otherwise each slot has its member's
+            batch = jax.tree.map(cut, batch)
+        return {name: batch, "part": part}, {}
 
     def from_slots(self, tree: PyTree, *steps: int) -> PyTree:
         """Take each member's first replica out of the slots: [D * M, ...] to [K, ...].
@@ -1951,8 +2074,9 @@ class _Places:
         for each.  The result is on the first device, or on the host where a slot is in
         another process.
         """
-        lengths, replicas = (self.layout.members, *steps), self.layout.replicas
+        lengths = (self.layout.members, *steps)
         cut = tuple(map(slice, lengths))
+        replicas = self.layout.replicas
 
         def take(x):
             if isinstance(x, Array) and not x.is_fully_addressable:
@@ -1962,10 +2086,11 @@ class _Places:
             copies = [s.data for s in x.addressable_shards[:: replicas * self.shards]]
             if len(copies) == 1 and copies[0].shape[: len(lengths)] == lengths:
                 return copies[0]  # at once, which short steps notice
+            (device,) = copies[0].devices()
             if steps and self.on_cpu:
-                parts = np.concatenate([*map(_gather_devices, copies)])
-                return jax.device_put(parts[cut], *copies[0].devices())
-            copies = jax.device_put(copies, *copies[0].devices())
+                parts = np.concatenate(list(map(_gather_devices, copies)))
+                return jax.device_put(parts[cut], device)
+            copies = jax.device_put(copies, device)
             return _in_flight(_apart(_joined, copies, lengths))
 
         return jax.tree.map(take, tree)
@@ -1981,31 +2106,42 @@ class _Places:
         for i, copy in enumerate(copies):
             first = i - i % self.layout.replicas
             if i > first and copy.tobytes() != copies[first].tobytes():
-                remedy = "go on from a checkpoint"
+                text = (
+                    f"replicas differ: {name} on device {devices[i]} is not as on "
+                    f"{devices[first]}; go on from a checkpoint"
+                )
                 if name.startswith(".model_state") and copy.dtype.kind in "biu":
-                    remedy += ", or, if it depends on the batch, make it a float"
-                found = f"replicas differ: {name} on device {devices[i]} is not as on"
-                raise RuntimeError(f"{found} {devices[first]}; {remedy}")
+                    text += ", or, if it depends on the batch, make it a float"
+                raise RuntimeError(text)
         return self.from_slots(copies)
 
 
 def _lay_out(members: int, devices: Any, shards: int) -> _Places:
     """Lay members over devices: at most so many, or these, or all."""
-    processes, local = jax.process_count(), jax.local_device_count()
-    if np.ndim(devices) == 0:
-        if lack := devices and _lack(_count("devices", devices) // processes):
+    processes = jax.process_count()
+    if devices is None:
+        devices = jax.devices()
+    elif np.ndim(devices) == 0:
+        lack = _lack(_count("devices", devices) // processes)
+        if lack:
             raise ValueError(lack)
         devices = jax.devices()[:devices]
-    elif len({x.platform for x in devices}) != 1 or len({*devices}) < len(devices):
-        expected = "one or more, each once, of one platform"
-        raise ValueError(f"devices are {[*devices]}; expected {expected}")
-    alike = jax.device_count() == processes * local and [*devices] == jax.devices()
-    if processes > 1 and not alike:
-        found = f"devices is {len(devices)}; {processes} processes use all of their"
-        raise ValueError(f"{found} {jax.device_count()}, and each has as many")
+    elif len({x.platform for x in devices}) != 1 or len(set(devices)) < len(devices):
+        raise ValueError(
+            f"devices are {list(devices)}; expected one or more, each once, of one "
+            "platform"
+        )
+    alike = jax.device_count() == processes * jax.local_device_count()
+    if processes > 1 and not (alike and list(devices) == jax.devices()):
+        raise ValueError(
+            f"devices is {len(devices)}; {processes} processes use all of their "
+            f"{jax.device_count()}, and each has as many"
+        )
     if len(devices) % _count("shards", shards):
-        remedy = f"use a divisor, such as {math.gcd(shards, len(devices))}"
-        raise ValueError(f"{shards=} does not divide {len(devices)} devices; {remedy}")
+        raise ValueError(
+            f"{shards=} does not divide {len(devices)} devices; use a divisor, such as "
+            f"{math.gcd(shards, len(devices))}"
+        )
     used = layout(members, len(devices) // shards, processes)
     return _Places(used, devices[: used.devices * shards], shards)
 
@@ -2024,9 +2160,10 @@ def _is_rbg(key: Any) -> bool:
 def _check_draws(key: Any, at_once: int | None) -> None:
     """Raise ValueError for keys whose draws change if members are together."""
     if at_once and at_once > 1 and _is_rbg(key):
-        found = f"at_once={at_once} with keys of {jax.random.key_impl(key)}"
-        remedy = "use threefry2x32, or at_once=1"
-        raise ValueError(f"{found}, whose draws change under vmap; {remedy}")
+        raise ValueError(
+            f"at_once={at_once} with keys of {jax.random.key_impl(key)}, whose draws "
+            "change under vmap; use threefry2x32, or at_once=1"
+        )
 
 
 def _in_slots(f: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> Callable:
@@ -2047,32 +2184,35 @@ def _fits(program: Any, args: tuple, by_slot: Any) -> bool:
     Convolutions take some beside it, of which it does not tell.  The call that follows
     does not compile it again.  `by_slot` is the sharding of states.
     """
-    found = _apart(program.lower, *args).compile().memory_analysis()
-    if found is None:  # the backend does not tell
+    memory = _apart(program.lower, *args).compile().memory_analysis()
+    if memory is None:  # the backend does not tell
         return True
-    made = found.output_size_in_bytes - found.alias_size_in_bytes
-    stats = [x for d in by_slot.addressable_devices if (x := d.memory_stats())]
-    free = min((x["bytes_limit"] - x["bytes_in_use"] for x in stats), default=math.inf)
-    return bool(gather_processes(found.temp_size_in_bytes + made <= 0.8 * free).all())
+    needed = memory.temp_size_in_bytes + memory.output_size_in_bytes
+    needed -= memory.alias_size_in_bytes
+    stats = [device.memory_stats() for device in by_slot.addressable_devices]
+    free = [x["bytes_limit"] - x["bytes_in_use"] for x in stats if x]
+    fits = needed <= 0.8 * min(free, default=math.inf)
+    return bool(gather_processes(fits).all())
 
 
 def _in_turn(f, states, of_slot, places, train, at_once) -> tuple:
     """Map f(state, of_slot) over M slots, whose leaves are [M, ...]: (states, results).
 
-    Each step cuts out up to `at_once` slots.  With `train`, f returns (state, results),
-    and new states are written in the place of the old.  This takes the memory of M
-    states and the work of one f, while `lax.map` writes M new states beside the old.
+    Each step cuts out up to `at_once` slots, for which f returns (state, results).
+    With `train`, the new states are written in the place of the old.  This takes the
+    memory of M states and the work of one f, while `lax.map` writes M new states beside
+    the old.
     """
     slots = places.layout.members_per_device
     together = min(at_once, slots)
     whole = slots - slots % together
     flat = places.platform in _GPU and together < slots and places.shards == 1
 
-    def advance(kept, start, count=together):
+    def advance(now, start, count=together):  # of the states, which may be flat
         # A vmap of one member has other bits than the member, wrong ones at times.
         single = count == 1
 
-        def cut(x, like):  # x may be flat
+        def cut(x, like):
             x = lax.dynamic_slice_in_dim(x, start, count)
             return x.reshape(like.shape[1:] if single else (count, *like.shape[1:]))
 
@@ -2080,23 +2220,33 @@ def _in_turn(f, states, of_slot, places, train, at_once) -> tuple:
             new = new.reshape(count, *x.shape[1:])
             return lax.dynamic_update_slice_in_dim(x, new, start, 0)
 
-        cuts = jax.tree.map(cut, (kept, of_slot), (states, of_slot))
-        made = f(*cuts) if single else jax.vmap(f)(*cuts)
-        new, results = made if train else ((), made)
+        state = jax.tree.map(cut, now, states)
+        own = jax.tree.map(cut, of_slot, of_slot)
+        new, results = f(state, own) if single else jax.vmap(f)(state, own)
         if single:
             results = jax.tree.map(lambda x: jnp.expand_dims(x, 0), results)
-        return jax.tree.map(put, kept, new) if train else kept, results
+        if train:
+            now = jax.tree.map(put, now, new)
+        return now, results
 
-    kept = jax.tree.map(lambda x: x.reshape(slots, -1) if flat else x, states)
-    kept, results = _scan(advance, kept, jnp.arange(0, whole, together))
+    now = jax.tree.map(lambda x: x.reshape(slots, -1), states) if flat else states
+    now, results = _scan(advance, now, jnp.arange(0, whole, together))
     results = jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), results)
     if whole < slots:
-        kept, last = advance(kept, whole, slots - whole)
+        now, last = advance(now, whole, slots - whole)
         results = jax.tree.map(lambda *x: jnp.concatenate(x), results, last)
-    return jax.tree.map(lambda x, y: x.reshape(y.shape), kept, states), results
+    return jax.tree.map(lambda x, like: x.reshape(like.shape), now, states), results
 
 
 _LEVEL = "xla_backend_optimization_level"
+
+
+def _compiling_fast(options: dict | None) -> dict | None:
+    """Return options with which XLA compiles fast, unless the user has chosen."""
+    chosen = jax.config.values["jax_disable_most_optimizations"]
+    if chosen or _LEVEL in os.environ.get("XLA_FLAGS", ""):
+        return options
+    return {_LEVEL: 1, **(options or {})}
 
 
 def _over_members(f, places, at_once, train, once) -> Callable:
@@ -2104,40 +2254,47 @@ def _over_members(f, places, at_once, train, once) -> Callable:
 
     The result is a program of state, of_slot and of_all; the last two are dicts of f's
     arguments.  Leaves of state and of_slot are by slot, and so are the leaves that f
-    returns; of_all is everywhere.  With `train`, the state's buffers are reused, and
-    replicas wait for each other.  On a CPU, a program that runs `once` compiles fast.
+    returns; of_all is everywhere.  With `train`, f returns (state, results), the
+    state's buffers are reused, and replicas wait for each other.  On a CPU, a program
+    that runs `once` compiles fast.
 
     This maps as `jax.pmap` does, but the program is freed with the function returned,
     while JAX (0.10, 0.12) keeps a program of `pmap` for good, with all that f holds.
     """
     by_slot, everywhere = places.shardings(train)
     inputs = by_slot, by_slot, everywhere
-    specs = tuple(x.spec for x in inputs), by_slot.spec
-    how: dict = dict(donate_argnums=(0,) if train else ())
-    if places.shards == 1:  # otherwise XLA divides a slot's work as its arrays are
-        how |= dict(in_shardings=inputs, out_shardings=by_slot)
+    in_specs = tuple(x.spec for x in inputs)
+    shardings: dict = {"in_shardings": inputs, "out_shardings": by_slot}
+    if places.shards > 1:  # XLA divides a slot's work as its arrays are
+        shardings = {}
 
     def divided(mapped, *args):
-        made = mapped(*args) if train else (mapped(*args), ())
-        where = jax.tree.map(lambda x: places.divide(x, by_slot), made[0])
-        made = lax.with_sharding_constraint(made, (where, by_slot))
-        return made if train else made[0]
+        returned = mapped(*args)
+        tree = returned[0] if train else returned  # the state, if there is one
+        where = jax.tree.map(lambda x: places.divide(x, by_slot), tree)
+        where = (where, by_slot) if train else where
+        return lax.with_sharding_constraint(returned, where)
 
     def make(options):
-        chosen = jax.config.values["jax_disable_most_optimizations"]
-        chosen = chosen or _LEVEL in os.environ.get("XLA_FLAGS", "")  # by the user
-        if once and places.on_cpu and not chosen:
-            options = {_LEVEL: 1, **(options or {})}
+        if once and places.on_cpu:
+            options = _compiling_fast(options)
         fast = _fast_cpu.fast(f, options)  # on CPUs, whatever f takes gradients of
 
         def on_device(state, of_slot, of_all):
-            each = lambda state, of_slot: fast(state, **of_slot, **of_all)  # noqa: E731
-            both = _in_turn(each, state, of_slot, places, train, at_once)
-            return both if train else both[1]
+            def on_slot(state, of_slot):
+                returned = fast(state, **of_slot, **of_all)
+                return returned if train else ((), returned)
 
-        mapped = _in_slots(on_device, by_slot.mesh, *specs)
-        whole = functools.partial(divided, mapped) if places.shards > 1 else mapped
-        return jax.jit(whole, compiler_options=options, **how)
+            states, results = _in_turn(on_slot, state, of_slot, places, train, at_once)
+            return (states, results) if train else results
+
+        program = _in_slots(on_device, by_slot.mesh, in_specs, by_slot.spec)
+        if places.shards > 1:
+            program = functools.partial(divided, program)
+        donated = (0,) if train else ()
+        return jax.jit(
+            program, donate_argnums=donated, compiler_options=options, **shardings
+        )
 
     return _fast_cpu.Program(make, places.platform)
 
@@ -2146,7 +2303,7 @@ class _Work(NamedTuple):
     """A call to be made: a function of one member, for all members.
 
     It is called as f(state, **of_slot, **of_all), with the member's hyper and the
-    frozen tree beside these.
+    frozen tree beside these.  If it trains, it returns (state, results).
     """
 
     f: Callable  # a method of `_Member`
@@ -2154,6 +2311,7 @@ class _Work(NamedTuple):
     of_slot: dict  # more arguments, by slot
     of_all: dict  # and everywhere
     trains: bool = False  # then the state's buffers are reused, and replicas meet
+    once: bool = False  # then members take turns on any device, and it compiles fast
     num_rows: int = 0  # of a block of predictions
 
 
@@ -2168,10 +2326,10 @@ class _Programs:
 
     member: _Member
     places: _Places
-    hyper: tuple  # by slot
-    frozen: tuple  # everywhere
+    hyper: PyTree  # by slot, or None
+    frozen: PyTree  # everywhere, or None
     at_once: int | None  # members of a device at once; None is as many as fit
-    made: dict = dataclasses.field(default_factory=dict)  # by (f, together)
+    kept: dict = dataclasses.field(default_factory=dict)  # by (f, together)
     fitting: dict = dataclasses.field(default_factory=dict)  # by (f, its arguments)
 
     @property
@@ -2186,10 +2344,12 @@ class _Programs:
         return next(reversed(self.fitting.values()), self.most)
 
     def _mapped(self, work: _Work, together: int) -> Callable:
-        if (key := (work.f, together)) not in self.made:
-            how = self.places, together, work.trains, work.f == self.member.init
-            self.made[key] = _over_members(work.f, *how)
-        return self.made[key]
+        key = work.f, together
+        if key not in self.kept:
+            self.kept[key] = _over_members(
+                work.f, self.places, together, train=work.trains, once=work.once
+            )
+        return self.kept[key]
 
     def _fitting(self, work: _Work, args: tuple) -> int:
         """Return how many of a device's members the program computes together.
@@ -2197,10 +2357,10 @@ class _Programs:
         By default it is one on a CPU, in `init`, and for keys whose draws would change;
         elsewhere all, or as many as fit.
         """
-        count, key = self.most, getattr(work.state, "key", None)
+        count = self.most
         if self.at_once or count == 1:
             return count
-        if work.f == self.member.init or _is_rbg(key):
+        if work.once or _is_rbg(getattr(work.state, "key", None)):
             return 1
         if self.places.absent:
             return count
@@ -2214,13 +2374,15 @@ class _Programs:
 
     def _program(self, work: _Work) -> tuple[Any, tuple]:
         """Return the program of some work, and its arguments."""
-        of_slot = {"hyper": self.hyper, **work.of_slot}
-        args = work.state, of_slot, {"frozen": self.frozen, **work.of_all}
+        of_slot = {"hyper": self.hyper} | work.of_slot
+        of_all = {"frozen": self.frozen} | work.of_all
+        args = work.state, of_slot, of_all
         return self._mapped(work, self._fitting(work, args)), args
 
     def run(self, owner: Any, work: _Work) -> Any:
         """Do the work.  If it trains, it consumes its state: see `_run_consuming`."""
-        if (places := self.places).absent:
+        places = self.places
+        if places.absent:
             raise ValueError("the devices are a topology's; use Trainer.lower")
         of_slot = places.give(work.of_slot, places.by_slot)
         of_all = places.give(work.of_all, places.everywhere)
@@ -2232,12 +2394,15 @@ class _Programs:
         except jax.errors.JaxRuntimeError as error:
             if not self.at_once or "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            remedy = "use fewer, or None for as many as fit"
-            raise RuntimeError(f"at_once={self.at_once}: {error}; {remedy}") from error
+            raise RuntimeError(
+                f"at_once={self.at_once}: {error}; use fewer, or None for as many as "
+                "fit"
+            ) from error
 
     @functools.cached_property
     def _loss(self) -> Any:  # which is traced once per form of its arguments
-        mesh, all_alike = self.places.by_slot.mesh, jax.sharding.PartitionSpec()
+        mesh = self.places.by_slot.mesh
+        all_alike = jax.sharding.PartitionSpec()
         return jax.jit(_in_slots(self.member.loss, mesh, all_alike, all_alike))
 
     def shared_steps(self, state: TrainState, data: tuple, size: int) -> int:
@@ -2247,14 +2412,16 @@ class _Programs:
         """
         if not self.member.has_aux:
             return _STEPS
-        params, _, *model = jax.tree.map(_like, state)  # of a member
+        params, _, model_state, key = jax.tree.map(_like, state)  # of a member
         # The loss sees the rows of a micro-batch of a replica's part.
-        size //= math.gcd(size, self.places.layout.replicas)
-        batch = jax.tree.map(lambda x: _like(_numbers("data", x), size), data)
-        size //= self.member.num_parts(batch, model[0])
-        batch = jax.tree.map(lambda x: _like(x, size), batch)
-        extras = *jax.tree.map(_like, self.hyper), *self.frozen
-        _, (_, aux) = _apart(self._loss.eval_shape, params, *model, batch, extras)
+        part = size // math.gcd(size, self.places.layout.replicas)
+        batch = jax.tree.map(lambda x: _like(_numbers("data", x), part), data)
+        rows = part // self.member.num_parts(batch, model_state)
+        batch = jax.tree.map(lambda x: _like(x, rows), batch)
+        extras = _present(jax.tree.map(_like, self.hyper), self.frozen)
+        _, (_, aux) = _apart(
+            self._loss.eval_shape, params, model_state, key, batch, extras
+        )
         num_bytes = sum(map(_num_bytes, jax.tree.leaves(aux)))
         return max(1, min(_STEPS, _AUX_BYTES // max(1, num_bytes)))
 
@@ -2290,12 +2457,26 @@ def _near(x: np.ndarray, y: np.ndarray, like: np.ndarray) -> bool:
     return np.allclose(x, y, rtol=0, atol=rounding * size, equal_nan=True)
 
 
-def _made(part: Any) -> Iterator:
+def _forms(part: Any) -> Iterator:
     """Yield the forms of all arrays that a part of a program makes, at any depth."""
     for eqn in getattr(part, "eqns", ()):
         yield from (v.aval for v in eqn.outvars)
         for x in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
-            yield from _made(x)
+            yield from _forms(x)
+
+
+class _Sizes(NamedTuple):
+    """How examples are divided: a block is computed in one call of a program."""
+
+    chunk: int  # examples that a device takes at a time
+    chunks: int  # that each replica takes in a block, one after another
+
+
+class _Block(NamedTuple):
+    """A block of predictions that is being computed."""
+
+    num_rows: int  # n
+    outputs: PyTree  # leaves [D * M, chunks, chunk, ...]
 
 
 # A chunk has from so many examples to so many, on a CPU and elsewhere.
@@ -2312,9 +2493,9 @@ class _Predictions:
 
     programs: _Programs
     chunk: int | None  # examples that a device takes at a time; None is by size
-    # What earlier calls found out, by the form of the inputs: the sizes of chunks and
-    # blocks, and that no example changes another.
-    sizes: dict = dataclasses.field(default_factory=dict)
+    # What earlier calls found out, by the form of the inputs: the sizes of blocks, and
+    # that no example changes another.
+    sizes: dict[str, _Sizes] = dataclasses.field(default_factory=dict)
     independent: set = dataclasses.field(default_factory=set)
 
     def works(self, model: tuple, inputs: PyTree) -> Iterator[_Work]:
@@ -2325,81 +2506,103 @@ class _Predictions:
         _check_axes("inputs", inputs)
         inputs = jax.tree.map(functools.partial(_array, "inputs"), inputs)
         num_rows = len(jax.tree.leaves(inputs)[0])
-        places, replicas = self.programs.places, self.programs.places.layout.replicas
-        # Few rows fill one chunk of a power of two; all larger numbers share a program.
-        chunk, chunks = 2 ** math.ceil(math.log2(-(-num_rows // replicas))), 1
-        if chunk >= (self.chunk or _CHUNKS[places.on_cpu][0]):
-            if (key := str(_described(inputs, first=1))) not in self.sizes:
-                self.sizes[key] = self._sizes(model, inputs)
-            most, several = self.sizes[key]
-            chunk, chunks = (most, several) if chunk >= most else (chunk, 1)
-        turn, size = replicas * chunk, replicas * chunk * chunks
+        places = self.programs.places
+        replicas = places.layout.replicas
+        sizes = self._sizes(model, inputs, -(-num_rows // replicas))
+        turn = replicas * sizes.chunk
+        size = turn * sizes.chunks
 
-        def block(start, x):  # of rows [N, ...]: [chunks, R * chunk, ...]
-            x = np.array(_numbers("inputs", x[start : start + size]))
-            if len(x) < size:
-                x = np.pad(x, [(0, size - len(x)), *[(0, 0)] * (x.ndim - 1)])
-            return x.reshape(chunks, turn, *x.shape[1:])
+        def block(start):  # leaves [chunks, R * chunk, ...]
+            def cut(x):
+                x = np.array(_numbers("inputs", x[start : start + size]))
+                if len(x) < size:
+                    x = np.pad(x, [(0, size - len(x))] + [(0, 0)] * (x.ndim - 1))
+                return x.reshape(sizes.chunks, turn, *x.shape[1:])
 
+            return jax.tree.map(functools.partial(_on_data, cut), inputs)
+
+        predict = self.programs.member.predict
         for start in range(0, num_rows, size):
-            n, cut = min(size, num_rows - start), functools.partial(block, start)
-            rows = jax.tree.map(functools.partial(_on_data, cut), inputs)
-            of_slot, of_all = places.deal("chunks", rows, axis=1)
-            of_all["count"] = np.int32(-(-n // turn))
-            predict = self.programs.member.predict
+            n = min(size, num_rows - start)
+            of_slot, of_all = places.deal("chunks", block(start), axis=1)
+            of_all = {"count": np.int32(-(-n // turn))} | of_all
             yield _Work(predict, model, of_slot, of_all, num_rows=n)
 
-    def _sizes(self, model, inputs):
-        """Return how many examples a chunk has, and how many chunks a block.
+    def _sizes(self, model, inputs, num_rows) -> _Sizes:
+        """Return how to divide inputs, of which each replica has so many rows.
 
-        They depend on the form of the inputs, not on the number, so one program serves
-        all numbers.
+        Few rows fill one chunk of a power of two; all larger numbers share a program.
         """
-        programs, places = self.programs, self.programs.places
-        least, most = (self.chunk,) * 2 if self.chunk else _CHUNKS[places.on_cpu]
-        one = jax.tree.map(_like, (model, programs.hyper))  # of a member
-        outputs = jax.make_jaxpr(programs.member.outputs, return_shape=True)
+        few = _Sizes(2 ** math.ceil(math.log2(num_rows)), 1)
+        if few.chunk < (self.chunk or _CHUNKS[self.programs.places.on_cpu][0]):
+            return few
+        key = str(_described(inputs, first=1))
+        if key not in self.sizes:
+            self.sizes[key] = self._largest_sizes(model, inputs)
+        return few if few.chunk < self.sizes[key].chunk else self.sizes[key]
+
+    def _largest_sizes(self, model, inputs) -> _Sizes:
+        """Return how to divide many inputs.
+
+        It depends on their form, not on the number, so one program serves all numbers.
+        """
+        places = self.programs.places
+        least, most = _CHUNKS[places.on_cpu]
+        if self.chunk:
+            least = most = self.chunk
+        model, hyper = jax.tree.map(_like, (model, self.programs.hyper))  # of a member
+        frozen = self.programs.frozen
+        outputs = jax.make_jaxpr(self.programs.member.outputs, return_shape=True)
 
         def trace(n):  # returns the bytes of inputs and outputs, and of all arrays
             rows = jax.tree.map(lambda x: _like(_numbers("inputs", x[:1]), n), inputs)
-            program, made = _apart(outputs, *one, programs.frozen, rows)
-            ends = jax.tree.leaves((rows, [made] * places.layout.members_per_device))
-            return sum(map(_num_bytes, ends)) or 1, [*map(_num_bytes, _made(program))]
+            program, form = _apart(outputs, model, rows, hyper, frozen)
+            ends = jax.tree.leaves((rows, [form] * places.layout.members_per_device))
+            num_bytes = sum(map(_num_bytes, ends)) or 1
+            return num_bytes, list(map(_num_bytes, _forms(program)))
 
-        chunk, (size, few) = least, trace(least)
+        size, arrays = trace(least)
         largest = size
         if places.on_cpu and most > least:  # of the arrays that grow with examples
-            largest = max(map(operator.sub, trace(2 * least)[1], few), default=0)
+            _, twice = trace(2 * least)
+            largest = max(map(operator.sub, twice, arrays), default=0)
+        chunk = least
         while 2 * chunk <= most and 2 * largest * chunk <= _BLOCK_BYTES * least:
             chunk *= 2
-        chunks = _BLOCK_BYTES * (1 if places.on_cpu else 4) * least // (size * chunk)
-        return chunk, max(1, min(_BLOCK_CHUNKS, chunks))
+        num_bytes = _BLOCK_BYTES if places.on_cpu else 4 * _BLOCK_BYTES
+        chunks = num_bytes * least // (size * chunk)
+        return _Sizes(chunk, max(1, min(_BLOCK_CHUNKS, chunks)))
 
     def blocks(self, model: tuple, inputs: PyTree) -> Iterator:
         """Yield the members' outputs for the inputs, a block at a time, [K, n, ...]."""
         computing: list = []
         for work in self.works(model, inputs):
-            computing.append((work.num_rows, self.programs.run(None, work)))
+            computing.append(self._compute(work))
             if len(computing) > 1:  # the devices are a block ahead
-                yield self._members(*computing.pop(0))
+                yield self._members(computing.pop(0))
             elif work.num_rows > 1:
-                self._check_independence(model, inputs, *computing[0])
-        yield self._members(*computing.pop())
+                self._check_independence(model, inputs, computing[0])
+        yield self._members(computing.pop())
 
-    def _members(self, n, made):
-        """Bring leaves [D * M, chunks, chunk, ...] to the host: [K, n, ...]."""
+    def _compute(self, work: _Work) -> _Block:
+        return _Block(work.num_rows, self.programs.run(None, work))
+
+    def _members(self, block: _Block) -> PyTree:
+        """Bring a block's outputs to the host, by member: leaves [K, n, ...]."""
         layout = self.programs.places.layout
+        replicas = layout.replicas
 
         def bring(x):
             x = _gather_devices(x)
-            shape = len(x) // layout.replicas, layout.replicas, *x.shape[1:]
-            x = x.reshape(shape).swapaxes(1, 2)
-            x = x.reshape(len(x), math.prod(x.shape[1:4]), *x.shape[4:])
-            return x[: layout.members, :n]
+            slots, chunks, chunk, *rest = x.shape
+            members = slots // replicas
+            x = x.reshape(members, replicas, chunks, chunk, *rest).swapaxes(1, 2)
+            x = x.reshape(members, chunks * replicas * chunk, *rest)
+            return x[: layout.members, : block.num_rows]
 
-        return jax.tree.map(bring, made)
+        return jax.tree.map(bring, block.outputs)
 
-    def _check_independence(self, model, inputs, n, made):
+    def _check_independence(self, model, inputs, block):
         """Raise ValueError if the outputs of an example depend on other examples.
 
         The first and the last example of a chunk are tried, each among copies of
@@ -2407,24 +2610,30 @@ class _Predictions:
         rounding.
         """
         inputs = jax.tree.map(functools.partial(_array, "inputs"), inputs)
-        if (key := str(_described(inputs, first=1))) in self.independent:
+        key = str(_described(inputs, first=1))
+        if key in self.independent:
             return
-        most = self.programs.places.layout.replicas * jax.tree.leaves(made)[0].shape[2]
-        count, made = min(most, n), self._members(n, made)
-        remedy = "inputs are [N, ...], x[None] for one x; use no batch statistics"
-        for i, name in (0, "first"), (count - 1, "last"):
-            found = f"apply_fn's output for the {name} example changes with others"
+        chunk = jax.tree.leaves(block.outputs)[0].shape[2]
+        count = min(self.programs.places.layout.replicas * chunk, block.num_rows)
+        outputs = self._members(block)
 
-            def repeat(x, i=i):
+        def copies(i):
+            def repeat(x):
                 return np.repeat(np.asarray(x[i : i + 1]), count, axis=0)
 
-            copies = jax.tree.map(functools.partial(_on_data, repeat), inputs)
-            (work,) = self.works(model, copies)
-            again = self._members(count, self.programs.run(None, work))
-            for x, y in zip(*map(jax.tree.leaves, (made, again))):
+            return jax.tree.map(functools.partial(_on_data, repeat), inputs)
+
+        for i, name in (0, "first"), (count - 1, "last"):
+            (work,) = self.works(model, copies(i))
+            again = self._members(self._compute(work))
+            for x, y in zip(jax.tree.leaves(outputs), jax.tree.leaves(again)):
                 if not _near(x[:, i], y[:, i], like=x):
-                    raise ValueError(f"{found}; {remedy}: train=False")
-        for x in jax.tree.leaves(made):
+                    raise ValueError(
+                        f"apply_fn's output for the {name} example changes with "
+                        "others; inputs are [N, ...], x[None] for one x; use no batch "
+                        "statistics: train=False"
+                    )
+        for x in jax.tree.leaves(outputs):
             x = x[:, :count]
             if not _near(x, np.broadcast_to(x[:, :1], x.shape), like=x):
                 self.independent.add(key)
@@ -2440,13 +2649,16 @@ def _checked_order(order: Any, members: int, num_rows: int) -> np.ndarray:
     order = np.asarray(_numbers("order", order))
     fits = order.ndim == 2 or (order.ndim == 3 and len(order) == members)
     if not (fits and order.size and order.dtype.kind in "iu"):
-        expected = "integers, rows of the data, [steps, B], or [K, steps, B] with K ="
-        found = f"order has shape {order.shape}"
-        raise ValueError(f"{found}; expected {expected} {members}, and not empty")
+        raise ValueError(
+            f"order has shape {order.shape}; expected integers, rows of the data, "
+            f"[steps, B], or [K, steps, B] with K = {members}, and not empty"
+        )
     # On a device, a row outside the data would be clamped without an error.
     if not 0 <= order.min() <= order.max() < num_rows:
-        found = f"order holds rows {order.min()} to {order.max()}"
-        raise ValueError(f"{found}; the data have rows 0 to {num_rows - 1}")
+        raise ValueError(
+            f"order holds rows {order.min()} to {order.max()}; the data have rows 0 to "
+            f"{num_rows - 1}"
+        )
     return order.astype(np.int32, copy=False)
 
 
@@ -2549,30 +2761,44 @@ class Trainer:
         _count("chunk", 1 if self.chunk is None else self.chunk)
         _count("at_once", 1 if self.at_once is None else self.at_once)
         if not callable(self.init_fn):
-            found = f"init_fn is {type(self.init_fn).__name__}; expected a function"
-            raise ValueError(f"{found}; each architecture takes a trainer of its own")
+            raise ValueError(
+                f"init_fn is {type(self.init_fn).__name__}; expected a function; each "
+                "architecture takes a trainer of its own"
+            )
         places = _lay_out(self.members, self.devices, self.shards)
-        names = {x.name for x in dataclasses.fields(_Member)}
-        same = {name: x for name, x in vars(self).items() if name in names}
-        last = tuple(x for x in ("hyper", "frozen") if getattr(self, x) is not None)
-        member = _Member(**same, platform=places.platform, last=last)
-        hyper, frozen = (() if x is None else (x,) for x in (self.hyper, self.frozen))
-        if hyper:
+        member = _Member(
+            loss_fn=self.loss_fn,
+            optimizer=self.optimizer,
+            has_aux=self.has_aux,
+            stateful=self.stateful,
+            microbatch=self.microbatch,
+            skip_nonfinite=self.skip_nonfinite,
+            init_fn=self.init_fn,
+            apply_fn=self.apply_fn,
+            output=self.output,
+            shards=self.shards,
+            platform=places.platform,
+            last=tuple(x for x in ("hyper", "frozen") if getattr(self, x) is not None),
+        )
+        if self.hyper is not None:
             expected = f"arrays [K, ...], an entry for each of {self.members} members"
-            _check_axes("hyper", hyper, self.members, expected=expected)
-        by_slot = places.to_slots("hyper", hyper)
-        hyper = jax.tree.map(functools.partial(_on_data, np.asarray), hyper)
-        for i in range(self.members if hyper else 1):  # raises if one cannot be
-            member.optimizer_of(*jax.tree.map(operator.itemgetter(i), hyper))
-        frozen = places.put(_private("frozen", frozen), places.everywhere, divide=True)
-        programs = _Programs(member, places, by_slot, frozen, self.at_once)
-        predictions = _Predictions(programs, self.chunk)
-        # The trainer is frozen, so its parts are set in its dict.
-        vars(self).update(_places=places, _programs=programs, _predictions=predictions)
+            _check_axes("hyper", self.hyper, self.members, expected=expected)
+        hyper = places.to_slots("hyper", self.hyper)
+        on_host = jax.tree.map(functools.partial(_on_data, np.asarray), self.hyper)
+        for i in range(1 if on_host is None else self.members):
+            own = jax.tree.map(operator.itemgetter(i), on_host)
+            member.optimizer_of(own)  # raises if there is none
+        frozen = _private("frozen", self.frozen)
+        frozen = places.put(frozen, places.everywhere, divide=True)
+        programs = _Programs(member, places, hyper, frozen, self.at_once)
+        # The trainer is frozen.
+        object.__setattr__(self, "_places", places)
+        object.__setattr__(self, "_programs", programs)
+        object.__setattr__(self, "_predictions", _Predictions(programs, self.chunk))
 
     def __repr__(self) -> str:  # on one line, without arrays and addresses
-        made_of = self.init_fn, self.loss_fn
-        names = [getattr(f, "__name__", type(f).__name__) for f in made_of]
+        functions = self.init_fn, self.loss_fn
+        names = [getattr(f, "__name__", type(f).__name__) for f in functions]
         options = f"shards={self.shards}, at_once={self._programs.together}"
         return f"Trainer({', '.join(names)}, {self.layout}, {options})"
 
@@ -2587,7 +2813,7 @@ class Trainer:
         return self._places.layout
 
     @functools.cached_property
-    def _made(self) -> TrainState:
+    def _form(self) -> TrainState:
         """The form of the state that init makes, leaves [D * M, ...]."""
         with jax.transfer_guard("allow"):
             return self._programs.form(self._init(jax.random.key(0)))
@@ -2600,33 +2826,40 @@ class Trainer:
         what = "a state of another trainer"
         _check_axes("state", state, len(members), expected=expected)
         if state.key is None:
-            found = "the state has no key, which tells members from replicas"
-            keys = f"members [K, ...] take jax.random.split(key, {self.members})"
-            raise ValueError(f"{found}; keep it, or scatter: {keys}")
+            raise ValueError(
+                "the state has no key, which tells members from replicas; keep it, or "
+                "scatter: members [K, ...] take jax.random.split(key, "
+                f"{self.members})"
+            )
         _check_draws(state.key, self.at_once)
         keys = _gather_devices(_key_data(state.key))
         _user_call(what, expected, _check_keys, keys, members)
-        part = {"key": None} | ({} if trains else {"opt_state": ()})
-        both = (each._replace(**part) for each in (state, self._made))
+        ignored: dict = {"key": None}
+        if not trains:
+            ignored["opt_state"] = ()
+        state = state._replace(**ignored)
+        like = self._form._replace(**ignored)
         remedy = ", as the trainer's init returns it"
-        _check_form(what, *both, remedy, first=1, typed=trains)
+        _check_form(what, state, like, remedy, first=1, typed=trains)
 
     def _fit(self, state, trains):
         """Check a state, and return it in its slots: see `_admit`."""
-        places, (members, _) = self._places, self._places.slots
+        places = self._places
+        members, _ = places.slots
         expected = f"this trainer's {len(members)}: use init, or gather and scatter"
 
         def there(x):  # as init and scatter put it
-            now, at = getattr(x, "sharding", None), places.divide(x, places.by_slot)
-            alike = getattr(now, "mesh", None) == at.mesh  # otherwise traces differ
-            return alike and now.is_equivalent_to(at, x.ndim)
+            now = getattr(x, "sharding", None)
+            asked = places.divide(x, places.by_slot)
+            alike = getattr(now, "mesh", None) == asked.mesh  # otherwise traces differ
+            return alike and now.is_equivalent_to(asked, x.ndim)
 
         moves = not all(map(there, jax.tree.leaves(state)))
         state = _private("state", state) if moves else state
         self._check_members(state, members, expected, trains)
         return places.put(state, places.by_slot, divide=True) if moves else state
 
-    def _admit(self, state, *given, trains=False):
+    def _admit(self, state, given=(), trains=False):
         fit = functools.partial(self._fit, trains=trains)
         return _admit(self, state, given, fit, trains)
 
@@ -2655,11 +2888,12 @@ class Trainer:
 
     def _init(self, key):
         _check_outside(key)
-        expected = "expected one random key, such as jax.random.key(0), for all members"
-        _user_call("key", expected, jax.random.split, key)
+        advice = "expected one random key, such as jax.random.key(0), for all members"
+        _user_call("key", advice, jax.random.split, key)
         _check_draws(key, self.at_once)
-        number = {"number": self._places.slots[0]}
-        return _Work(self._programs.member.init, None, number, {"key": key})
+        member, _ = self._places.slots
+        init = self._programs.member.init
+        return _Work(init, None, {"number": member}, {"key": key}, once=True)
 
     def gather(self, state: TrainState) -> TrainState:
         """Bring each member to the host, leaves [K, ...]; compare its replicas.
@@ -2680,7 +2914,7 @@ class Trainer:
         Leaves are `jax.ShapeDtypeStruct`; nothing is computed.  The state's key has the
         kind of `key`, by default the kind of `jax.random.key(0)`.
         """
-        form = self._made if key is None else self._programs.form(self._init(key))
+        form = self._form if key is None else self._programs.form(self._init(key))
         return jax.tree.map(lambda x: _like(x, self.members), form)
 
     def scatter(self, gathered: TrainState) -> TrainState:
@@ -2692,8 +2926,9 @@ class Trainer:
         returns.
         """
         _check_state(gathered)
+        members = range(self.members)
         expected = f"the trainer's {self.members} members"
-        self._check_members(gathered, range(self.members), expected)
+        self._check_members(gathered, members, expected)
         object.__setattr__(self, "latest", None)
         return self._places.to_slots("members' state", gathered)
 
@@ -2709,20 +2944,22 @@ class Trainer:
         Raises ValueError as the method does, and for another method.
         """
         if method not in ("init", "update", "epoch", "predict"):
-            expected = "'init', 'update', 'epoch' or 'predict'"
-            raise ValueError(f"method is {method!r}; expected {expected}")
+            raise ValueError(
+                f"method is {method!r}; expected 'init', 'update', 'epoch' or 'predict'"
+            )
 
         def zeros(x):  # in the memory of one number, whatever the shape
             if isinstance(x, bool):  # per_member
                 return x
-            if _is_key(x := _numbers(method, x)):
+            x = _numbers(method, x)
+            if _is_key(x):
                 return jnp.empty(x.shape, x.dtype)
             return np.broadcast_to(np.zeros((), jnp.result_type(x)), np.shape(x))
 
         if method != "init":
-            places = self._places
             args, options = jax.tree.map(zeros, (args, options))
-            args = places.put(self._made, places.by_slot, divide=True), *args
+            state = self._places.put(self._form, self._places.by_slot, divide=True)
+            args = (state, *args)
         return self._programs.lower(getattr(self, f"_{method}")(*args, **options))
 
     # Training
@@ -2746,7 +2983,7 @@ class Trainer:
         Raises ValueError for a batch that is empty or does not divide into
         micro-batches.
         """
-        state = self._admit(state, *batch, trains=True)
+        state = self._admit(state, batch, trains=True)
         work = self._update(state, *batch, per_member=per_member)
         self._warn_if_equal(state, differ=per_member)
         state, metrics = self._programs.run(self, work)
@@ -2759,8 +2996,11 @@ class Trainer:
         else:
             _check_axes("batch", batch)
         batch = _private("batch", batch)
-        parts = self._places.deal("batch", batch, int(per_member), per_member)
-        return _Work(self._programs.member.update, state, *parts, trains=True)
+        of_slot, of_all = self._places.deal(
+            "batch", batch, axis=int(per_member), each=per_member
+        )
+        update = self._programs.member.update
+        return _Work(update, state, of_slot, of_all, trains=True)
 
     def epoch(
         self, state: TrainState, data: tuple | list, order: ArrayLike
@@ -2781,7 +3021,7 @@ class Trainer:
         Raises ValueError for an order that is empty or has rows outside the data, and
         for data of several lengths.
         """
-        state = self._admit(state, data, order, trains=True)
+        state = self._admit(state, (data, order), trains=True)
         work = self._epoch(state, data, order, self.place)
         order = np.asarray(order)
         self._warn_if_equal(state, order.ndim == 3 and (order != order[:1]).any())
@@ -2790,19 +3030,25 @@ class Trainer:
 
     def _epoch(self, state, data, order, place=lambda data: data):
         if not isinstance(data, (tuple, list)):
-            found = f"data is {type(data).__name__}; expected a tuple of loss_fn's"
-            raise ValueError(f"{found} arguments: (data,) for a single tree")
+            raise ValueError(
+                f"data is {type(data).__name__}; expected a tuple of loss_fn's "
+                "arguments: (data,) for a single tree"
+            )
         _check_axes("data", data)
         num_rows = np.shape(jax.tree.leaves(data)[0])[0]
         order = _checked_order(order, self.members, num_rows)
         data = place(tuple(data))  # before the call, as a trace depends on it
-        num_steps, axes = order.shape[-2], [(0, 0)] * order.ndim
-        least = self._programs.shared_steps(state, data, order.shape[-1])
-        axes[-2] = 0, max(least - num_steps, -num_steps % -(-least // 2))
-        order = np.pad(order, axes)
-        parts = self._places.deal("order", order, order.ndim - 1, order.ndim == 3)
-        parts[1].update(data=data, num_steps=np.int32(num_steps))
-        return _Work(self._programs.member.epoch, state, *parts, trains=True)
+        *members, num_steps, size = order.shape
+        shared = self._programs.shared_steps(state, data, size)
+        half = -(-shared // 2)  # longer orders are multiples of it
+        more = max(shared - num_steps, -num_steps % half)
+        order = np.pad(order, [(0, 0)] * len(members) + [(0, more), (0, 0)])
+        of_slot, of_all = self._places.deal(
+            "order", order, axis=order.ndim - 1, each=order.ndim == 3
+        )
+        of_all = {"data": data, "num_steps": np.int32(num_steps)} | of_all
+        epoch = self._programs.member.epoch
+        return _Work(epoch, state, of_slot, of_all, trains=True)
 
     def place(self, data: PyTree) -> PyTree:
         """Copy all of data, a tree of arrays [N, ...], to every device in use.
@@ -2822,9 +3068,11 @@ class Trainer:
             return len({x.tobytes() for x in _gather_devices(leaf)}) == 1
 
         if all(map(equal, jax.tree.leaves(state.params))):
-            found = "members have equal weights, see the same batches and use no random"
-            remedy = "have init_fn draw from its key, or give each its own batches"
-            _warn(f"the {self.members} {found} key, so they stay equal; {remedy}")
+            _warn(
+                f"the {self.members} members have equal weights, see the same batches "
+                "and use no random key, so they stay equal; have init_fn draw from its "
+                "key, or give each its own batches"
+            )
 
     # Predicting
 
@@ -2939,7 +3187,8 @@ def epoch_order(
         raise ValueError(f"{seed=}, {epoch=}; expected ints, 0 <= each < 2**32")
     if _count("batch_size", batch_size) > _count("num_examples", num_examples):
         raise ValueError(f"{batch_size=}; expected at most {num_examples=}")
-    steps, orders = num_examples // batch_size, []
+    steps = num_examples // batch_size
+    orders = []
     for member in range(1 if members is None else _count("members", members)):
         rows = np.random.default_rng([seed, epoch, member]).permutation(num_examples)
         if bootstrap:
@@ -2973,15 +3222,15 @@ def prefetch(batches: Iterable, size: int = 2) -> Iterator:
 
     def ahead():
         room: Any = threading.Semaphore(size)
-        made: Any = queue.SimpleQueue()
+        ready: Any = queue.SimpleQueue()
         left = threading.Event()  # by the loop
 
         def make():
             try:
                 while room.acquire() and not left.is_set():
-                    made.put((next(items), None))
+                    ready.put((next(items), None))
             except BaseException as error:  # the loop's, or its end
-                made.put((None, error))
+                ready.put((None, error))
             atexit.unregister(leave)
             atexit.unregister(thread.join)
 
@@ -2997,7 +3246,7 @@ def prefetch(batches: Iterable, size: int = 2) -> Iterator:
         atexit.register(leave)  # is called before
         try:
             while True:
-                item, error = made.get()
+                item, error = ready.get()
                 if isinstance(error, StopIteration):
                     return
                 if error is not None:  # it may be false
@@ -3105,7 +3354,9 @@ def _head(arrays: dict[str, np.ndarray], kinds: dict[str, str], digest: str) -> 
     header: dict = {"__metadata__": {"sha256": digest, **types}}
     end = 0
     for name, x in arrays.items():
-        code, begin, end = _CODES[x.dtype.name], end, end + x.nbytes
+        begin = end
+        end += x.nbytes
+        code = _CODES[x.dtype.name]
         header[name] = {"dtype": code, "shape": x.shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -3133,7 +3384,7 @@ def save(path: str | os.PathLike, tree: PyTree) -> None:
     kinds = {name: _kind(leaf) for name, leaf in leaves.items()}
     arrays = {name: _storable(name, leaf) for name, leaf in leaves.items()}
     parts = [x.reshape(-1).view(np.uint8).data for x in arrays.values()]
-    digest = hashlib.sha256(_head(arrays, kinds, "0" * 64)[_DIGEST.stop :])
+    digest = hashlib.sha256(_head(arrays, kinds, bytes(32).hex())[_DIGEST.stop :])
     for part in parts:
         digest.update(part)
     with replace_file(path) as file:
@@ -3147,8 +3398,10 @@ def _unpack(file: Any) -> dict[str, Any]:
     header that `save` does not write.
     """
     if file.read(_DIGEST.start)[8:] != _START:
-        other = "another program, whose files safetensors.numpy.load_file reads"
-        raise ValueError(f"has no digest of save's: damaged, or written by {other}")
+        raise ValueError(
+            "has no digest of save's: damaged, or written by another program, whose "
+            "files safetensors.numpy.load_file reads"
+        )
     file.seek(0)
     content = np.empty(os.fstat(file.fileno()).st_size, np.uint8)
     file.readinto(content.data)
@@ -3157,11 +3410,14 @@ def _unpack(file: Any) -> dict[str, Any]:
         raise ValueError("damaged or cut short: its digest does not match its content")
     end = 8 + int.from_bytes(content[:8].tobytes(), "little")
     head = content[:end].tobytes()
-    header, names = json.loads(head[8:]), dict(zip(_CODES.values(), _CODES))
-    types, arrays = header.pop("__metadata__"), {}
+    header = json.loads(head[8:])
+    types = header.pop("__metadata__")
+    names = dict(zip(_CODES.values(), _CODES))
+    arrays = {}
     for name, entry in header.items():
         dtype = np.dtype(names[entry["dtype"]]).newbyteorder("<")
-        begin, end = end, end + math.prod(entry["shape"]) * dtype.itemsize
+        begin = end
+        end += math.prod(entry["shape"]) * dtype.itemsize
         arrays[name] = content[begin:end].view(dtype).reshape(entry["shape"])
     kinds = {name: types.get(name, x.dtype.name) for name, x in arrays.items()}
     if end != len(content) or head != _head(arrays, kinds, digest):
@@ -3200,9 +3456,13 @@ def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
         keys = tuple(f"[{key!r}]" for key in like)
         leaves = {name: x for name, x in leaves.items() if name.startswith(keys)}
     ours = _by_path(like)
-    remedy = "; gather a state before you save it, or give its kind of key to like"
-    end = f"{remedy}: see help(load)" if isinstance(like, TrainState) else ""
-    _check_leaves(path, _described(leaves), _described(ours), end)
+    remedy = ""
+    if isinstance(like, TrainState):
+        remedy = (
+            "; gather a state before you save it, or give its kind of key to like: see "
+            "help(load)"
+        )
+    _check_leaves(path, _described(leaves), _described(ours), remedy)
     return jax.tree.unflatten(jax.tree.structure(like), [leaves[n] for n in ours])
 
 
@@ -3234,7 +3494,8 @@ def main(num_devices: int | None = None) -> None:
     optimizer = sgd(0.005, momentum=0.9)
     update = make_sync_update(loss_fn, optimizer)
     params = Params(*jax.random.normal(jax.random.key(0), (2,)))
-    state, batch = replicate(train_state(params, optimizer), d), split((xs, ys), d)
+    state = replicate(train_state(params, optimizer), d)
+    batch = split((xs, ys), d)
     print(f"{d} devices: {[str(device) for device in jax.local_devices()[:d]]}")
     for step in range(1000):
         state, loss = update(state, *batch)

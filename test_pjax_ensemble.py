@@ -1736,7 +1736,8 @@ def test_shards_divide_the_large_leaves_of_a_state_and_of_frozen(which, shards):
     trainer, whole = make(devices=8, shards=shards), make(devices=8 // shards)
     (trainer, state), (_, start) = map(begin, (trainer, whole))
     assert trainer.layout == whole.layout
-    (frozen,), weights = trainer._programs.frozen, state.params.heads.weight
+    frozen = trainer._programs.frozen
+    weights = state.params.heads.weight
     assert [*weights.sharding.spec[1:]] == [None, "shards"]  # the longest axis
     assert frozen.addressable_data(0).size == frozen.size // shards
     assert trainer.place(image_data())[0].is_fully_replicated
@@ -1965,7 +1966,7 @@ def test_accelerators_compute_as_many_members_at_once_as_fit(most, together):
     traces = []
 
     def fits(program, args, by_slot, real=pe._fits):
-        of_program = [n for (_, n), x in trainer._programs.made.items() if x is program]
+        of_program = [n for (_, n), x in trainer._programs.kept.items() if x is program]
         return real(program, args, by_slot) and max(of_program) <= most
 
     trainer = net_trainer.__wrapped__(5, 1, noting(traces)["loss_fn"])
