@@ -1330,8 +1330,8 @@ class _Member:
 
     `init`, `update`, `epoch` and `predict` take the member's state, and their other
     arguments by name.  Among these are its hyper and the frozen tree, each None if
-    there is none.  Users' functions take the two last, as `extras`, but none that is
-    None.  No field is an array, which programs would hold.
+    there is none; users' functions take those that are not None last, as `extras`.  No
+    field is an array, which programs would hold.
     """
 
     loss_fn: LossFn
@@ -2329,7 +2329,7 @@ class _Programs:
     hyper: PyTree  # by slot, or None
     frozen: PyTree  # everywhere, or None
     at_once: int | None  # members of a device at once; None is as many as fit
-    kept: dict = dataclasses.field(default_factory=dict)  # by (f, together)
+    kept: dict = dataclasses.field(default_factory=dict)  # programs by (f, together)
     fitting: dict = dataclasses.field(default_factory=dict)  # by (f, its arguments)
 
     @property
