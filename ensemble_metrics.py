@@ -474,7 +474,7 @@ def _check_wrong(wrong: Any, scores: np.ndarray) -> np.ndarray:
     if wrong.dtype != bool or wrong.shape != scores.shape:
         raise ValueError(
             f"wrong is {wrong.dtype}{list(wrong.shape)}; expected "
-            f"bool{list(scores.shape)}, one per example"
+            f"bool{list(scores.shape)}, one per example, after the uncertainty"
         )
     return wrong
 

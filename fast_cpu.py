@@ -53,6 +53,7 @@ import operator
 import os
 import platform
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -75,7 +76,7 @@ __all__ = ["compiler_options", "Program", "rewrite", "fast", "jit", "keep_memory
 
 
 def __dir__() -> list[str]:  # for completion: without the imported modules' names
-    return [*__all__, "__doc__"]
+    return __all__ + ["__doc__"]
 
 
 # ---------------------------------------------------------------------------------
@@ -150,11 +151,10 @@ def _by_phase(x, strides):
     shape = [len(x)]
     for length, s in zip(x.shape[1:], strides):
         shape += [length // s, s]
-    rest = x.shape[n + 1 :]
-    x = x.reshape(*shape, *rest)
-    phases = range(2, 2 * n + 1, 2)
-    x = jnp.moveaxis(x, phases, range(n))
-    return x.reshape(-1, *shape[1::2], *rest)
+    rest = list(x.shape[n + 1 :])
+    x = x.reshape(shape + rest)
+    x = jnp.moveaxis(x, range(2, 2 * n + 1, 2), range(n))
+    return x.reshape([-1] + shape[1::2] + rest)
 
 
 def _moved(x, move):
@@ -205,7 +205,7 @@ def _views(x, places, size, strides, apart) -> list[jax.Array]:
         first = [i * gap for i, gap in zip(place, apart)]
         last = [i + (m - 1) * s + 1 for i, m, s in zip(first, size, strides)]
         limits = [len(x)] + last + [x.shape[-1]]
-        views.append(lax.slice(x, [0] + first + [0], limits, [1] + [*strides] + [1]))
+        views.append(lax.slice(x, [0] + first + [0], limits, [1] + list(strides) + [1]))
     return views
 
 
@@ -257,9 +257,8 @@ def _by_half(target, precision, *arrays) -> bool:
     then writes the precision DEFAULT.  A layer that names "default" writes the same, so
     a layer asks for nothing.
     """
-    default = (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
-    is_float = all(x.dtype == np.float32 for x in arrays)
-    return target.half and precision == default and is_float
+    default = precision == (lax.Precision.DEFAULT, lax.Precision.DEFAULT)
+    return target.half and default and all(x.dtype == np.float32 for x in arrays)
 
 
 def _library(x, kernel, axes, how):
@@ -306,8 +305,8 @@ def _for_xla(x, kernel, axes, groups, sums):
         elif ins < outs <= 16:
             more_outs = 20 - outs
         no = [(0, 0)] * len(window)
-        x = jnp.pad(x, [(0, 0), *no, (0, more_ins)])
-        kernel = jnp.pad(kernel, [*no, (0, more_ins), (0, more_outs)])
+        x = jnp.pad(x, [(0, 0)] + no + [(0, more_ins)])
+        kernel = jnp.pad(kernel, no + [(0, more_ins), (0, more_outs)])
     return x, kernel, axes, sums
 
 
@@ -359,7 +358,8 @@ def _depthwise(x, kernel, axes):
     wide = _wide(x.dtype)
     window = kernel.shape[:-1]
     size = list(map(_Axis.num_windows, axes, x.shape[1:], window))
-    weights = kernel.astype(wide).reshape(-1, *[1] * (x.ndim - 1), kernel.shape[-1])
+    shape = [-1] + [1] * (x.ndim - 1) + [kernel.shape[-1]]
+    weights = kernel.astype(wide).reshape(shape)
     views = _entries(x, axes, window, size)
     return sum(view.astype(wide) * w for view, w in zip(views, weights))
 
@@ -440,8 +440,9 @@ def _phases(x, kernel, axes, how):
         y = y.reshape(len(x), *counts, groups, *steps, outs // groups)
         pairs = [(1 + i, 2 + n + i) for i in range(n)]  # an axis of counts, of steps
         y = y.transpose(0, *itertools.chain(*pairs), 1 + n, -1)
-        y = y.reshape(len(x), *map(operator.mul, counts, steps), outs)
-        return y[(slice(None), *(phase.kept for phase in phases))]
+        lengths = list(map(operator.mul, counts, steps))
+        y = y.reshape([len(x)] + lengths + [outs])
+        return y[tuple([slice(None)] + [phase.kept for phase in phases])]
 
     y = _forward(x, _moved(kernel, by_phase), [phase.axis for phase in phases], how)
     return _moved(y, in_order)
@@ -525,7 +526,7 @@ def _kernel_gradient(x, g, size, axes, how):
     ins = x.shape[-1]
     outs = g.shape[-1]
     few = 8 if how.onednn else 16
-    narrow = outs <= few and outs < ins
+    narrow = outs <= min(few, ins - 1)
     spread = any(axis.between for axis in axes)
     dilated = any(axis.dilation > 1 for axis in axes)
     strided = any(axis.stride > 1 for axis in axes)
@@ -1314,7 +1315,7 @@ class _Static:
 
 # Leaves that `jit` traces: arrays and their forms, and numbers.
 _ARRAYS = jax.Array, jax.core.Tracer, np.ndarray, np.generic, jax.ShapeDtypeStruct
-_NUMBERS = *_ARRAYS, int, float, complex
+_NUMBERS = _ARRAYS + (int, float, complex)
 # Constants, whose classes do not say when two are equal.
 _CONSTANTS = (
     type(None),
@@ -1340,7 +1341,7 @@ def _key(x: Any, is_leaf: bool = False) -> Any:
     if isinstance(x, _CONSTANTS):
         return kind, x
     if isinstance(x, functools.partial):
-        parts = x.func, x.args, *x.keywords.items()
+        parts = x.func, x.args, tuple(x.keywords.items())
     elif isinstance(x, tuple):
         parts = x
     elif callable(x) and kind.__module__.partition(".")[0] in _MAKERS:
@@ -1370,13 +1371,13 @@ def _hold(tree: Any, name: str) -> Any:
     These leaves are static, so they are functions or values.
     """
     kinds = {*map(type, jax.tree.leaves(tree))}
-    static = (bool, enum.Enum)  # though they are numbers too
-    held = {x for x in kinds if issubclass(x, static) or not issubclass(x, _NUMBERS)}
-    if not held:
+    numbers = {kind for kind in kinds if issubclass(kind, _NUMBERS)}
+    numbers -= {kind for kind in numbers if issubclass(kind, (bool, enum.Enum))}
+    if kinds == numbers:
         return tree
 
     def wrap(path, x):
-        if type(x) not in held:
+        if type(x) in numbers:
             return x
         with contextlib.suppress(TypeError, RecursionError):  # TypeError by hash too
             static = _Static(_key(x, is_leaf=True), x)
@@ -1419,18 +1420,16 @@ def _rewritten(f: Callable, options: dict | None) -> Callable:
         return _hold(result, "result")
 
     @functools.partial(jax.jit, inline=True)
-    def run(*both):
+    @functools.wraps(f)
+    def run(*args, **kwargs):
+        both = args, kwargs
         # A new function each time, since JAX caches traces by function.
         trace = jax.make_jaxpr(functools.partial(traced), return_shape=True)
         program, made = trace(*both)
         leaves = core.jaxpr_as_fun(rewrite(program, options))(*jax.tree.leaves(both))
         return jax.tree.unflatten(jax.tree.structure(made), leaves)
 
-    @functools.wraps(f)
-    def call(*args, **kwargs):
-        return run(args, kwargs)
-
-    return call
+    return run
 
 
 @dataclasses.dataclass
@@ -1534,8 +1533,19 @@ def keep_memory(*, wait: bool = True) -> None:
     call returns when its program has ended.  `wait` brings nothing on several devices,
     and nothing after JAX has started.
     """
-    if platform.libc_ver()[0] == "glibc":
-        if wait:
-            jax.config.update("jax_cpu_enable_async_dispatch", False)
-        for option, value in (-4, 0), (-1, 2**31 - 1):  # M_MMAP_MAX, M_TRIM_THRESHOLD
-            ctypes.CDLL(None).mallopt(option, value)
+    if platform.libc_ver()[0] != "glibc":
+        return
+    for option, value in (-4, 0), (-1, 2**31 - 1):  # M_MMAP_MAX, M_TRIM_THRESHOLD
+        ctypes.CDLL(None).mallopt(option, value)
+    if wait:
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
+        number = jax.config.jax_num_cpu_devices
+        try:  # JAX does not change the number of devices once it has started
+            jax.config.update("jax_num_cpu_devices", number + 1)
+            jax.config.update("jax_num_cpu_devices", number)
+        except RuntimeError:
+            warnings.warn(
+                "keep_memory() came after JAX had started, so blocks above 64 MiB may "
+                "be made anew at each call; call it before JAX is first used",
+                stacklevel=2,
+            )

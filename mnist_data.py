@@ -312,7 +312,7 @@ def load_data(source="auto", folder: str | os.PathLike | None = None) -> Dataset
             if source == "mnist":
                 raise
             print(
-                f"notice: the digits are generated: {error}; name a folder with the four "
-                "files by --data-dir or $MNIST_DIR"
+                f"notice: the digits are generated: {error}; name a folder with the "
+                "four files by --data-dir or $MNIST_DIR"
             )
     return generate_digits(seed=0)

@@ -59,6 +59,7 @@ import queue
 import signal
 import stat
 import threading
+import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -455,7 +456,9 @@ def _check_range(name: str, value: Real, limit: float) -> None:
     known = not isinstance(value, jax.core.Tracer)
     number = known and np.ndim(value) == 0 and np.asarray(value).dtype.kind in "biufV"
     if known and not (number and 0 <= value < limit):
-        shown = value if number else repr(value)
+        shown = str(value) if number else repr(value)
+        if number and np.asarray(value).dtype.kind == "f":
+            shown = repr(float(shown))  # 0.0001, not 9.999999747378752e-05 of float32
         raise ValueError(f"{name} is {shown}; expected 0 <= {name} < {limit}")
 
 
@@ -1094,12 +1097,23 @@ _MISFITS = TypeError, ValueError, AttributeError, LookupError, NotImplementedErr
 
 
 def _user_call(what: str, advice: str, function: Callable, *args) -> Any:
-    """Call a user's function; name it in a ValueError if it refuses the arguments."""
+    """Call a user's function; name it in a ValueError if it refuses the arguments.
+
+    A note says where, by the lines that are neither JAX's nor this file's.
+    """
     try:
         return function(*args)
     except _MISFITS as error:
         text = " ".join(str(error).split())  # JAX's may have several lines
-        raise ValueError(f"{what}: {text}; {advice}") from error
+        misfit = ValueError(f"{what}: {text}; {advice}")
+        others = os.path.dirname(jax.__file__), __file__
+        lines = [
+            line
+            for line in traceback.extract_tb(error.__traceback__)
+            if not line.filename.startswith(others)
+        ]
+        misfit.add_note("".join(traceback.format_list(lines)).rstrip())
+        raise misfit from None
 
 
 _ANY = "arrays of one length, 1 or more; reshape longer ones to [N, m, ...]"

@@ -1705,3 +1705,13 @@ def test_memory_is_kept_by_glibc_and_where_it_is_asked_for(monkeypatch):
         assert library.mallopt.call_count == 0
         pe.use_cpu_devices()
         assert library.mallopt.call_count == count
+
+
+def test_memory_that_is_kept_too_late_is_a_warning():
+    code = "import warnings, fast_cpu, jax; warnings.simplefilter('error'); "
+    code += "number = jax.config.jax_num_cpu_devices; fast_cpu.keep_memory(); "
+    code += "assert jax.config.jax_num_cpu_devices == number; jax.devices(); "
+    code += "fast_cpu.keep_memory(wait=False)\ntry: fast_cpu.keep_memory()\n"
+    code += "except UserWarning as error: print(error)"
+    late = "keep_memory() came after JAX had started"
+    assert run_python(code).startswith(late) or platform.libc_ver()[0] != "glibc"

@@ -3003,8 +3003,21 @@ test_make_trainer_refuses_options_that_do_not_fit = refuses(
     (making(hyper=np.ones(3)), r"\[\(3,\)\]; expected arrays \[K, ...\].* 2 members"),
     (making(hyper=[0.1, 0.2]), r"\[\(\)\]; expected arrays .*; a list holds numbers:"),
     (making(hyper=np.array([1, 2**40 + 5])), "hyper: found 1099511627781, beyond int3"),
-    (making(hyper=np.array([0.1, -1]), optimizer=pe.sgd), "learning_rate is .*-1.0"),
+    (making(hyper=np.array([0.1, -1e-4]), optimizer=pe.sgd), "rate is -0.0001;"),
 )
+
+
+def test_an_error_of_a_users_function_ends_with_the_users_line():
+    def misfitting(params, x):
+        return (x @ np.ones((5, 2))).sum()  # the line
+
+    trainer = made(loss_fn=misfitting)
+    state = trainer.init(KEY)
+    with pytest.raises(ValueError, match="^loss_fn: dot_general requires") as said:
+        trainer.update(state, np.ones((4, 3)))
+    assert "# the line" in said.value.__notes__[0]
+    assert jax.__path__[0] not in said.value.__notes__[0]
+    assert said.value.__suppress_context__  # so JAX's traceback is not printed
 
 
 NO_KEYS = keys_of(0, 3), keys_of(0, 3, "old"), 0, np.zeros(3, "u4")

@@ -409,7 +409,7 @@ def test_progress_bar_is_drawn_on_a_terminal(tmp_path, script, monkeypatch):
     assert "/1.54k [" in err and "images/s" in err  # 768 images, two members
     assert sum(counts) == 1536 + 2 * (200 + 100)  # predicted: 200 and 100 images
     assert err.endswith("\r")  # the bar is erased
-    first, compiles, epoch = out.splitlines()[1:4]
+    compiles, epoch = out.splitlines()[2:4]
     assert compiles == "JAX compiles the training steps, for some seconds"
     assert epoch.startswith("epoch:  1,")
     assert not list(tmp_path.iterdir())  # nothing is written without a workdir
