@@ -961,6 +961,13 @@ def compiler_options(backend: str | None = None) -> dict[str, bool | str]:
     return _options(backend, onednn=not _keeps_programs())
 
 
+def _has_onednn(options: dict) -> bool:
+    """Return whether programs have oneDNN, by these options or by XLA_FLAGS."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    by_flag = _ONEDNN in flags and f"{_ONEDNN}=false" not in flags
+    return by_flag or bool(options.get(_ONEDNN))
+
+
 def _keeps_programs() -> bool:
     """Return whether JAX keeps programs in its persistent cache, as it is set now."""
     folder = jax.config.jax_compilation_cache_dir
@@ -1265,7 +1272,7 @@ def rewrite(jaxpr: Any, options: dict | None = None) -> Any:
     cannot be replaced: a function of `jax.export`, a primitive that is not JAX's.
     """
     _shared.cache_clear()  # functions are shared within a program alone
-    onednn = bool((options or {}).get(_ONEDNN))
+    onednn = _has_onednn(options or {})
     asked = jax.config.jax_default_matmul_precision == "bfloat16"
     target = _Target(onednn, half=onednn and asked and _has_half())
     return _rewrite(jaxpr, target, _look_around([]))

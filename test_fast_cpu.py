@@ -478,6 +478,16 @@ def test_options_are_those_that_are_right_in_a_version(
     assert fc.compiler_options() == by_onednn
 
 
+@cases("value, hidden", ("=true", True), ("=false", False), ("", True))
+def test_products_are_hidden_where_a_flag_switches_onednn_on(
+    value, hidden, monkeypatch
+):
+    """Otherwise oneDNN would put the SiLU of a product in the product's place."""
+    monkeypatch.setenv("XLA_FLAGS", f"--{fc._ONEDNN}{value}")
+    text = jax.jit(fc.fast(jnp.matmul)).lower(*SQUARE).as_text()
+    assert (".hidden" in text) == hidden
+
+
 def test_this_version_knows_its_options(no_cache):
     x = jnp.ones((64, 64))
     for options in fc.compiler_options(), SINGLE if VERSION >= (0, 10) else {}:
