@@ -616,12 +616,12 @@ def _sum_of_planes(x, g, size, axes, how):
     axis, *rest = axes
     span = (g.shape[1] - 1) * axis.stride + 1
     x = _fit(x, [axis], [span + size[0] - 1])
-    planes = g.reshape(-1, *g.shape[2:])
 
     def at(entry):
         seen = lax.dynamic_slice_in_dim(x, entry, span, 1)
         seen = lax.slice_in_dim(seen, 0, span, axis.stride, 1)
         seen = seen.reshape(-1, *x.shape[2:])
+        planes = g.reshape(-1, *g.shape[2:])
         return _kernel_gradient(seen, planes, size[1:], rest, how)
 
     return lax.map(at, jnp.arange(size[0]))
