@@ -244,6 +244,7 @@ def test_estimators_name_what_they_cannot_take(options, y, message):
 REFUSED = (  # in the order of docs/tables.md
     dict(X=csr_array(X), y=Y),
     dict(X=np.where(X[3, 1] == X, np.nan, X), y=Y),
+    dict(X=np.array([["a", 1.0]] * 24, object), y=Y),
     dict(X=X, y=Y, sample_weight=Y),
     dict(X=X, y=X),
     dict(X=X, y=[0.5, *["a"] * 23]),
