@@ -333,8 +333,8 @@ def test_code_of_every_page_runs_and_prints_what_it_says(
     if name == "serving":  # an artifact that cannot be written leaves the old one
         content = (tmp_path / "ensemble.jax").read_bytes()
         monkeypatch.delattr(names["export"].Exported, "serialize")
-        call = names["write"], "ensemble.jax", names["model"], names["slim"].params
-        said_by(AttributeError, *call)
+        call = names["write"], "ensemble.jax", names["model"], names["x"]
+        said_by(AttributeError, *call, names["slim"].params)
         assert (tmp_path / "ensemble.jax").read_bytes() == content
 
 
