@@ -244,10 +244,8 @@ def _has_half() -> bool:
 class _Target(NamedTuple):
     """How a program is to be compiled, and computed."""
 
-    onednn: bool  # with oneDNN's options, so each product has to be hidden
-    half: (
-        bool  # with factors of bfloat16 in place of float32, where no layer forbids it
-    )
+    onednn: bool  # by oneDNN, from which each product has to be hidden
+    half: bool  # with factors of bfloat16 in place of float32, as the caller asks
 
 
 def _by_half(target, precision, *arrays) -> bool:
@@ -1386,7 +1384,8 @@ def _hold(tree: Any, name: str) -> Any:
     def wrap(path, x):
         if type(x) in numbers:
             return x
-        with contextlib.suppress(TypeError, RecursionError):  # TypeError by hash too
+        # Keys of lists have no hash, objects in a circle no end.
+        with contextlib.suppress(TypeError, RecursionError, AttributeError):
             static = _Static(_key(x, is_leaf=True), x)
             hash(static)
             return static
@@ -1399,10 +1398,13 @@ def _hold(tree: Any, name: str) -> Any:
     return jax.tree_util.tree_map_with_path(wrap, tree)
 
 
+def _is_held(x: Any) -> bool:
+    return isinstance(x, _Static)
+
+
 def _release(tree: Any) -> Any:
     """Undo `_hold`."""
-    is_held = lambda x: type(x) is _Static  # noqa: E731
-    return jax.tree.map(lambda x: x.value if is_held(x) else x, tree, is_leaf=is_held)
+    return jax.tree.map(lambda x: x.value if _is_held(x) else x, tree, is_leaf=_is_held)
 
 
 def _is_object(x: Any) -> bool:
