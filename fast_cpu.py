@@ -1375,14 +1375,16 @@ def _hold(tree: Any, name: str) -> Any:
 
     These leaves are static, so they are functions or values.
     """
-    kinds = {*map(type, jax.tree.leaves(tree))}
-    numbers = {kind for kind in kinds if issubclass(kind, _NUMBERS)}
-    numbers -= {kind for kind in numbers if issubclass(kind, (bool, enum.Enum))}
-    if kinds == numbers:
+    held = {
+        kind
+        for kind in set(map(type, jax.tree.leaves(tree)))
+        if issubclass(kind, (bool, enum.Enum)) or not issubclass(kind, _NUMBERS)
+    }
+    if not held:
         return tree
 
     def wrap(path, x):
-        if type(x) in numbers:
+        if type(x) not in held:
             return x
         # Keys of lists have no hash, objects in a circle no end.
         with contextlib.suppress(TypeError, RecursionError, AttributeError):
