@@ -75,6 +75,9 @@ if jax.__version_info__ < (0, 10):
 __all__ = ["compiler_options", "Program", "rewrite", "fast", "jit", "keep_memory"]
 
 
+_config: Any = jax.config  # the types of JAX 0.10 do not name its attributes
+
+
 def __dir__() -> list[str]:  # for completion: without the imported modules' names
     return __all__ + ["__doc__"]
 
@@ -968,8 +971,8 @@ def _has_onednn(options: dict) -> bool:
 
 def _keeps_programs() -> bool:
     """Return whether JAX keeps programs in its persistent cache, as it is set now."""
-    folder = jax.config.jax_compilation_cache_dir
-    return bool(folder and jax.config.jax_enable_compilation_cache)
+    folder = _config.jax_compilation_cache_dir
+    return bool(folder and _config.jax_enable_compilation_cache)
 
 
 def _options(backend: str | None, onednn: bool) -> dict:
@@ -1271,7 +1274,7 @@ def rewrite(jaxpr: Any, options: dict | None = None) -> Any:
     """
     _shared.cache_clear()  # functions are shared within a program alone
     onednn = _has_onednn(options or {})
-    asked = jax.config.jax_default_matmul_precision == "bfloat16"
+    asked = _config.jax_default_matmul_precision == "bfloat16"
     target = _Target(onednn, half=onednn and asked and _has_half())
     return _rewrite(jaxpr, target, _look_around([]))
 
@@ -1550,7 +1553,7 @@ def keep_memory(*, wait: bool = True) -> None:
         ctypes.CDLL(None).mallopt(option, value)
     if wait:
         jax.config.update("jax_cpu_enable_async_dispatch", False)
-        number = jax.config.jax_num_cpu_devices
+        number = _config.jax_num_cpu_devices
         try:  # JAX does not change the number of devices once it has started
             jax.config.update("jax_num_cpu_devices", number + 1)
             jax.config.update("jax_num_cpu_devices", number)
