@@ -932,12 +932,19 @@ def _is_done(x: Any) -> bool:
     return x.is_deleted() or x.is_ready()
 
 
-def _in_flight(x: Array) -> Array:
-    """Return an array on devices, for which the end of the process waits."""
+def _forget_done() -> None:
+    """Hold no array that has arrived; each call of a program looks for these."""
     with _IN_FLIGHT_LOCK:
         while _IN_FLIGHT and _is_done(_IN_FLIGHT[0]):
             _IN_FLIGHT.popleft()
-        _IN_FLIGHT.append(jax.random.key_data(x) if _is_key(x) else x)
+
+
+def _in_flight(x: Array) -> Array:
+    """Return an array on devices, for which the end of the process waits."""
+    _forget_done()
+    numbers = jax.random.key_data(x) if _is_key(x) else x
+    if not _is_done(numbers):
+        _IN_FLIGHT.append(numbers)
     return x
 
 
@@ -1106,7 +1113,7 @@ def _user_call(what: str, advice: str, function: Callable, *args) -> Any:
     except _MISFITS as error:
         text = " ".join(str(error).split())  # JAX's may have several lines
         misfit = ValueError(f"{what}: {text}; {advice}")
-        others = os.path.dirname(jax.__file__), __file__
+        others = os.path.join(os.path.dirname(jax.__file__), ""), __file__
         lines = [
             line
             for line in traceback.extract_tb(error.__traceback__)
@@ -1605,6 +1612,7 @@ def _run(program: Callable, alone: bool, *args) -> Any:
     the process aborts: a CPU has to run one of these programs at a time.
     """
     wait = jax.block_until_ready if alone else lambda x: x
+    _forget_done()
     # Arguments are on the devices already, or on the host on purpose.
     with jax.transfer_guard_host_to_device("allow"):
         return wait(_apart(program, *wait(args)))

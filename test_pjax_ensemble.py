@@ -744,6 +744,16 @@ UNFINISHED = {
 }
 
 
+def test_copies_that_have_arrived_are_held_by_nobody():
+    trainer, state = begin(net_trainer(1, 2))
+    held = jax.block_until_ready(trainer.place(jnp.ones((64, 3))))
+    reference = weakref.ref(held)
+    trainer.update(state, *net_batches(1)[0])
+    del held
+    gc.collect()
+    assert reference() is None
+
+
 @pytest.mark.parametrize("name", UNFINISHED)
 def test_a_process_may_end_while_copies_between_devices_wait(name):
     """With JAX 0.12 it died by SIGSEGV."""
