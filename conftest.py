@@ -8,12 +8,14 @@ import errno
 import functools
 import inspect
 import itertools
+import json
 import os
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -25,8 +27,9 @@ import pytest
 import fast_cpu
 import mnist_data as md
 import pjax_ensemble as pe
+import tiny
 import train_mnist as tm
-from helpers import assert_close, cases, random_probs, refuses, said_by  # noqa: F401
+from helpers import assert_close, cases, random_probs, said_by  # noqa: F401
 
 # ---------------------------------------------------------------------------------
 # JAX
@@ -81,6 +84,67 @@ def optimized():
     jax.config.update(name, False)
     yield
     jax.config.update(name, COMPILING[name])
+
+
+# ---------------------------------------------------------------------------------
+# A test runs a line of the project, or is marked
+# ---------------------------------------------------------------------------------
+
+# The project's functions that ran during the test, as (file, qualified name, line), and
+# ("", "process", 0) if it started a process.
+ENTERED: set = set()
+FOLDERS = {HERE, HERE / "examples", HERE / "benchmarks"}
+FOLDERS |= {HERE / "benchmarks" / name for name in ("peers", "trials")}
+TESTS = "test_", "conftest", "helpers", "tiny"  # whose functions do not count
+
+
+def is_of_project(code):
+    path = Path(code.co_filename)
+    return path.parent in FOLDERS and not path.name.startswith(TESTS)
+
+
+def on_start(code, _):
+    if is_of_project(code):
+        file = Path(code.co_filename).relative_to(HERE)
+        ENTERED.add((str(file), code.co_qualname, code.co_firstlineno))
+    return sys.monitoring.DISABLE  # until the next test
+
+
+def on_audit(event, _):
+    if event == "subprocess.Popen":
+        ENTERED.add(("", "process", 0))
+
+
+if sys.version_info >= (3, 12):
+    MONITORING = sys.monitoring
+    TOOL, START = MONITORING.COVERAGE_ID, MONITORING.events.PY_START
+    MONITORING.use_tool_id(TOOL, "tests")
+    MONITORING.register_callback(TOOL, START, on_start)
+    sys.addaudithook(on_audit)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(item):
+        """Fail a test that passes without the project: it has lost what it compares.
+
+        With the variable ENTERED, a folder, write there what each test entered, for
+        benchmarks/trials/mutants.py.
+        """
+        ENTERED.clear()
+        MONITORING.set_events(TOOL, START)
+        MONITORING.restart_events()
+        started = time.perf_counter()
+        try:
+            result = yield
+        finally:
+            MONITORING.set_events(TOOL, 0)
+        if folder := os.environ.get("ENTERED"):
+            seconds = time.perf_counter() - started
+            row = {"test": item.nodeid, "seconds": seconds, "entered": sorted(ENTERED)}
+            with open(Path(folder, f"{os.getpid()}.jsonl"), "a") as file:
+                print(json.dumps(row), file=file)
+        if not ENTERED and not item.get_closest_marker("no_code"):
+            pytest.fail("this test runs nothing of the project: see CONTRIBUTING.md")
+        return result
 
 
 # ---------------------------------------------------------------------------------
@@ -253,29 +317,11 @@ def small_folder(tmp_path_factory):
     return write_files(tmp_path_factory.mktemp("data"), small_files(768, 200))
 
 
-# This network has batch statistics and dropout, and compiles fast.  It serves runs that
-# test something other than the network.
-TINY = """
-import math, sys
-import jax
-import pjax_ensemble as pe
-import train_mnist as tm
-
-def init(key, *, image_shape, num_classes):
-    keys, pixels = jax.random.split(key), math.prod(image_shape)
-    norm, stats = pe.batch_norm_init(8)
-    last = pe.dense_init(keys[1], 8, num_classes)
-    return (pe.dense_init(keys[0], pixels, 8), norm, last), stats
-
-def logits(params, stats, images, key=None):
-    x = pe.dense(params[0], images.reshape(len(images), -1))
-    x, stats = pe.batch_norm(params[1], stats, x, training=key is not None)
-    return pe.dense(params[2], pe.dropout(key, jax.nn.relu(x), 0.2)), stats
-
-tm.NETWORKS["tiny"] = tm.Network(init, logits)
-tm.RECIPES["tiny"] = tm.RECIPES["batchnorm"]._replace(network="tiny")
-"""
-exec(TINY, {})
+@pytest.fixture
+def tiny_network():
+    """Have the script know the network of tiny.py."""
+    with tiny.known():
+        yield
 
 
 def words(*flags):
@@ -289,11 +335,18 @@ RUN += "--train-size 256"
 
 
 @pytest.fixture(scope="session")
-def whole_run(tmp_path_factory, small_folder):
-    """Return the folder of a run that was not interrupted."""
+def finished_run(tmp_path_factory, small_folder):
+    """Make the folder of a run that was not interrupted."""
     folder = tmp_path_factory.mktemp("whole")
-    assert tm.main(words(RUN, "--data-dir", small_folder, "--workdir", folder)) == 0
+    with tiny.known():
+        assert tm.main(words(RUN, "--data-dir", small_folder, "--workdir", folder)) == 0
     return folder
+
+
+@pytest.fixture
+def whole_run(finished_run, tiny_network):
+    """Return that folder, where the script can load the run."""
+    return finished_run
 
 
 @pytest.fixture

@@ -48,22 +48,219 @@ from conftest import HERE, SGD, D, as_bytes, assert_close, cases, dilated
 from conftest import free_port, handling, hook, leaves_equal, linux, member, posix
 
 # isort: split
-from conftest import randn, refuses, run_python, said_by, start_python
+from conftest import randn, run_python, said_by, start_python
+from helpers import assert_refuses
+
+# ---------------------------------------------------------------------------------
+# Models, data and ways to train that tests share
+# ---------------------------------------------------------------------------------
 
 
-def refuses_numbers(*rows):
-    """Make a test of functions that refuse some values of an argument.
+KEY = jax.random.key(0)
 
-    A row holds the argument's name, its limit, the function, and the values.  Without a
-    limit, the argument is an int of 1 or more.
-    """
-    calls = []
-    for name, limit, call, values in rows:
-        expected = f"0 <= {name} < {limit}" if limit else "an int >= 1"
-        for value in values:
-            said = re.escape(f"{name} is {value!r}; expected {expected}")
-            calls.append((functools.partial(call, **{name: value}), said))
-    return refuses(*calls)
+cross_entropy = pe.softmax_cross_entropy
+
+
+class Net(NamedTuple):
+    hidden: pe.Dense
+    dense: pe.Dense
+
+
+def net_init(key):
+    keys = jax.random.split(key)
+    return Net(pe.dense_init(keys[0], 64, 6), pe.dense_init(keys[1], 6, 4))
+
+
+def net(params, images):  # uint8
+    x = images.reshape(len(images), -1).astype(float) / 255
+    return pe.dense(params.dense, jax.nn.relu(pe.dense(params.hidden, x)))
+
+
+def net_loss(params, images, labels):
+    return cross_entropy(net(params, images), labels).mean()
+
+
+def noisy_loss(params, model_state, key, images, labels):
+    """Draw noise, so that a wrong key changes the loss; count the steps."""
+    scale = 1 + 0.1 * jax.random.normal(key)
+    loss = cross_entropy(scale * net(params, images), labels).mean()
+    return loss, jax.tree.map(lambda count: count + 1, model_state)
+
+
+def noting(seen):
+    """Make the net and its loss, which note type and shape of the images they see."""
+
+    def apply_fn(params, images):
+        seen.append((images.dtype.name, *images.shape))
+        return net(params, images)
+
+    def loss_fn(params, images, labels):
+        return cross_entropy(apply_fn(params, images), labels).mean()
+
+    return dict(loss_fn=loss_fn, apply_fn=apply_fn)
+
+
+NUM_IMAGES = 240
+
+
+@functools.cache
+def image_data():
+    rng = np.random.default_rng(0)
+    images = rng.integers(256, size=(NUM_IMAGES, 8, 8, 1), dtype=np.uint8)
+    return images, (images.mean(axis=(1, 2, 3)).astype(np.int32)) % 4
+
+
+def net_batches(count, batch=16):
+    rows = np.arange(count * batch).reshape(count, batch) % NUM_IMAGES
+    return [[x[step] for x in image_data()] for step in rows]
+
+
+def keys_of(seed, count, style="new"):
+    make = jax.random.key if style == "new" else jax.random.PRNGKey
+    return jax.random.split(make(seed), count)
+
+
+def members_state(keys, init=net_init, optimizer=SGD, **kwargs):
+    """Stack the states of members, leaves [K, ...]."""
+    states = [pe.train_state(init(key), optimizer, key=key, **kwargs) for key in keys]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+
+
+def one_net():
+    return pe.replicate(pe.train_state(net_init(jax.random.key(0)), SGD))
+
+
+sync = pe.make_sync_update
+ensemble = pe.make_ensemble_update
+
+
+class Way(NamedTuple):
+    """A way to train `members` models on `devices`; the laws below hold for each."""
+
+    kind: str
+    members: int
+    devices: int
+
+
+WAYS = [Way("sync", 1, D), Way("ensemble", D, D)]
+WAYS += [Way("trainer", 1, 4), Way("trainer", 3, 2)]
+every_way = pytest.mark.parametrize("way", WAYS, ids="{0[0]} {0[1]} {0[2]}".format)
+
+
+def start(way, loss_fn, first, optimizer=SGD, **options):
+    """Return a way's state of members [K, ...], and its update on batches [B, ...]."""
+    if way.kind == "trainer":
+        model = jax.tree.map(lambda x: x[0], (first.params, first.model_state))
+        if not options.get("stateful"):
+            model, _ = model
+        options |= dict(members=way.members, devices=way.devices)
+        trainer = pe.make_trainer(lambda key: model, loss_fn, optimizer, **options)
+        return trainer.scatter(first), trainer.update
+    if way.kind == "sync":
+        state = pe.replicate(jax.tree.map(lambda x: x[0], first), way.devices)
+        update = sync(loss_fn, optimizer, **options)
+        lay = pe.split
+    else:
+        state = jax.tree.map(lambda x: x.copy(), first)
+        update = ensemble(loss_fn, optimizer, **options)
+        lay = pe.replicate
+    return state, lambda state, *batch: update(state, *lay(batch, way.devices))
+
+
+def train(way, loss_fn, first, batches, optimizer=SGD, **options):
+    """Train members [K, ...] on each batch [B, ...]; return them and metrics [K]."""
+    state, update = start(way, loss_fn, first, optimizer, **options)
+    metrics = []
+    for step, batch in enumerate(batches):
+        before = jax.tree.leaves(state)
+        state, now = update(state, *batch)
+        assert step == 0 or all(x.is_deleted() for x in before)
+        metrics.append(now)
+    replicas = pe.layout(way.members, way.devices).replicas
+    state = state._replace(key=jax.random.key_data(state.key))
+    state, metrics = jax.device_get((state, metrics))
+    for x in jax.tree.leaves(state if way.kind == "trainer" else (state, metrics)):
+        for i in range(len(x)):  # replicas are bit-identical
+            assert x[i].tobytes() == x[i - i % replicas].tobytes()
+    states = jax.tree.map(lambda x: x[::replicas][: way.members], state)
+    return states, jax.tree.map(lambda x: x[: way.members], metrics)
+
+
+# The laws hold for one member with replicas, for several, and for K > D.
+LAYOUTS = [(1, 4), (2, 4), (5, 3)]
+
+
+@functools.cache  # a trainer takes its compiled programs along
+def net_trainer(members, devices=None, loss_fn=net_loss, optimizer=SGD, **options):
+    options = {"init_fn": net_init, "apply_fn": net} | options
+    return pe.make_trainer(
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        members=members,
+        devices=devices,
+        **options,
+    )
+
+
+@functools.cache
+def first_members(init_fn, optimizer, stateful, seed):
+    trainer = pe.make_trainer(
+        init_fn, net_loss, optimizer, members=D, devices=1, stateful=stateful
+    )
+    return trainer.gather(trainer.init(jax.random.key(seed)))
+
+
+def begin(trainer, seed=0):
+    """Return a trainer and its first state, which trainers with the same init share."""
+    if trainer.hyper is not None or trainer.frozen is not None:
+        return trainer, trainer.init(jax.random.key(seed))
+    first = first_members(trainer.init_fn, trainer.optimizer, trainer.stateful, seed)
+    members = jax.tree.map(lambda x: x[: trainer.members], first)
+    return trainer, trainer.scatter(members)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(eq=False)
+class Steps:
+    """A tree like older Flax's: two of the same form are not equal."""
+
+    steps: jax.Array
+
+
+# This trainer of the net draws noise, and its model state counts its steps.
+NOISY = {
+    "init_fn": lambda key: (net_init(key), Steps(jnp.zeros((), jnp.int32))),
+    "loss_fn": noisy_loss,
+    "optimizer": pe.adam(0.01),
+    "stateful": True,
+    "apply_fn": lambda params, _, images: net(params, images),
+}
+
+
+def orders(members, batch=24):
+    return pe.epoch_order(NUM_IMAGES, batch, members=members)
+
+
+def uses(trainer):
+    """List the trainer's calls that take a state, with their other arguments."""
+    images, labels = data = image_data()
+    return [
+        (trainer.update, images, labels),
+        (trainer.epoch, data, orders(1)[0]),
+        (trainer.predict, images),
+        (trainer.gather,),
+    ]
+
+
+def refuses_state(state, message, *calls):
+    """Assert that calls (f, *args) refuse a state by a message, and keep its arrays."""
+    for call, *args in calls:
+        assert re.search(message, said_by(ValueError, call, state, *args))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+
+
+def made(members=2, **options):
+    return net_trainer.__wrapped__(members, **options)  # not all can be in its cache
 
 
 # ---------------------------------------------------------------------------------
@@ -152,6 +349,7 @@ def test_public_names_are_in_file_order_and_dir_lists_no_others(module):
 ARRAYS = (pe, "images inputs logits"), (fc, ""), (em, "probs labels scores")
 
 
+@pytest.mark.no_code
 @cases("module, arrays", *ARRAYS)
 def test_docstrings_give_shapes_and_errors(module, arrays):
     for thing in (getattr(module, name) for name in module.__all__):
@@ -168,6 +366,56 @@ def test_docstrings_give_shapes_and_errors(module, arrays):
             assert "ValueError" in thing.__doc__
         if any(f"{name}: A" in source for name in arrays.split()):
             assert "[" in thing.__doc__
+
+
+@pytest.mark.no_code
+@cases(
+    "function, expected",
+    (pe.sgd, {"momentum": 0.9}),
+    (pe.batch_norm, {"momentum": 0.99, "eps": 1e-3}),
+    (pe.dropout, {"rate": 0.5}),
+    (pe.prefetch, {"size": 2}),
+)
+def test_defaults_equal_those_in_the_docstrings(function, expected):
+    parameters = inspect.signature(function).parameters
+    assert {name: parameters[name].default for name in expected} == expected
+
+
+CALLS = """
+import jax, numpy as np, optax, pjax_ensemble as pe
+make, data, order = pe.make_trainer, (np.ones((4, 4)),), [[0, 1], [2, 3]]
+trainer = make(print, print, optax.adam(1e-3), members=2, apply_fn=pe.dense)
+make(print, print, lambda h: pe.sgd(h), members=2, hyper=np.ones(2))
+state, losses = trainer.epoch(trainer.init(jax.random.key(0)), data, order)
+state, losses = trainer.update(state, *data, per_member=True)
+print(trainer.predict(trainer.scatter(trainer.gather(state)), data), trainer.layout)
+trainer.epoch(state, data)  # wrong
+trainer.update(state, order, per_membr=True)  # wrong
+trainer.epoch(data, state, order)  # wrong
+trainer.place(data, trainer.layout)  # wrong
+trainer.chunk = 64  # wrong
+make(print, print, pe.sgd(0.1))  # wrong
+make(print, print, pe.sgd(0.1), 2)  # wrong
+make(print, print, pe.sgd(0.1), member=2)  # wrong
+pe.make_sync_update(print, 0.1)  # wrong
+"""
+
+
+@pytest.mark.once
+def test_type_checker_finds_wrong_calls_and_no_others(tmp_path):
+    (tmp_path / "calls.py").write_text(CALLS)
+    skipped = "[mypy-jax.*,numpy.*,optax.*,matplotlib.*]\nfollow_imports = skip"
+    ini = f"[mypy]\nignore_missing_imports = True\n{skipped}\n"  # skips for speed
+    (tmp_path / "mypy.ini").write_text(ini)
+    command = [sys.executable, "-m", "mypy", "--hide-error-context", "calls.py"]
+    command += ["--cache-dir", os.devnull]  # writes no cache
+    env = os.environ | {"MYPYPATH": str(HERE)}
+    said = subprocess.run(
+        command, cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE
+    ).stdout
+    found = {int(i) for i in re.findall(r"^calls.py:(\d+): error", said, re.MULTILINE)}
+    lines = enumerate(CALLS.splitlines(), 1)
+    assert found == {i for i, line in lines if line.endswith("# wrong")}, said
 
 
 # ---------------------------------------------------------------------------------
@@ -253,6 +501,85 @@ def test_pool_equals_numpy(pool, window, stride):
     assert_close(pool(jnp.asarray(images), window, stride=stride), expected)
 
 
+def test_replica_mean_makes_floats_and_changes_nothing_else_outside_of_a_step():
+    numbers = [jnp.arange(3), jnp.ones(2, bool), 1]
+    floats = [jnp.asarray(x, float) for x in numbers]
+    half = jnp.ones(1, jnp.bfloat16)
+    assert leaves_equal(pe.replica_mean([numbers, half]), [floats, half])
+    assert jax.pmap(pe.replica_mean)(jnp.arange(4.0)).tolist() == [0, 1, 2, 3]
+
+
+def norm_init(key):
+    norm, stats = pe.batch_norm_init(5)
+    return (pe.dense_init(key, 3, 5), norm), stats
+
+
+def norm_loss(forward):
+    def loss_fn(params, stats, key, xs, ys):
+        outputs, stats = forward(params, stats, xs)
+        return jnp.mean((outputs - ys) ** 2), stats
+
+    return loss_fn
+
+
+def norm_batch(count):
+    # Rows differ between devices, so a part's statistics are not the batch's.
+    xs = randn(0, 48, 2, 3) + np.arange(48)[:, None, None]
+    return xs[:count], randn(100, 48, 2, 5)[:count]
+
+
+# JAX's transformations cache a function's trace, and reuse it where axes have equal
+# names.
+@mock.patch.object(pe, "_near", lambda *_, like: True)  # which a chunk's mean is not
+@cases(
+    "keep, earlier, members, devices",
+    ("jit", "predict", 2, 4),
+    ("jit", "training", 1, 2),
+    ("checkpoint", "init", 2, 4),
+    ("jit", "by hand", 2, 8),
+)
+def test_only_training_averages_whatever_came_before(keep, earlier, members, devices):
+    xs, ys = norm_batch(6 * pe.layout(members, devices).replicas)
+
+    def ends(keep):
+        def forward(params, stats, xs):
+            dense, norm = params
+            return pe.batch_norm(norm, stats, pe.dense(dense, xs), training=True)
+
+        forward = keep(forward)
+
+        def init(key):
+            params, stats = norm_init(key)
+            if earlier != "training":  # libraries infer shapes in this way
+                forward(params, stats, jnp.zeros((6, 2, 3)))
+            return params, stats
+
+        trainer = net_trainer(
+            members,
+            devices,
+            init_fn=init,
+            loss_fn=norm_loss(forward),
+            stateful=True,
+            apply_fn=lambda *args: forward(*args)[0],
+            chunk=6,
+            output=None,
+        )
+        trainer, state = begin(trainer)
+        before = trainer.predict(state, xs) if earlier == "predict" else ()
+        # And training on other replicas, each with six examples as here.
+        ways = (WAYS[1], Way("trainer", 4, D), WAYS[0]) if earlier == "by hand" else ()
+        for way in ways:
+            rows = norm_batch(6 * pe.layout(way.members, way.devices).replicas)
+            _, stats = pe.batch_norm_init(5)
+            keys = keys_of(0, way.members)
+            first = members_state(keys, lambda k: norm_init(k)[0], model_state=stats)
+            before += (train(way, norm_loss(forward), first, [rows], stateful=True)[1],)
+        state, losses = trainer.update(state, xs, ys)
+        return before, losses, trainer.predict(state, xs)
+
+    assert_close(ends(getattr(jax, keep)), ends(lambda forward: forward))
+
+
 @cases("scale", True, False)
 @cases("shape", (6, 3), (4, 5, 5, 3))
 def test_batch_norm_equals_its_formula_in_training_and_in_evaluation(shape, scale):
@@ -306,28 +633,85 @@ def test_dropout_zeroes_a_fraction_and_keeps_the_expectation():
 CONV = pe.Conv(np.ones((3, 3, 2, 3), np.float32), None)
 DENSE = pe.Dense(np.ones((3, 1), np.float32), np.zeros(1, np.float32))
 ONES = np.ones((1, 5, 5, 2), np.float32)
-ROWS = np.ones((2, 4, 3))
-KEY = jax.random.key(0)
+BATCH_OF_TWO = np.ones((2, 4, 3))
 
-test_layers_refuse_arguments_that_do_not_fit = refuses(
-    (lambda: pe.conv(CONV, ONES[..., :1]), r"5, 1\); expected \[..., 2\], as para"),
-    (lambda: pe.conv(CONV, ONES, padding="same"), "'same'; expected 'SAME' or"),
-    (lambda: pe.conv(CONV, ONES[0]), r"\(5, 5, 2\); expected \[B, H, W, I\]"),
-    (lambda: pe.conv(CONV, ONES[:, :2], padding="VALID"), "window of 3x3 does not"),
-    (lambda: pe.avg_pool(ONES, 6), r"6x6 does not fit .* \(1, 5, 5, 2\); use a small"),
-    (lambda: pe.max_pool(ONES, (1, 2, 3)), r"window is \(1, 2, 3\)"),
-    (lambda: pe.dense_init(KEY, 0, 2), r"weights \[0, 2\] is 0; expected an int >= 1"),
-    (lambda: pe.dense(DENSE, ONES), r"expected \[..., 3\], as .* shape \(3, 1\) take"),
-    (lambda: training(ONES), r"have shape \(1, 5, 5, 2\); expected \[..., 3\]"),
-    (lambda: training(ROWS[:, :0]), r"\(2, 0, 3\) have no row"),
-)
+LAYER_MISFITS = {
+    "conv of fewer channels": (
+        lambda: pe.conv(CONV, ONES[..., :1]),
+        r"5, 1\); expected \[..., 2\], as para",
+    ),
+    "conv with padding in lower case": (
+        lambda: pe.conv(CONV, ONES, padding="same"),
+        "'same'; expected 'SAME' or",
+    ),
+    "conv of one image": (
+        lambda: pe.conv(CONV, ONES[0]),
+        r"\(5, 5, 2\); expected \[B, H, W, I\]",
+    ),
+    "conv of images below its window": (
+        lambda: pe.conv(CONV, ONES[:, :2], padding="VALID"),
+        "window of 3x3 does not",
+    ),
+    "avg_pool of images below its window": (
+        lambda: pe.avg_pool(ONES, 6),
+        r"6x6 does not fit .* \(1, 5, 5, 2\); use a small",
+    ),
+    "max_pool with a window of three axes": (
+        lambda: pe.max_pool(ONES, (1, 2, 3)),
+        r"window is \(1, 2, 3\)",
+    ),
+    "dense_init without features": (
+        lambda: pe.dense_init(KEY, 0, 2),
+        r"weights \[0, 2\] is 0; expected an int >= 1",
+    ),
+    "dense of fewer features": (
+        lambda: pe.dense(DENSE, ONES),
+        r"expected \[..., 3\], as .* shape \(3, 1\) take",
+    ),
+    "batch_norm of fewer channels": (
+        lambda: training(ONES),
+        r"have shape \(1, 5, 5, 2\); expected \[..., 3\]",
+    ),
+    "batch_norm of no rows": (
+        lambda: training(BATCH_OF_TWO[:, :0]),
+        r"\(2, 0, 3\) have no row",
+    ),
+}
 
-test_layers_refuse_numbers_out_of_range = refuses_numbers(
+
+@pytest.mark.parametrize("name", LAYER_MISFITS)
+def test_layers_refuse_arguments_that_do_not_fit(name):
+    assert_refuses(*LAYER_MISFITS[name])
+
+
+def out_of_range(*rows):
+    """Tabulate calls with values that a function refuses, and its messages, by name.
+
+    A row holds the argument's name, its limit, the function, and the values.  Without a
+    limit, the argument is an int of 1 or more.
+    """
+    table = {}
+    for name, limit, call, values in rows:
+        function = getattr(call, "func", call).__name__
+        expected = f"0 <= {name} < {limit}" if limit else "an int >= 1"
+        for value in values:
+            said = re.escape(f"{name} is {value!r}; expected {expected}")
+            refused = functools.partial(call, **{name: value})
+            table[f"{function}, {name}={value!r}"] = refused, said
+    return table
+
+
+LAYER_NUMBERS = out_of_range(
     ("stride", None, functools.partial(pe.conv, CONV, ONES), (1.5, (0, 1))),
     ("stride", None, functools.partial(pe.avg_pool, ONES), [0]),
     ("channels", None, pe.batch_norm_init, (0, 2.0)),
     ("rate", 1, functools.partial(pe.dropout, None, ONES), (1, -0.1, "0.1")),
 )
+
+
+@pytest.mark.parametrize("name", LAYER_NUMBERS)
+def test_layers_refuse_numbers_out_of_range(name):
+    assert_refuses(*LAYER_NUMBERS[name])
 
 
 # ---------------------------------------------------------------------------------
@@ -384,9 +768,14 @@ def test_cnn_init_refuses_shapes_that_do_not_fit(shape):
     assert re.search("image_shape is .*; expected .* >= 4", said) and "\n" not in said
 
 
-test_cnn_init_refuses_numbers_out_of_range = refuses_numbers(
-    ("num_classes", None, functools.partial(pe.cnn_init, KEY), [0])
+CNN_NUMBERS = out_of_range(
+    ("num_classes", None, functools.partial(pe.cnn_init, KEY), [0]),
 )
+
+
+@pytest.mark.parametrize("name", CNN_NUMBERS)
+def test_cnn_init_refuses_numbers_out_of_range(name):
+    assert_refuses(*CNN_NUMBERS[name])
 
 
 def test_batch_norm_cnn_equals_the_guides_network():
@@ -428,11 +817,8 @@ def test_batch_norm_cnn_equals_the_guides_network():
 
 
 # ---------------------------------------------------------------------------------
-# Losses and metrics
+# Losses
 # ---------------------------------------------------------------------------------
-
-
-cross_entropy = pe.softmax_cross_entropy
 
 
 def test_cross_entropy_equals_numpy_and_is_stable():
@@ -448,13 +834,13 @@ def test_cross_entropy_equals_numpy_and_is_stable():
 
 
 POWERS = itertools.product((-1, 1), (0, 7, 8, 31, 32), (-1, 0))
-EDGES = [0, 3] + [sign * 2**n + i for sign, n, i in POWERS]
+EDGE_LABELS = [0, 3] + [sign * 2**n + i for sign, n, i in POWERS]
 
 
 @cases("dtype", "int8", "uint8", "int32", "uint32", "int64")
 def test_cross_entropy_takes_integers_and_is_nan_for_labels_out_of_range(dtype):
     limits = np.iinfo(dtype)
-    labels = np.array([i for i in EDGES if limits.min <= i <= limits.max], dtype)
+    labels = np.array([i for i in EDGE_LABELS if limits.min <= i <= limits.max], dtype)
     for num_classes in (4, 200, 300):
         logits = np.arange(num_classes, dtype="uint8") // 10
         log_probs = logits - np.log(np.exp(np.float32(logits)).sum())
@@ -498,21 +884,53 @@ def test_accuracy_counts_labels_with_the_largest_logit():
     assert pe.accuracy(logits, jnp.array([1, 0, 0, 1])) == 0.5
 
 
-SCORES = np.eye(4)[:3]
+LOGITS = np.eye(4)[:3]
 BELOW = np.zeros((3, 1), int)
 THREE = np.ones(3)
 
-test_losses_refuse_arrays_that_do_not_fit = refuses(
-    (lambda: cross_entropy(SCORES, BELOW), r"labels are int64\[3, 1\]; exp"),
-    (lambda: cross_entropy(SCORES, SCORES), r"labels are float64\[3, 4\]"),
-    (lambda: pe.accuracy(SCORES, THREE), r"4\[3\]; expected integers \[3\], class"),
-    (lambda: pe.gaussian_nll(THREE, THREE, BELOW), r"\(3,\), \(3, 1\)\]; expected"),
-)
+LOSS_MISFITS = {
+    "cross_entropy of labels with one more axis": (
+        lambda: cross_entropy(LOGITS, BELOW),
+        r"labels are int64\[3, 1\]; exp",
+    ),
+    "cross_entropy of labels that are floats": (
+        lambda: cross_entropy(LOGITS, LOGITS),
+        r"labels are float64\[3, 4\]",
+    ),
+    "accuracy of labels that are floats": (
+        lambda: pe.accuracy(LOGITS, THREE),
+        r"4\[3\]; expected integers \[3\], class",
+    ),
+    "gaussian_nll of targets with one more axis": (
+        lambda: pe.gaussian_nll(THREE, THREE, BELOW),
+        r"\(3,\), \(3, 1\)\]; expected",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOSS_MISFITS)
+def test_losses_refuse_arrays_that_do_not_fit(name):
+    assert_refuses(*LOSS_MISFITS[name])
 
 
 # ---------------------------------------------------------------------------------
 # Optimizers
 # ---------------------------------------------------------------------------------
+
+
+def product(params, x):
+    return jnp.mean(params * x)
+
+
+def test_the_optimizer_of_the_docstring_runs():
+    code = re.search(r"\n\n((?: {4}.*\n|\n)+)", inspect.getdoc(pe.Optimizer))[1]
+    names = {"jax": jax, "jnp": jnp, "Optimizer": pe.Optimizer}
+    exec(inspect.cleandoc(code), names)
+    update = sync(product, names["optimizer"])
+    state = pe.replicate(pe.train_state(jnp.ones((1, 2)), names["optimizer"]))
+    state, _ = update(state, np.ones((D, 1, 1)) * np.float32([3, -2]))
+    assert_allclose(state.params, [[[0.99, 1.01]]] * D)
+    assert state.opt_state["count"].tolist() == [1] * D
 
 
 LINEAR = pe.linear_schedule(0.3, 8)
@@ -587,18 +1005,6 @@ def test_traced_hyperparameters_take_the_same_steps_as_known_ones(make, numbers)
     assert all(leaves_equal(found, known) for found in others)
 
 
-@cases(
-    "function, expected",
-    (pe.sgd, {"momentum": 0.9}),
-    (pe.batch_norm, {"momentum": 0.99, "eps": 1e-3}),
-    (pe.dropout, {"rate": 0.5}),
-    (pe.prefetch, {"size": 2}),
-)
-def test_defaults_equal_those_in_the_docstrings(function, expected):
-    parameters = inspect.signature(function).parameters
-    assert {name: parameters[name].default for name in expected} == expected
-
-
 @cases("make", pe.sgd, pe.adam)
 def test_optimizer_keeps_half_precision_and_float32_moments(make):
     optimizer = make(pe.linear_schedule(0.1, 4))
@@ -659,7 +1065,7 @@ cosine = functools.partial(pe.cosine_schedule, 1, 9)
 adam = functools.partial(pe.adam, 0.1)
 up_to_7 = functools.partial(pe.linear_schedule, num_steps=7)
 
-test_optimizers_refuse_numbers_out_of_range = refuses_numbers(
+OPTIMIZER_NUMBERS = out_of_range(
     ("learning_rate", np.inf, pe.sgd, (-0.1, np.nan, np.inf, "1e-3", None)),
     ("momentum", 1, functools.partial(pe.sgd, 1), (-0.1, 1.0, np.nan, 0.5j)),
     ("learning_rate", np.inf, pe.adam, (-1, np.nan, np.array([0.1, 0.2]))),
@@ -671,12 +1077,35 @@ test_optimizers_refuse_numbers_out_of_range = refuses_numbers(
     ("peak", np.inf, up_to_7, (-0.1, np.inf)),
 )
 
-test_optimizers_refuse_parameters_that_are_not_real_floats = refuses(
-    (lambda: pe.train_state({"w": 3}, SGD), r"'\['w'\]' is int32; expected floating"),
-    (lambda: pe.train_state([3], pe.adam(1)), "is int32; expected floating point"),
-    (lambda: pe.train_state([1j], pe.adam(1)), r"'\[0\]' is complex64; expected"),
-    (lambda: jax.eval_shape(SGD.init, [1j]), r"'\[0\]' is complex64; expected"),
-)
+
+@pytest.mark.parametrize("name", OPTIMIZER_NUMBERS)
+def test_optimizers_refuse_numbers_out_of_range(name):
+    assert_refuses(*OPTIMIZER_NUMBERS[name])
+
+
+PARAMETER_MISFITS = {
+    "sgd of an integer": (
+        lambda: pe.train_state({"w": 3}, SGD),
+        r"'\['w'\]' is int32; expected floating",
+    ),
+    "adam of an integer": (
+        lambda: pe.train_state([3], pe.adam(1)),
+        "is int32; expected floating point",
+    ),
+    "adam of a complex number": (
+        lambda: pe.train_state([1j], pe.adam(1)),
+        r"'\[0\]' is complex64; expected",
+    ),
+    "sgd of a complex number in a trace": (
+        lambda: jax.eval_shape(SGD.init, [1j]),
+        r"'\[0\]' is complex64; expected",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARAMETER_MISFITS)
+def test_optimizers_refuse_parameters_that_are_not_real_floats(name):
+    assert_refuses(*PARAMETER_MISFITS[name])
 
 
 # ---------------------------------------------------------------------------------
@@ -717,6 +1146,16 @@ def test_replicate_puts_a_copy_on_each_device_and_unreplicate_takes_one(num_devi
     assert pe.unreplicate(np.arange(D)) == 0  # on the host
 
 
+def test_copies_that_have_arrived_are_held_by_nobody():
+    trainer, state = begin(net_trainer(1, 2))
+    held = jax.block_until_ready(trainer.place(jnp.ones((64, 3))))
+    reference = weakref.ref(held)
+    trainer.update(state, *net_batches(1)[0])
+    del held
+    gc.collect()
+    assert reference() is None
+
+
 # A process that ends while a copy from one device to another waits for numbers that are
 # in the making.
 ENDING = """
@@ -744,16 +1183,6 @@ UNFINISHED = {
 }
 
 
-def test_copies_that_have_arrived_are_held_by_nobody():
-    trainer, state = begin(net_trainer(1, 2))
-    held = jax.block_until_ready(trainer.place(jnp.ones((64, 3))))
-    reference = weakref.ref(held)
-    trainer.update(state, *net_batches(1)[0])
-    del held
-    gc.collect()
-    assert reference() is None
-
-
 @pytest.mark.parametrize("name", UNFINISHED)
 def test_a_process_may_end_while_copies_between_devices_wait(name):
     """With JAX 0.12 it died by SIGSEGV."""
@@ -770,843 +1199,106 @@ def test_use_cpu_devices_warns_when_it_is_called_too_late():
     assert jax.local_device_count() == D
 
 
-test_device_functions_refuse_trees_and_numbers_that_do_not_fit = refuses(
-    (lambda: pe.split(np.zeros((130, 2))), "130 does not split over 8.*multiple of 8"),
-    (lambda: pe.split(ROWS), "of 2 does not .* a multiple of 8, for example 8"),
-    (lambda: pe.split(np.float32(1)), "without axes"),
-    (lambda: pe.merge(np.zeros(8)), r"shape \(8,\) is not \[D, n, ...\]"),
-    (lambda: pe.unreplicate(jnp.zeros(())), r"without axes is not \[D, ...\]"),
-    (lambda: pe.replicate(np.zeros(3), 9), "9 devices requested, 8 available"),
-)
+DEVICE_MISFITS = {
+    "split of 130 rows": (
+        lambda: pe.split(np.zeros((130, 2))),
+        "130 does not split over 8.*multiple of 8",
+    ),
+    "split of 2 rows": (
+        lambda: pe.split(BATCH_OF_TWO),
+        "of 2 does not .* a multiple of 8, for example 8",
+    ),
+    "split of a number": (lambda: pe.split(np.float32(1)), "without axes"),
+    "merge of one axis": (
+        lambda: pe.merge(np.zeros(8)),
+        r"shape \(8,\) is not \[D, n, ...\]",
+    ),
+    "unreplicate of a number": (
+        lambda: pe.unreplicate(jnp.zeros(())),
+        r"without axes is not \[D, ...\]",
+    ),
+    "replicate to 9 of 8 devices": (
+        lambda: pe.replicate(np.zeros(3), 9),
+        "9 devices requested, 8 available",
+    ),
+}
 
-test_device_functions_refuse_numbers_out_of_range = refuses_numbers(
-    ("num_devices", None, functools.partial(pe.split, ROWS), (0, -1, 2.0, "2")),
+
+@pytest.mark.parametrize("name", DEVICE_MISFITS)
+def test_device_functions_refuse_trees_and_numbers_that_do_not_fit(name):
+    assert_refuses(*DEVICE_MISFITS[name])
+
+
+DEVICE_NUMBERS = out_of_range(
+    ("num_devices", None, functools.partial(pe.split, BATCH_OF_TWO), (0, -1, 2.0, "2")),
     ("num_devices", None, pe.use_cpu_devices, (0, 2.5, "4", True)),
 )
 
 
+@pytest.mark.parametrize("name", DEVICE_NUMBERS)
+def test_device_functions_refuse_numbers_out_of_range(name):
+    assert_refuses(*DEVICE_NUMBERS[name])
+
+
 # ---------------------------------------------------------------------------------
-# Updates, and the laws that a trainer's update shares with them
+# States
 # ---------------------------------------------------------------------------------
 
 
-class Net(NamedTuple):
-    hidden: pe.Dense
-    dense: pe.Dense
-
-
-def net_init(key):
-    keys = jax.random.split(key)
-    return Net(pe.dense_init(keys[0], 64, 6), pe.dense_init(keys[1], 6, 4))
-
-
-def net(params, images):  # uint8
-    x = images.reshape(len(images), -1).astype(float) / 255
-    return pe.dense(params.dense, jax.nn.relu(pe.dense(params.hidden, x)))
-
-
-def net_loss(params, images, labels):
-    return cross_entropy(net(params, images), labels).mean()
-
-
-def noisy_loss(params, model_state, key, images, labels):
-    """Draw noise, so that a wrong key changes the loss; count the steps."""
-    scale = 1 + 0.1 * jax.random.normal(key)
-    loss = cross_entropy(scale * net(params, images), labels).mean()
-    return loss, jax.tree.map(lambda count: count + 1, model_state)
-
-
-def noting(seen):
-    """Make the net and its loss, which note type and shape of the images they see."""
-
-    def apply_fn(params, images):
-        seen.append((images.dtype.name, *images.shape))
-        return net(params, images)
-
-    def loss_fn(params, images, labels):
-        return cross_entropy(apply_fn(params, images), labels).mean()
-
-    return dict(loss_fn=loss_fn, apply_fn=apply_fn)
-
-
-net_and_gradients = jax.jit(jax.value_and_grad(net_loss))
-NUM_IMAGES = 240
-
-
-@functools.cache
-def image_data():
-    rng = np.random.default_rng(0)
-    images = rng.integers(256, size=(NUM_IMAGES, 8, 8, 1), dtype=np.uint8)
-    return images, (images.mean(axis=(1, 2, 3)).astype(np.int32)) % 4
-
-
-def refuses_state(state, message, *calls):
-    """Assert that calls (f, *args) refuse a state by a message, and keep its arrays."""
-    for call, *args in calls:
-        assert re.search(message, said_by(ValueError, call, state, *args))
-    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
-
-
-def net_batches(count, batch=16):
-    rows = np.arange(count * batch).reshape(count, batch) % NUM_IMAGES
-    return [[x[step] for x in image_data()] for step in rows]
-
-
-def members_state(keys, init=net_init, optimizer=SGD, **kwargs):
-    """Stack the states of members, leaves [K, ...]."""
-    states = [pe.train_state(init(key), optimizer, key=key, **kwargs) for key in keys]
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
-
-
-def keys_of(seed, count, style="new"):
-    make = jax.random.key if style == "new" else jax.random.PRNGKey
-    return jax.random.split(make(seed), count)
-
-
-def one_net():
-    return pe.replicate(pe.train_state(net_init(jax.random.key(0)), SGD))
-
-
-sync = pe.make_sync_update
-ensemble = pe.make_ensemble_update
-
-
-class Way(NamedTuple):
-    """A way to train `members` models on `devices`; the laws below hold for each."""
-
-    kind: str
-    members: int
-    devices: int
-
-
-WAYS = [Way("sync", 1, D), Way("ensemble", D, D)]
-WAYS += [Way("trainer", 1, 4), Way("trainer", 3, 2)]
-every_way = pytest.mark.parametrize("way", WAYS, ids="{0[0]} {0[1]} {0[2]}".format)
-
-
-def start(way, loss_fn, first, optimizer=SGD, **options):
-    """Return a way's state of members [K, ...], and its update on batches [B, ...]."""
-    if way.kind == "trainer":
-        model = jax.tree.map(lambda x: x[0], (first.params, first.model_state))
-        if not options.get("stateful"):
-            model, _ = model
-        options |= dict(members=way.members, devices=way.devices)
-        trainer = pe.make_trainer(lambda key: model, loss_fn, optimizer, **options)
-        return trainer.scatter(first), trainer.update
-    if way.kind == "sync":
-        state = pe.replicate(jax.tree.map(lambda x: x[0], first), way.devices)
-        update = sync(loss_fn, optimizer, **options)
-        lay = pe.split
-    else:
-        state = jax.tree.map(lambda x: x.copy(), first)
-        update = ensemble(loss_fn, optimizer, **options)
-        lay = pe.replicate
-    return state, lambda state, *batch: update(state, *lay(batch, way.devices))
-
-
-def train(way, loss_fn, first, batches, optimizer=SGD, **options):
-    """Train members [K, ...] on each batch [B, ...]; return them and metrics [K]."""
-    state, update = start(way, loss_fn, first, optimizer, **options)
-    metrics = []
-    for step, batch in enumerate(batches):
-        before = jax.tree.leaves(state)
-        state, now = update(state, *batch)
-        assert step == 0 or all(x.is_deleted() for x in before)
-        metrics.append(now)
-    replicas = pe.layout(way.members, way.devices).replicas
-    state = state._replace(key=jax.random.key_data(state.key))
-    state, metrics = jax.device_get((state, metrics))
-    for x in jax.tree.leaves(state if way.kind == "trainer" else (state, metrics)):
-        for i in range(len(x)):  # replicas are bit-identical
-            assert x[i].tobytes() == x[i - i % replicas].tobytes()
-    states = jax.tree.map(lambda x: x[::replicas][: way.members], state)
-    return states, jax.tree.map(lambda x: x[: way.members], metrics)
-
-
-POLYAK = optax.chain(optax.polyak_sgd(max_learning_rate=99), optax.scale(0.02))
-
-
-def by_name(grads, opt_state, params=None, *, value):  # Optax's take **extra_args
-    return POLYAK.update(grads, opt_state, params, value=value)
-
-
-STEPS = {
-    "ours": (NESTEROV(0.1), optax.sgd(0.1, momentum=0.9, nesterov=True)),
-    "Optax's, given the loss": (POLYAK, POLYAK),
-    "given the loss by name": (pe.Optimizer(POLYAK.init, by_name), POLYAK),
-}
-
-
-@cases(
-    "name, way, microbatch",
-    ("ours", WAYS[0], 4),
-    ("ours", WAYS[1], None),
-    ("ours", WAYS[2], None),
-    ("ours", WAYS[3], 2),
-    ("Optax's, given the loss", WAYS[0], None),
-    ("given the loss by name", WAYS[3], 8),
-)
-def test_step_equals_one_on_the_whole_batch_and_is_traced_once(way, name, microbatch):
-    ours, theirs = STEPS[name]
-    theirs = optax.with_extra_args_support(theirs)
-    seen = []
-    counts = []
-    noted = noting(seen)
-
-    def loss_fn(params, images, labels):
-        right = pe.accuracy(net(params, images), labels)
-        return noted["loss_fn"](params, images, labels), right
-
-    first = members_state(keys_of(0, way.members), optimizer=ours)
-    options = dict(has_aux=True, microbatch=microbatch)
-    batches = net_batches(3, 64)
-    counted = (counts.append(len(seen)) or batch for batch in batches)
-    with mock.patch.object(pe, "_check_apart") as look:
-        ends, metrics = train(way, loss_fn, first, counted, ours, **options)
-    assert look.call_count == 1  # update's own results are not checked again
-    assert counts[0] == 0 < counts[1] == counts[2]
-    assert leaves_equal(ends.key, jax.random.key_data(first.key))
-    rows = 64 // pe.layout(way.members, way.devices).replicas
-    assert {count for _, count, *_ in seen} == {microbatch or rows}
-    for i in {0, way.members - 1}:
-        params = member(first.params, i)
-        opt_state = theirs.init(params)
-        for batch, found in zip(batches, metrics):
-            loss, grads = net_and_gradients(params, *batch)
-            right = pe.accuracy(net(params, batch[0]), batch[1])
-            assert_close([x[i] for x in found], [loss, right])
-            updates, opt_state = theirs.update(grads, opt_state, params, value=loss)
-            params = optax.apply_updates(params, updates)
-        assert_close(member(ends.params, i), params)
-
-
-@every_way
-def test_each_part_of_a_batch_draws_from_a_key_of_its_member_step_and_number(way):
-    def loss_fn(weight, model_state, key, x):
-        return weight.sum() * x.mean(), (model_state + 1, jax.random.uniform(key))
-
-    keys = keys_of(0, way.members)
-    first = numbers(keys, model_state=jnp.zeros(()))
-    batches = [(np.ones((D, 4)),)] * 2
-    parts = range(pe.layout(way.members, way.devices).replicas)
-    ends, metrics = train(way, loss_fn, first, batches, has_aux=True, stateful=True)
-    for _, drawn in metrics:
-        keys, used = zip(*map(jax.random.split, keys))
-        draws = [[jax.random.fold_in(key, i) for i in parts] for key in used]
-        expected = [np.mean(list(map(jax.random.uniform, each))) for each in draws]
-        assert_allclose(drawn, expected, rtol=1e-6)
-    assert_array_equal(ends.key, list(map(jax.random.key_data, keys)))
-    assert ends.model_state.tolist() == [2] * way.members
-
-
-def test_sync_averages_over_replicas():
-    def loss_fn(params, model_state, key, x):
-        new = {"mean": x.mean(), "steps": model_state["steps"] + 1, "constant": 0.5}
-        new["large"] = model_state["large"]
-        aux = {"largest": x.max(), "right": x.max() > 0, "number": 3, "wave": 2j}
-        return params * x.mean(), (new, aux)
-
-    descend = pe.sgd(1.0, momentum=0.0)
-    x = np.arange(16.0)
-    model_state = {"mean": 0.0, "steps": jnp.int32(2**30), "constant": 0.5}
-    model_state["large"] = jnp.float16(3e4)  # the replicas' sum would be inf
-    first = numbers(keys_of(0, 1), optimizer=descend, model_state=model_state)
-    end, ((loss, aux),) = train(
-        WAYS[0], loss_fn, first, [(x,)], descend, has_aux=True, stateful=True
-    )
-    assert_allclose((loss, end.params), ([x.mean()], [1 - x.mean()]))
-    expected = {"largest": 8, "right": 1, "number": 3, "wave": 2j}
-    assert {name: x.tolist() for name, x in aux.items()} == {
-        name: [x] for name, x in expected.items()
-    }
-    kinds = {name: x.dtype.name for name, x in aux.items()}
-    assert kinds == dict.fromkeys(expected, "float32") | {"wave": "complex64"}
-    new = {"mean": x.mean(), "steps": 2**30 + 1, "constant": 0.5, "large": 3e4}
-    assert jax.tree.map(np.ndarray.item, end.model_state) == new
-    kinds = [end.model_state[name].dtype.name for name in ("steps", "large")]
-    assert kinds == ["int32", "float16"]
-
-
-@cases(
-    "dtype, slope, devices", ("bfloat16", 1, 1), ("float16", 100, 1), ("bfloat16", 1, 2)
-)
-def test_sums_and_means_of_half_precision_use_float32(dtype, slope, devices):
-    def loss_fn(w, x):
-        part = jnp.mean(x).astype(dtype)
-        return slope * jnp.mean(w * x.astype(dtype)) + part, {"mean": part}
-
-    way = Way("trainer", 1, devices)
-    descend = pe.sgd(1.0)
-    first = members_state(keys_of(0, 1), lambda key: jnp.zeros((), dtype), descend)
-    # Each microbatch has one value, 1 or the next bfloat16; bfloat16 lacks their mean.
-    x = np.float32([1, 1 + 1 / 128]).repeat(2**14)
-    ends, ((loss, aux),) = train(
-        way, loss_fn, first, [(x,)], descend, has_aux=True, microbatch=16
-    )
-    assert loss.dtype == aux["mean"].dtype == np.float32 and ends.params.dtype == dtype
-    assert loss == aux["mean"] == x.mean()
-    assert_close(np.float32(ends.params), [-slope], 0.01)
-
-
-def aligned(array):
-    """Copy an array to an address at which `jax.device_put` shares its memory."""
-    memory = np.empty(array.nbytes + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    shared = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    shared[...] = array
-    return shared
-
-
-def program_of(call, *args, **options):
-    """Return the program that a call would run, and its arguments."""
-    with mock.patch.object(pe, "_run", side_effect=InterruptedError) as run:
-        said_by(InterruptedError, call, *args, **options)
-    program, _, *given = run.call_args.args
-    return program, given
-
-
-def exported(program, args, platform):
-    """Return a program for a platform as text; a CPU's options are left out."""
-    made = export.export(program._make({}), platforms=[platform])
-    return made(*shapes_of(args)).mlir_module()
-
-
-@every_way
-def test_programs_are_given_no_memory_of_the_users(way):
-    """A call may return before its program has read its arguments."""
-    state, update = start(way, net_loss, members_state(keys_of(0, way.members)))
-    users = on_arrays(aligned)((on_host(state), *image_data()))
-    _, given = program_of(update, *users)
-    memory = [(x.ctypes.data, x.nbytes) for x in jax.tree.leaves(users)]
-    for x in jax.tree.leaves(given):
-        shards = [shard.data for shard in getattr(x, "addressable_shards", ())]
-        places = [shard.unsafe_buffer_pointer() for shard in shards]
-        for place in places or [x.ctypes.data]:
-            assert not any(0 <= place - at < size for at, size in memory)
-
-
-def shapes_of(tree):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-
-
-@pytest.mark.parametrize("way", WAYS[1:], ids=str)
-def test_a_nonfinite_step_can_be_skipped_and_changes_no_other_member(way):
-    def loss_fn(params, model_state, key, images, labels):
-        white = (images == 255).all(axis=(1, 2, 3)).any()
-        flat = white & (model_state == 0)
-        root = jnp.sqrt(jnp.where(flat, 0.0, 1.0) * (params.dense.bias[0] ** 2 + 1))
-        loss = net_loss(params, images, labels)
-        loss = jnp.where(white & (model_state == 1), jnp.nan, loss)
-        # Root makes one entry of the gradient nan, and the loss stays finite.
-        return loss + root - jax.lax.stop_gradient(root), model_state + 1
-
-    batches = net_batches(2)
-    # One replica gets a white image, which spoils the members with counts 0 and 1.
-    batches[0][0][5] = 255
-    first = members_state(keys_of(0, way.members))
-    first = first._replace(model_state=jnp.arange(way.members))
-    run = functools.partial(train, way, loss_fn, first, stateful=True)
-    plain, _ = run(batches[:1])
-    assert np.isnan(plain.params.dense.bias[0]).tolist() == [True, False, False, False]
-    once, (loss,) = run(batches[:1], skip_nonfinite=True)
-    assert np.isnan(loss).tolist() == [i < 2 for i in range(way.members)]
-    for i in range(way.members):
-        kept, expected = (once[:3], first[:3]) if i < 2 else (once, plain)
-        assert leaves_equal(member(kept, i), member(expected, i))
-        assert not leaves_equal(once.key[i], first.key[i])
-    twice, (_, loss) = run(batches, skip_nonfinite=True)
-    assert np.isfinite(loss).all()
-    assert not leaves_equal(member(twice.params, 0), member(first.params, 0))
-
-
-@every_way
-def test_a_program_whose_devices_wait_for_each_other_runs_alone(way, monkeypatch):
-    """On a CPU it waits for its arguments and results; other programs do not wait."""
-
-    def watched(program, *args):
-        return run(lambda *args: seen.append("run") or program(*args), *args)
-
-    seen = []
-    run = pe._run
-    monkeypatch.setattr(pe, "_run", watched)
-    state, update = start(way, net_loss, members_state(keys_of(0, way.members)))
-    hook(monkeypatch, jax, "block_until_ready", lambda x: seen.append("wait"))
-    update(state, *net_batches(1)[0])
-    meet = pe.layout(way.members, way.devices).replicas > 1
-    assert seen == (["wait", "run", "wait"] if meet else ["run"])
-
-
-def product(params, x):
-    return jnp.mean(params * x)
-
-
-def numbers(keys, **options):
-    return members_state(keys, lambda key: jnp.float32(1), **options)
-
-
-def equal_keys():
-    keys = keys_of(0, D, "old")
-    return numbers(keys.at[5].set(keys[1]))
-
-
-def one_number(num_devices=D, **kwargs):
-    return pe.replicate(pe.train_state(jnp.float32(1), SGD, **kwargs), num_devices)
-
-
-def sharing():
-    state = one_number()
-    return state._replace(opt_state=state.opt_state._replace(velocity=state.params))
-
-
-def integers():
-    return pe.replicate(pe.train_state([jnp.int32(3)], optax.sgd(0.1)))
-
-
-counting = functools.partial(one_number, model_state=jnp.zeros(3))
-REFUSED_STEPS = [
-    (ensemble, equal_keys, {}, (D, 2), "members 1 and 5 have equal .*random.split"),
-    (sync, lambda: numbers(keys_of(0, D)), {}, (D, 2), "0 and 1 have different keys"),
-    (sync, one_number, {"microbatch": 4}, (D, 6), "batch of 6 .*divide.* of 4; use a"),
-    (sync, counting, {"microbatch": 4}, (D, 8), "model state.* of 8; use microbatch"),
-    (sync, one_number, {"stateful": True}, (D, 1), r"train_state\(..., key=key\)"),
-    (sync, sharing, {}, (D, 2), r"s '.params' and '.opt_state.velocity' of the sta"),
-    (sync, one_number, {}, (D, 0), "the batch is empty; expected one or more"),
-    (sync, integers, {"optimizer": optax.sgd(0.1)}, 8, r"'\[0\]' is int32; expect"),
-    (sync, one_number, {}, 16, r"axes .* \[\(8,\), \(16,\)\]; expected the number of"),
-    (sync, lambda: pe.train_state(jnp.ones(()), SGD), {}, (D, 2), "of the state have"),
-]
-
-
-@pytest.mark.parametrize("make, make_state, options, shape, message", REFUSED_STEPS)
-def test_a_refused_update_keeps_its_state(make, make_state, options, shape, message):
-    update = make(product, **({"optimizer": SGD} | options))
-    refuses_state(make_state(), message, (update, np.ones(shape)))
-
-
-def optimizing(updates, **new):
-    """Make an optimizer, whose updates and new state may have another form."""
-    state = {"n": jnp.int32(0), "m": jnp.int32(0)}
-    new = jax.tree.map(jnp.asarray, new)
-    return pe.Optimizer(lambda _: state, lambda g, s, _: (updates(g), new or s))
-
-
-ONE = jnp.float32(1)
-PAIR = r"; expected the pair \(loss, "
-FORM = r"; expected int32\[\]"
-# Flags of the update, its loss_fn's result, and its optimizer.
-RETURNED = [
-    ("has_aux", ONE, SGD, rf"one result{PAIR}aux\)$"),
-    ("stateful", ONE, SGD, rf"one result{PAIR}model_state\)$"),
-    ("stateful", [ONE] * 3, SGD, rf"3 results{PAIR}model_state\)$"),
-    ("has_aux", (ONE, KEY), SGD, "loss_fn's aux: .*; expected numbers, which are ave"),
-    ("has_aux stateful", (ONE, 1), SGD, rf"one result{PAIR}\(model_state, aux\)\)$"),
-    ("stateful", (ONE, {"n": 0.5}), SGD, rf"model state .* '\['n'\]' .*2\[\]{FORM}"),
-    ("", ONE, optimizing(dict, n=0.5, m=1), rf"state: .*'n'\]' is float32\[\]{FORM}$"),
-    ("", ONE, optimizing(lambda g: {"w": np.ones(2)}), r"updated par.*32\[2\]; ex"),
-    ("", ONE, optimizing(lambda g: [g["w"]]), "; expected a tree like the parameters$"),
-]
-
-
-@cases("flags, result, optimizer, message", *RETURNED)
-def test_results_have_to_keep_their_forms(flags, result, optimizer, message):
-    options = dict(optimizer=optimizer, model_state={"n": jnp.int32(0)})
-    state = members_state(keys_of(0, D), lambda key: {"w": jnp.ones(1)}, **options)
-    flags = dict.fromkeys(flags.split(), True)
-    update = ensemble(lambda *_: result, optimizer, **flags)
-    refuses_state(state, message, (update, np.ones((D, 2))))
-
-
-def test_a_batch_is_cut_only_if_its_leaves_are_of_one_length():
-    def loss_fn(number, *batch):
-        return number + sum(map(jnp.mean, batch))
-
-    for lengths, shapes in (
-        ("[(4,), (8,)]", [(2, 8), (2, 4)]),
-        ("[(10,), (64,)]", [(2, 64, 3), (2, 10)]),
-        ("[(), (64,)]", [(2,), (2, 64)]),
-        ("[]", []),
+def test_members_of_other_shapes_or_names_enter_no_trainer():
+    def wider(key):
+        return Net(pe.dense_init(key, 64, 7), pe.dense_init(key, 7, 4))
+
+    trainer, first = begin(net_trainer(2, 2))
+    other, state = begin(net_trainer(2, 2, init_fn=wider))
+    message = r"trainer: leaf '.params.hidden.weight' is.*\[64, 7\]; exp.* 6\]"
+    refuses_state(state, message, *uses(trainer))
+    assert re.search(message, said_by(ValueError, trainer.scatter, other.gather(state)))
+
+    gathered = trainer.gather(first)
+    net = gathered.params
+    short = net.dense._replace(bias=np.ones(2))
+    for said, changed in (
+        ("dense.bias' is []; expected [4], as", {"params": net._replace(dense=short)}),
+        ("hidden.weight' is absent; expected [64, 6], as", {"params": net._asdict()}),
+        ("model_state[0].weight' is [6, 4]; expected ab", {"model_state": (short,)}),
+        ("the state's key: ", {"key": np.zeros((2, 2))}),
     ):
-        batch = list(map(np.ones, shapes))
-        for size in "auto", None:
-            _, losses = sync(loss_fn, SGD, microbatch=size)(one_number(2), *batch)
-            assert losses.tolist() == [1 + len(shapes)] * 2
-        update = sync(loss_fn, SGD, microbatch=4)
-        said = said_by(ValueError, update, one_number(2), *batch)
-        assert f"axes of the batch have lengths {lengths}; expected" in said
+        state = gathered._replace(**changed)
+        assert said in said_by(ValueError, trainer.scatter, state)
 
 
-def norm_init(key):
-    norm, stats = pe.batch_norm_init(5)
-    return (pe.dense_init(key, 3, 5), norm), stats
-
-
-def norm_loss(forward):
-    def loss_fn(params, stats, key, xs, ys):
-        outputs, stats = forward(params, stats, xs)
-        return jnp.mean((outputs - ys) ** 2), stats
-
-    return loss_fn
-
-
-def norm_batch(count):
-    # Rows differ between devices, so a part's statistics are not the batch's.
-    xs = randn(0, 48, 2, 3) + np.arange(48)[:, None, None]
-    return xs[:count], randn(100, 48, 2, 5)[:count]
-
-
-def test_replica_mean_makes_floats_and_changes_nothing_else_outside_of_a_step():
-    numbers = [jnp.arange(3), jnp.ones(2, bool), 1]
-    floats = [jnp.asarray(x, float) for x in numbers]
-    half = jnp.ones(1, jnp.bfloat16)
-    assert leaves_equal(pe.replica_mean([numbers, half]), [floats, half])
-    assert jax.pmap(pe.replica_mean)(jnp.arange(4.0)).tolist() == [0, 1, 2, 3]
-
-
-# JAX's transformations cache a function's trace, and reuse it where axes have equal
-# names.
-@mock.patch.object(pe, "_near", lambda *_, like: True)  # which a chunk's mean is not
-@cases(
-    "keep, earlier, members, devices",
-    ("jit", "predict", 2, 4),
-    ("jit", "training", 1, 2),
-    ("checkpoint", "init", 2, 4),
-    ("jit", "by hand", 2, 8),
-)
-def test_only_training_averages_whatever_came_before(keep, earlier, members, devices):
-    xs, ys = norm_batch(6 * pe.layout(members, devices).replicas)
-
-    def ends(keep):
-        def forward(params, stats, xs):
-            dense, norm = params
-            return pe.batch_norm(norm, stats, pe.dense(dense, xs), training=True)
-
-        forward = keep(forward)
-
-        def init(key):
-            params, stats = norm_init(key)
-            if earlier != "training":  # libraries infer shapes in this way
-                forward(params, stats, jnp.zeros((6, 2, 3)))
-            return params, stats
-
-        trainer = net_trainer(
-            members,
-            devices,
-            init_fn=init,
-            loss_fn=norm_loss(forward),
-            stateful=True,
-            apply_fn=lambda *args: forward(*args)[0],
-            chunk=6,
-            output=None,
-        )
-        trainer, state = begin(trainer)
-        before = trainer.predict(state, xs) if earlier == "predict" else ()
-        # And training on other replicas, each with six examples as here.
-        ways = (WAYS[1], Way("trainer", 4, D), WAYS[0]) if earlier == "by hand" else ()
-        for way in ways:
-            rows = norm_batch(6 * pe.layout(way.members, way.devices).replicas)
-            _, stats = pe.batch_norm_init(5)
-            keys = keys_of(0, way.members)
-            first = members_state(keys, lambda k: norm_init(k)[0], model_state=stats)
-            before += (train(way, norm_loss(forward), first, [rows], stateful=True)[1],)
-        state, losses = trainer.update(state, xs, ys)
-        return before, losses, trainer.predict(state, xs)
-
-    assert_close(ends(getattr(jax, keep)), ends(lambda forward: forward))
+def test_states_of_other_types_and_optimizers_predict_and_are_not_trained():
+    trainer, first = begin(net_trainer(2, 2))
+    data = image_data()
+    state = trainer.gather(first)
+    half = state.params._replace(hidden=jax.tree.map(np.float16, state.params.hidden))
+    for other, found in (
+        (state._replace(params=half), "hidden.weight' is float16[64, 6]; expected fl"),
+        (state._replace(opt_state=()), ".opt_state.num_steps' is absent; expected int"),
+    ):
+        placed = trainer.scatter(other)
+        assert trainer.predict(placed, data[0]).sum().round() == len(data[0])
+        refuses_state(placed, re.escape(found), *uses(trainer)[:2])
+    shared = first.opt_state._replace(velocity=first.params)
+    shared = first._replace(opt_state=shared)
+    refuses_state(shared, "share one buffer", *uses(trainer)[:2])
+    found = trainer.gather(shared)
+    assert leaves_equal(found.opt_state.velocity, state.params)
+    state, _ = trainer.update(first, *data)
+    named = state._replace(params=(*state.params,))  # with leaves of the latest state
+    refuses_state(named, "is absent; expected", *uses(trainer))
+    ours = net_trainer.__wrapped__(2, 2, optimizer=optax.adam(0.1))
+    # Its state has one part more, without a leaf.
+    other = net_trainer.__wrapped__(2, 2, optimizer=optax.adamw(0.1))
+    found = said_by(ValueError, other.update, ours.init(KEY), *data)
+    named = r"structure .*\(\), None.*; expected .*EmptyState.*, as the"
+    assert re.search(named, found) and len(found) < 500
 
 
 # ---------------------------------------------------------------------------------
-# Trainer
+# Arguments
 # ---------------------------------------------------------------------------------
-
-
-@cases(  # several processes use all of their devices
-    "members, devices, processes, expected",
-    (1, 4, 2, (1, 4, 1, 4)),
-    (5, 4, 2, (5, 4, 2, 1)),
-    (3, 16, 2, (3, 16, 1, 4)),
-    (2, 6, 3, (2, 6, 1, 3)),
-)
-def test_layout_of_several_processes_equals_the_table(
-    members, devices, processes, expected
-):
-    assert pe.layout(members, devices, processes) == expected
-
-
-def test_layout_uses_as_many_devices_as_it_can():
-    for members, available in itertools.product(range(1, 201), repeat=2):
-        _, devices, shared, replicas = pe.layout(members, available)
-        assert devices <= available and (shared == 1 or replicas == 1)
-        # Only the last device has idle slots.
-        assert members <= devices * shared // replicas < members + shared
-        if members >= available:
-            assert all(m * available < members for m in range(1, shared))
-        else:
-            assert devices == members * replicas and devices + members > available
-
-
-# The laws hold for one member with replicas, for several, and for K > D.
-LAYOUTS = [(1, 4), (2, 4), (5, 3)]
-
-
-@functools.cache  # a trainer takes its compiled programs along
-def net_trainer(members, devices=None, loss_fn=net_loss, optimizer=SGD, **options):
-    options = {"init_fn": net_init, "apply_fn": net} | options
-    return pe.make_trainer(
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        members=members,
-        devices=devices,
-        **options,
-    )
-
-
-@functools.cache
-def first_members(init_fn, optimizer, stateful, seed):
-    trainer = pe.make_trainer(
-        init_fn, net_loss, optimizer, members=D, devices=1, stateful=stateful
-    )
-    return trainer.gather(trainer.init(jax.random.key(seed)))
-
-
-def begin(trainer, seed=0):
-    """Return a trainer and its first state, which trainers with the same init share."""
-    if trainer.hyper is not None or trainer.frozen is not None:
-        return trainer, trainer.init(jax.random.key(seed))
-    first = first_members(trainer.init_fn, trainer.optimizer, trainer.stateful, seed)
-    members = jax.tree.map(lambda x: x[: trainer.members], first)
-    return trainer, trainer.scatter(members)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(eq=False)
-class Steps:
-    """A tree like older Flax's: two of the same form are not equal."""
-
-    steps: jax.Array
-
-
-# This trainer of the net draws noise, and its model state counts its steps.
-NOISY = {
-    "init_fn": lambda key: (net_init(key), Steps(jnp.zeros((), jnp.int32))),
-    "loss_fn": noisy_loss,
-    "optimizer": pe.adam(0.01),
-    "stateful": True,
-    "apply_fn": lambda params, _, images: net(params, images),
-}
-
-
-def uses(trainer):
-    """List the trainer's calls that take a state, with their other arguments."""
-    images, labels = data = image_data()
-    return [
-        (trainer.update, images, labels),
-        (trainer.epoch, data, orders(1)[0]),
-        (trainer.predict, images),
-        (trainer.gather,),
-    ]
-
-
-def orders(members, batch=24):
-    return pe.epoch_order(NUM_IMAGES, batch, members=members)
-
-
-CALLS = """
-import jax, numpy as np, optax, pjax_ensemble as pe
-make, data, order = pe.make_trainer, (np.ones((4, 4)),), [[0, 1], [2, 3]]
-trainer = make(print, print, optax.adam(1e-3), members=2, apply_fn=pe.dense)
-make(print, print, lambda h: pe.sgd(h), members=2, hyper=np.ones(2))
-state, losses = trainer.epoch(trainer.init(jax.random.key(0)), data, order)
-state, losses = trainer.update(state, *data, per_member=True)
-print(trainer.predict(trainer.scatter(trainer.gather(state)), data), trainer.layout)
-trainer.epoch(state, data)  # wrong
-trainer.update(state, order, per_membr=True)  # wrong
-trainer.epoch(data, state, order)  # wrong
-trainer.place(data, trainer.layout)  # wrong
-trainer.chunk = 64  # wrong
-make(print, print, pe.sgd(0.1))  # wrong
-make(print, print, pe.sgd(0.1), 2)  # wrong
-make(print, print, pe.sgd(0.1), member=2)  # wrong
-pe.make_sync_update(print, 0.1)  # wrong
-"""
-
-
-@pytest.mark.once
-def test_type_checker_finds_wrong_calls_and_no_others(tmp_path):
-    (tmp_path / "calls.py").write_text(CALLS)
-    skipped = "[mypy-jax.*,numpy.*,optax.*,matplotlib.*]\nfollow_imports = skip"
-    ini = f"[mypy]\nignore_missing_imports = True\n{skipped}\n"  # skips for speed
-    (tmp_path / "mypy.ini").write_text(ini)
-    command = [sys.executable, "-m", "mypy", "--hide-error-context", "calls.py"]
-    command += ["--cache-dir", os.devnull]  # writes no cache
-    env = os.environ | {"MYPYPATH": str(HERE)}
-    said = subprocess.run(
-        command, cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE
-    ).stdout
-    found = {int(i) for i in re.findall(r"^calls.py:(\d+): error", said, re.MULTILINE)}
-    lines = enumerate(CALLS.splitlines(), 1)
-    assert found == {i for i, line in lines if line.endswith("# wrong")}, said
-
-
-def test_keys_that_draw_differently_under_vmap_work_only_without_at_once():
-    key, other = (jax.random.key(7, impl=name) for name in ("rbg", "unsafe_rbg"))
-    one, two = (net_trainer(3, 1, at_once=n, **NOISY) for n in (1, 2))
-    state = one.init(key)
-    (batch,) = net_batches(1)
-    for each in (key, other):
-        assert "at_once=2 with keys of" in said_by(ValueError, two.init, each)
-    refuses_state(state, "at_once=2 with keys of rbg", *uses(two)[:2])
-    ended = one.gather(one.update(state, *batch)[0])
-    five = net_trainer(5, 3, **NOISY)
-    among_five = five.gather(five.update(five.init(key), *batch)[0])
-    assert leaves_equal(ended, jax.tree.map(lambda x: x[:3], among_five))
-    with on("gpu"):  # computes members in turn, too
-        gpu = net_trainer.__wrapped__(3, 1, **NOISY)
-        assert_close(gpu.gather(gpu.update(gpu.init(key), *batch)[0])[:2], ended[:2])
-
-
-def test_init_makes_member_i_from_the_key_and_i_alone():
-    for members, devices in LAYOUTS:
-        trainer = net_trainer(members, devices)
-        made = trainer.gather(trainer.init(jax.random.key(7)))
-        key = jax.random.fold_in(jax.random.key(7), members - 1)
-        init_key, key = jax.random.split(key)
-        assert made.key[-1] == key
-        assert leaves_equal(member(made.params, -1), jax.jit(net_init)(init_key))
-
-
-LINE = {
-    "init_fn": lambda key: {"w": jax.random.normal(key, ()), "b": jnp.zeros(())},
-    "loss_fn": lambda p, xs, ys: jnp.mean((p["w"] * xs + p["b"] - ys) ** 2),
-    "optimizer": pe.adam(0.01),
-}
-
-
-@pytest.mark.skipif(jax.__version_info__[:2] == (0, 10), reason="needs no such loop")
-@pytest.mark.usefixtures("optimized")  # otherwise nothing is fused
-@cases(
-    "options, data",
-    (dict(optimizer=optax.nadam(0.01)), image_data()),
-    # Without the step's branch, this rounds otherwise on AVX2 (JAX 0.12).
-    (LINE, (randn(0, 96), randn(1, 96))),
-)
-def test_an_optimizer_rounds_alike_for_a_member_alone_and_beside_another(options, data):
-    rows = np.random.default_rng(0).integers(len(data[0]), size=(200, 24))
-    ends = []
-    for members in 1, 2:
-        trainer, state = begin(net_trainer(members, 1, **options), seed=5)
-        state, losses = trainer.epoch(state, data, rows)
-        ends.append(member((losses, trainer.gather(state)[:2]), 0))
-    assert leaves_equal(*ends)
-
-
-def test_effects_of_a_rewritten_function_happen_once_per_member_and_step():
-    def loss_fn(kernel, images, labels):
-        x = images.transpose(0, 3, 1, 2).astype(jnp.float32) / 255
-        jax.debug.callback(lambda label: seen.append(int(label)), labels[0])
-        x = dilated(x, kernel, axes="NCHW OIHW NCHW")
-        return cross_entropy(x.mean(axis=(2, 3)), labels).mean()
-
-    seen = []
-    data = image_data()[0], np.arange(NUM_IMAGES) % 4
-    init = functools.partial(jax.random.normal, shape=(4, 1, 3, 3))
-    trainer, state = begin(net_trainer(3, 1, loss_fn, init_fn=init, at_once=2))
-    # Two members are together, one is alone.
-    state, _ = trainer.epoch(state, data, np.arange(12).reshape(3, 2, 2))
-    jax.block_until_ready(state.params)
-    jax.effects_barrier()
-    assert sorted(seen) == [0, 0, 0, 2, 2, 2]
-
-
-def test_programs_lowered_for_other_platforms_keep_their_convolutions():
-    settings = tm.Settings(
-        image_shape=(8, 8, 1),
-        classes=range(4),
-        train_size=128,
-        members=4,
-        at_once=2,
-    )
-    trainer = tm.make_trainer(settings, 2)
-    state = trainer.init(jax.random.key(0))
-    (batch,) = net_batches(1, 4)
-    # The network has two convolutions; a step adds their three gradients.  On a GPU,
-    # each of two members at once has its own, but for a first layer that only predicts.
-    for call, args, count, apart in (
-        (trainer.update, batch, 5, 10),
-        (trainer.predict, batch[:1], 2, 3),
-    ):
-        program, given = program_of(call, state, *args)
-        for name, number in ("cuda", apart), ("tpu", count), ("cpu", count):
-            text = exported(program, given, name)
-            assert text.count("stablehlo.convolution") == number
-            # But on TPUs, two members at once convolve one after another.
-            assert ("_group_count = 2" in text) == (name == "tpu")
-
-
-@pytest.mark.usefixtures("optimized")  # otherwise no select is removed
-def test_a_step_that_is_skipped_takes_a_branch_on_cpus_and_selects_elsewhere():
-    with on("cpu"):
-        trainer, state = begin(net_trainer.__wrapped__(1, 1, skip_nonfinite=True))
-        program, args = program_of(trainer.update, state, *image_data())
-    cuda = exported(program, args, "cuda")
-    assert "optimization_barrier" not in cuda
-    cpu = program.lower(*args).compile().as_text()
-    assert re.search(r"\.select.*64x6xf32", cuda)
-    assert not re.search(r"64,6\].* select\(", cpu)
-
-
-@cases("devices, make", (2, jax.random.PRNGKey), (4, jax.random.key))
-def test_a_lowered_program_is_the_one_that_runs(devices, make):
-    def loss_fn(params, images, keys):
-        return net(params, images).mean() * jax.vmap(jax.random.uniform)(keys).mean()
-
-    trainer = net_trainer.__wrapped__(2, devices, loss_fn, chunk=8)
-    images = image_data()[0][:16]
-    keys = jax.random.split(make(0), 16)
-    data = images, keys
-    order = np.arange(16).reshape(2, 8)
-    _, state = begin(trainer)
-    own = [jnp.stack([x] * 2) for x in data]
-    per_member = functools.partial(trainer.update, per_member=True)
-    lower = trainer.lower
-    for call, args, lowered in (
-        (trainer.init, [KEY], lower("init", key=KEY)),
-        (trainer.update, [state, *data], lower("update", *shapes_of(data))),
-        (trainer.update, [state, *data], lower("update", Labelled(images), keys)),
-        (per_member, [state, *own], lower("update", *shapes_of(own), per_member=True)),
-        (
-            trainer.epoch,
-            [state, data, order],
-            lower("epoch", order=Labelled(order), data=data),
-        ),
-        (trainer.predict, [state, images], lower("predict", inputs=shapes_of(images))),
-    ):
-        program, given = program_of(call, *args)
-        assert program.lower(*given).as_text() == lowered.as_text()
-
-
-@pytest.mark.usefixtures("optimized")
-def test_init_compiles_fast_unless_the_environment_says_otherwise(monkeypatch):
-    for flags, times in ("", 1), (f"--{pe._LEVEL}=3", 0):
-        monkeypatch.setenv("XLA_FLAGS", flags)
-        with mock.patch.object(jax, "jit", side_effect=jax.jit) as jit:
-            trainer = net_trainer.__wrapped__(2, 2)
-            for args in ("init", KEY), ("update", *image_data()):
-                trainer.lower(*args)
-        assert str(jit.mock_calls).count(f"'{pe._LEVEL}': 1") == times
-
-
-def test_lower_takes_shapes_alone_and_moves_no_data():
-    trainer = net_trainer.__wrapped__(3, 2)
-    images = jax.ShapeDtypeStruct((2**30, 8, 8, 1), np.uint8)
-    data = images, jax.ShapeDtypeStruct(images.shape[:1], np.int64)
-    order = jax.ShapeDtypeStruct((256, 16), np.int32)
-    with mock.patch.object(jax, "device_put", side_effect=InterruptedError):
-        lowered = trainer.lower("epoch", data, order)
-    shapes = [x.shape for x in jax.tree.leaves(lowered.in_avals)]
-    assert images.shape in shapes and order.shape in shapes
-    assert trainer.latest is None
-    vars(trainer._places)["absent"] = True  # as with a topology's devices
-    assert "are a topology's; use T" in said_by(ValueError, trainer.init, KEY)
 
 
 # The members' hyperparameters; each of the user's functions uses one or more.  The
@@ -1768,6 +1460,15 @@ def tensor(x):
     return pytest.importorskip("torch").tensor(x)
 
 
+def aligned(array):
+    """Copy an array to an address at which `jax.device_put` shares its memory."""
+    memory = np.empty(array.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    shared = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    shared[...] = array
+    return shared
+
+
 SPOILED = []  # arrays of the last call, and their copies
 
 
@@ -1788,14 +1489,6 @@ def with_arrays_that_change(trainer):
     for x in jax.tree.leaves((frozen, hyper)):
         x.fill(np.nan)
     return changed
-
-
-@contextlib.contextmanager
-def on(platform):
-    """Have trainers take the ways of a platform on this CPU, always without oneDNN."""
-    there = mock.patch.multiple(pe._Places, platform=platform, absent=False)
-    with there, mock.patch.object(fc, "_options", lambda *_, **__: {}):
-        yield
 
 
 def explicit_mesh():
@@ -1847,420 +1540,6 @@ def test_an_update_by_hand_ends_in_the_same_bits_if(what):
         assert leaves_equal(sync(net_loss, SGD)(*put((state, *batch))), expected)
 
 
-def test_states_are_on_the_devices_that_are_given():
-    first, last = jax.devices()[:3], jax.devices()[6:3:-1]
-    for asked, used in (3, first), (last, last):
-        for members in 2, 1:  # on two of the devices; on three as replicas
-            trainer, state = begin(net_trainer.__wrapped__(members, asked))
-            there = state.params.dense.bias.sharding.mesh.devices.ravel()
-            assert there.tolist() == used[: trainer.layout.devices]
-
-
-def test_a_loop_of_one_turn_is_none_in_a_program():
-    (batch,) = net_batches(1)
-    counts = []
-    for members, microbatch in (1, None), (1, 8), (3, None), (3, 8):
-        trainer = net_trainer(members, 1, microbatch=microbatch)
-        text = trainer.lower("update", *batch).as_text()
-        counts.append(text.count("stablehlo.while"))
-    assert counts == [0, 1, 1, 2]
-
-
-@cases("which, shards", ((0, 2), 2), pytest.param((0, 2, 3), 4, marks=pytest.mark.once))
-def test_shards_divide_the_large_leaves_of_a_state_and_of_frozen(which, shards):
-    make = functools.partial(full_trainer, which, attends=True, at_once=1)
-    trainer, state = begin(make(devices=8, shards=shards))
-    whole, start = begin(make(devices=8 // shards))
-    assert trainer.layout == whole.layout
-    frozen = trainer._programs.frozen
-    weights = state.params.heads.weight
-    assert [*weights.sharding.spec[1:]] == [None, "shards"]  # the longest axis
-    assert frozen.addressable_data(0).size == frozen.size // shards
-    assert trainer.place(image_data())[0].is_fully_replicated
-    for leaf in jax.tree.leaves(state[:3]):
-        size = leaf[0].size
-        here = size // shards if size >= 1024 else size
-        assert leaf.addressable_data(0)[0].size == here
-    moved = trainer._admit(jax.device_put(state, jax.devices()[0]))
-    assert moved.params.heads.weight.sharding.is_equivalent_to(weights.sharding, 4)
-    steps = [x.lower("update", *image_data()).as_text() for x in (trainer, whole)]
-    loops, others = (step.count("stablehlo.while") for step in steps)
-    assert loops == others  # XLA for TPUs computes loops twice within one of one turn
-    gathered = trainer.gather(state)
-    assert_close(gathered[:3], whole.gather(start)[:3])
-    for other in trainer, whole:  # from S shards to S, and to one
-        placed = other.scatter(gathered)
-        assert leaves_equal(other.gather(placed), gathered)
-        here = placed.params.heads.weight.addressable_data(0)[0].size
-        assert here == 32 * 96 // other.shards
-
-
-@mock.patch.object(pe, "_WHOLE", 1)
-def test_a_loss_may_divide_its_arrays_over_shards_by_itself():
-    (batch,) = net_batches(1)
-    ends = []
-    steps = []
-    for devices, shards in (1, 1), (2, 2):
-
-        def loss_fn(params, images, labels, shards=shards):
-            hidden = pe.dense(params.hidden, images.reshape(len(images), -1) / 255)
-            if shards > 1:  # by features, in place of examples
-                spec = jax.sharding.PartitionSpec(None, "shards")
-                hidden = jax.lax.with_sharding_constraint(hidden, spec)
-            logits = pe.dense(params.dense, jax.nn.relu(hidden))
-            return cross_entropy(logits, labels).mean()
-
-        trainer = net_trainer.__wrapped__(
-            2, devices, loss_fn, shards=shards, microbatch=4
-        )
-        trainer, state = begin(trainer)
-        steps.append(trainer.lower("update", *batch))
-        new, losses = trainer.update(state, *batch)
-        assert "was consumed" in said_by(ValueError, trainer.update, state, *batch)
-        ends.append((losses, trainer.gather(new)[:2]))
-    assert_close(*ends)
-    divided = '[{"shards"}, {}, {}, {}]> : tensor<%dx8x8x1xui8>'
-    assert divided % 4 in steps[1].as_text()  # a micro-batch
-    assert divided % 16 in trainer.lower("predict", batch[0]).as_text()  # a chunk
-    whole, half = (step.compile().memory_analysis() for step in steps)
-    assert half.argument_size_in_bytes < 0.65 * whole.argument_size_in_bytes
-
-
-def test_placing_data_again_copies_nothing():
-    trainer = net_trainer(3, 2)
-
-    def buffers(data):
-        shards = [shard.data for x in data for shard in x.addressable_shards]
-        return [data.unsafe_buffer_pointer() for data in shards]
-
-    data = trainer.place(image_data())
-    assert buffers(trainer.place(data)) == buffers(data)
-
-
-def test_probabilities_from_half_precision_logits_are_distributions():
-    def apply_fn(params, images):
-        return (9 * net(params, images)[:, None]).astype("bfloat16")
-
-    trainer, state = begin(net_trainer(2, 2, apply_fn=apply_fn))
-    probs = trainer.predict_members(state, image_data()[0])
-    assert em.predictive_entropy(probs).shape == (NUM_IMAGES, 1)
-
-
-@cases("members, devices", *LAYOUTS[::2])
-def test_a_program_is_traced_once_whatever_it_is_given_and_anew(members, devices):
-    (batch,) = net_batches(1)
-    order = orders(members)
-    traces = []
-    functions = noting(traces)  # which could read a global that has changed since
-
-    def use(trainer, state, steps, data):
-        trainer.predict(state, batch[0][:4])  # more rows would be traced for sizes
-        state, _ = trainer.update(state, *batch)
-        ended, _ = trainer.epoch(state, data, order[:, :steps])
-        assert all(x.is_deleted() for x in jax.tree.leaves(state))
-        return ended
-
-    for known in 3, 6:
-        trainer = net_trainer.__wrapped__(members, devices, **functions)
-        data = trainer.place(image_data())
-        state = use(trainer, trainer.init(KEY), 10, data)
-        assert len(traces) == known
-        state = use(trainer, trainer.scatter(trainer.gather(state)), 3, image_data())
-        own = pe._device_sharding(trainer.layout.devices, "a name of the user's")
-        for there in jax.devices()[0], own:  # the second is equivalent
-            state = use(trainer, jax.device_put(state, there), 1, data)
-        assert len(traces) == known and {dtype for dtype, *_ in traces} == {"uint8"}
-
-
-def test_an_epoch_takes_the_steps_of_updates_in_order():
-    trainer, state = begin(net_trainer(3, 2))
-    first = trainer.gather(state)
-    data = image_data()
-    order = orders(3)[:, :3]
-    state, losses = trainer.epoch(state, data, order)
-    ended = trainer.gather(state)
-    state = trainer.scatter(first)
-    for rows, expected in zip(order.swapaxes(0, 1), losses.T):
-        state, found = trainer.update(state, *(x[rows] for x in data), per_member=True)
-        assert_close(found, expected)
-    assert_close(trainer.gather(state)[:2], ended[:2])
-
-
-def test_an_epoch_takes_losses_that_see_the_parts_of_replicas_alone():
-    def loss_fn(params, images, labels):  # compares the images of all replicas
-        z = net(params, images.reshape(4, 64))
-        others = jax.lax.all_gather(z, "replicas", tiled=True)
-        return jnp.square(z @ others.T).mean(), others
-
-    (batch,) = net_batches(1)
-    trainer = net_trainer.__wrapped__(1, 2, loss_fn, has_aux=True, microbatch=4)
-    trainer, state = begin(trainer)
-    state, (_, aux) = trainer.epoch(state, image_data(), orders(1, batch=16)[0, :1])
-    assert aux.shape == (1, 1, 8, 4)
-    _, (_, aux) = trainer.update(state, *batch)
-    assert aux.shape == (1, 8, 4)
-
-
-def test_an_epoch_holds_no_more_large_aux_than_it_has_to(monkeypatch):
-    monkeypatch.setattr(pe, "_joined", None)  # there is no program for each length
-
-    def loss_fn(params, images, labels):
-        return net_loss(params, images, labels), params.dense.bias  # 16 bytes
-
-    data = image_data()
-    order = orders(1)[0][:3]
-    ends = []
-    for most, held in (2**26, 256), (48, 3), (1, 1):
-        monkeypatch.setattr(pe, "_AUX_BYTES", most)
-        trainer, state = begin(net_trainer.__wrapped__(2, 2, loss_fn, has_aux=True))
-        lowered = trainer.lower("epoch", data, order[:1])
-        assert {x.shape[1] for x in jax.tree.leaves(lowered.out_info[1])} == {held}
-        state, metrics = trainer.epoch(state, data, order)
-        ends.append((metrics, trainer.gather(state)))
-    assert metrics[1].shape == (2, 3, 4)
-    assert all(leaves_equal(ends[0], each) for each in ends[1:])
-
-
-def test_predicting_compiles_few_programs_and_holds_one_chunk_at_a_time():
-    shapes = []
-    trainer, state = begin(net_trainer(2, 4, **noting(shapes), chunk=5))
-    # Each of two replicas pads few rows to a power of two, and cuts more into fives.
-    for count in (1, 3, 10, 23):
-        assert trainer.predict(state, image_data()[0][:count]).shape == (count, 4)
-    assert list(dict.fromkeys(shape[1] for shape in shapes)) == [1, 2, 5]
-    traced = len(shapes)
-    for count in (2, 4, 9, 11, 31, 40):
-        trainer.predict(state, image_data()[0][:count])
-    assert len(shapes) == traced
-
-
-@cases("members, devices", (1, 4), (2, 4), (3, 2))
-def test_a_prediction_does_not_depend_on_the_other_rows(members, devices):
-    images = image_data()[0][:235]
-    trainer, state = begin(net_trainer(members, devices, chunk=3))
-    mean = trainer.predict(state, images)
-    each = trainer.predict_members(state, images)
-    with mock.patch.object(pe, "_BLOCK_CHUNKS", 2):  # several blocks, one partial
-        assert leaves_equal(trainer.predict(state, images), mean)
-        assert leaves_equal(trainer.predict_members(state, images), each)
-    # A chunk of one may round differently.
-    assert_close(trainer.predict_members(state, images[17:18]), each[:, 17:18])
-    inputs = {"images": images, "none": np.ones((len(images), 0))}
-    without = net_trainer(members, devices, apply_fn=lambda p, x: net(p, x["images"]))
-    assert_close(without.predict(state, inputs), mean)
-
-
-def test_a_block_of_predictions_is_bounded_by_its_inputs_and_outputs(monkeypatch):
-    calls = []
-    hook(monkeypatch, pe, "_run", lambda *_: calls.append(1))
-    trainer, state = begin(net_trainer(4, 2, chunk=2))
-    # A chunk takes 2 x 64 bytes and returns 2 x 4 floats for each of two members.
-    for most, expected in ((191, 8), (192 + 191, 8), (2 * 192, 4), (4 * 192, 2)):
-        monkeypatch.setattr(pe, "_BLOCK_BYTES", most)
-        trainer._predictions.sizes.clear()
-        calls.clear()
-        trainer.predict_members(state, image_data()[0][:16])
-        assert len(calls) == expected + 2 * (most == 191)  # a new form is tried twice
-
-
-@cases("members, devices", (1, 2), (3, 2))
-def test_outputs_that_depend_on_other_examples_are_refused(members, devices):
-    images = randn(0, 17, 64)  # more than a chunk for some of the replicas
-    _, state = begin(net_trainer(members, devices))
-
-    def predict(count, apply_fn):
-        trainer = net_trainer.__wrapped__(
-            members, devices, apply_fn=apply_fn, output=None, chunk=8
-        )
-        for n in (1, 4) if count == 4 else (17,):
-            trainer.predict(state, images[:n])
-
-    def recurrent(x):  # [T, N, F], given [N, T, F]
-        return jax.lax.scan(lambda y, x: (y + x / 2, y), x[0], x)[1]
-
-    def tiny(x):  # in one small column alone
-        return x.at[:, 0].set(1e-9 * x[:, 0] + 1e-9 * x[0, 0])
-
-    def centered(params, x):
-        return net(params, x - x.mean(0, keepdims=True))
-
-    def from_last(params, x):
-        outputs = net(params, x)
-        return outputs - outputs[-1:]
-
-    count = 4 if members == 3 else 17
-    for apply_fn in (
-        centered,
-        lambda p, x: net(p, x - x[:1]),
-        lambda p, x: net(p, recurrent(x)),
-        lambda p, x: net(p, x[::-1]),
-        from_last,
-        lambda p, x: tiny(net(p, x)),
-        lambda p, x: jnp.cumsum(net(p, x), 0),
-    ):
-        assert "train=False" in said_by(ValueError, predict, count, apply_fn)
-
-    def rounded(params, x):  # each row of the chunk otherwise
-        return centered(params, x) + 1 + 1e-6 * jnp.arange(len(x))[:, None]
-
-    trainer = net_trainer.__wrapped__(members, devices, apply_fn=rounded, output=None)
-    trainer.predict(state, np.zeros_like(images))  # a warm-up, whose rows are equal
-    assert "train=False" in said_by(ValueError, trainer.predict, state, images)
-    nan = jnp.array([[jnp.nan, jnp.inf, 0, 0]])
-    # A draw of its own for each row.
-    predict(17, lambda p, x: net(p, x) + jax.random.normal(KEY, (8, 4))[: len(x)] + nan)
-    predict(17, lambda p, x: net(p, x) * (1 + 1e-5 * x.mean()))  # as by rounding
-
-
-@pytest.mark.once  # optimized, JAX 0.12 fuses the two forms of loops differently
-def test_the_ways_of_a_gpu_have_the_bits_of_a_cpus():
-    """States are flat between the members there, and loops have known lengths."""
-    images, labels = data = image_data()
-    rows = np.arange(70)[:, None] * [1, 2, 3]
-    ends = []
-    counts = []
-    for platform in "cpu", "gpu":
-        with on(platform):
-            trainer, state = begin(net_trainer.__wrapped__(3, 1, at_once=1, **NOISY))
-            update = trainer.lower("update", images, labels).as_text()
-            epoch = trainer.lower("epoch", data, rows).as_text()
-            state, losses = trainer.epoch(state, data, rows)
-            probs = trainer.predict_members(state, images)
-        ended = trainer.gather(state)
-        assert ended.model_state.steps.tolist() == [70] * 3
-        ends.append((losses, probs, ended))
-        counts.append([update.count("lo.reshape"), epoch.count("lo.while")])
-    assert leaves_equal(*ends) and (np.diff(counts, axis=0) > 1).all()
-
-
-@pytest.mark.once
-@cases("most, together", (5, 5), (4, 3), (1, 1))
-def test_accelerators_compute_as_many_members_at_once_as_fit(most, together):
-    traces = []
-
-    def fits(program, args, by_slot, real=pe._fits):
-        of_program = [n for (_, n), x in trainer._programs.kept.items() if x is program]
-        return real(program, args, by_slot) and max(of_program) <= most
-
-    trainer = net_trainer.__wrapped__(5, 1, noting(traces)["loss_fn"])
-    with on("gpu"), mock.patch.object(pe, "_fits", fits):
-        assert "at_once=5" in repr(trainer)
-        _, state = begin(trainer)
-        found = trainer.update(state, *image_data())
-        assert f"at_once={together}" in repr(trainer)
-    assert len(traces) == {5: 1, 3: 2, 1: 4}[together]  # of 5, 3, 2 and 1 together
-    one, state = begin(net_trainer(5, 1, at_once=together))
-    assert_close(found[1], one.update(state, *image_data())[1])
-
-
-def test_a_program_fits_if_a_fifth_of_every_devices_memory_stays_free():
-    program = jax.jit(lambda x: jnp.sort(x) + 1)
-    x = np.zeros(1000, np.float32)
-    memory = program.lower(x).compile().memory_analysis()
-    need = memory.temp_size_in_bytes + memory.output_size_in_bytes
-
-    def fits(*free):
-        stats = [n and {"bytes_limit": n + 7, "bytes_in_use": 7} for n in free]
-        devices = [mock.Mock(**{"memory_stats.return_value": x}) for x in stats]
-        return pe._fits(program, (x,), mock.Mock(addressable_devices=devices))
-
-    assert need >= 4000 and fits(None)  # a CPU does not tell
-    blind = mock.Mock()
-    blind.lower().compile().memory_analysis.return_value = None
-    assert pe._fits(blind, (x,), None)  # nor does every backend
-    assert fits(2 * need, 1.25 * need) and not fits(2 * need, 1.24 * need)
-
-
-def test_more_members_at_once_than_fit_are_named():
-    trainer, state = begin(net_trainer(2, 1, at_once=2))
-    full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 bytes")
-    with mock.patch.object(pe, "_run", side_effect=full):
-        with pytest.raises(RuntimeError, match="^at_once=2: RES.*; use fewer, or None"):
-            trainer.predict(state, image_data()[0])
-        with pytest.raises(jax.errors.JaxRuntimeError, match="^RESOURCE"):
-            net_trainer(2, 1).predict(state, image_data()[0])
-
-
-@cases("width, chunk", (1024, 256), (32_768, 32), (2**21, 8))
-def test_a_chunks_largest_array_fits_a_cpus_cache(width, chunk):
-    @jax.jit
-    def apply(params, x):  # the weights' copies do not count, and numbers of x do
-        return jax.nn.relu(x @ (2 * params)[:4])[:, :2]
-
-    init = functools.partial(jax.random.normal, shape=(8, width))
-    trainer = net_trainer.__wrapped__(1, 1, init_fn=init, apply_fn=apply)
-    trainer.lower("predict", np.ones((16, 4), np.float32))
-    assert trainer._predictions.sizes["float32[4]"][0] == chunk
-
-
-def test_accelerators_predict_larger_chunks_of_the_same_outputs():
-    trainer, state = begin(net_trainer.__wrapped__(3, 1))
-    # 7,200 of 64 bytes each, 48 of outputs.
-    images = np.tile(image_data()[0], (30, 1, 1, 1))
-    with on("gpu"), mock.patch.object(pe, "_BLOCK_BYTES", 112 * 512):
-        found = trainer.predict_members(state, images)
-        few = [trainer.predict_members(state, images[:n]) for n in (20, 40)]
-    assert trainer._predictions.sizes["uint8[8, 8, 1]"] == (512, 4)
-    expected = net_trainer(3, 1).predict_members(state, images)
-    assert_close([found, *few], [expected, expected[:, :20], expected[:, :40]])
-    with on("gpu"):
-        net_trainer(3, 1, chunk=16).predict(state, images[:100])
-    assert net_trainer(3, 1, chunk=16)._predictions.sizes["uint8[8, 8, 1]"] == (16, 128)
-
-
-SMALL_TYPES = ["int4", "uint4", "float8_e4m3fn", "float16", "bfloat16", "bool", "int32"]
-
-
-def tree_init(key):
-    keys = jax.random.split(key)
-    return jax.random.normal(keys[0], (9, 4)), jax.random.normal(keys[1], (2, 3))
-
-
-def tree_apply(params, inputs):  # tokens [B, 5], position [B, 2], keys [B]
-    table, weight = params
-    rows = table[inputs["tokens"]]  # [B, 5, 4]
-    moved = (inputs["position"] @ weight)[:, 0]
-    outputs = {"tokens": rows, "moved": moved, "best": rows.argmax(axis=-1)}
-    outputs |= {name: inputs["tokens"].astype(name) for name in SMALL_TYPES}
-    outputs["none"] = 1 + inputs["none"]
-    outputs["drawn"] = jax.vmap(jax.random.normal)(inputs["keys"])
-    return outputs | {"log": jnp.log(jax.nn.relu(rows))}  # some are -inf
-
-
-def finite(tree):
-    return jax.tree.map(lambda x: np.maximum(np.float32(x), -99), tree)
-
-
-@pytest.mark.filterwarnings("error")  # such as JAX's when it truncates int64
-@cases("members, devices", *LAYOUTS[1:])
-def test_predictions_are_any_tree_of_any_type_and_have_float32_means(members, devices):
-    trainer = net_trainer(
-        members,
-        devices,
-        init_fn=tree_init,
-        apply_fn=tree_apply,
-        output=None,
-        chunk=3,
-    )
-    trainer, state = begin(trainer)
-    params = trainer.gather(state).params
-    rng = np.random.default_rng(0)
-    for count in (1, 13):
-        inputs = {"position": randn(1, count, 2), "keys": keys_of(2, count)}
-        inputs["tokens"] = rng.integers(9, size=(count, 5))
-        inputs["none"] = np.ones((count, 0))
-        found = trainer.predict_members(state, inputs)
-        alone = [jax.jit(tree_apply)(member(params, k), inputs) for k in range(members)]
-        expected = jax.tree.map(lambda *x: np.stack(x), *alone)
-        assert_close(finite(found), finite(expected))
-        same = jax.tree.map(lambda x, y: x.dtype == y.dtype, found, expected)
-        assert jax.tree.all(same)
-        mean = jax.tree.map(lambda x: np.float32(x).mean(axis=0), expected)
-        means = trainer.predict(state, inputs)
-        assert_close(finite(means), finite(mean))
-        assert {x.dtype.name for x in jax.tree.leaves(means)} == {"float32"}
-
-
 @cases("members", 1, 3)
 def test_arrays_whose_types_say_where_they_are_give_the_same_bits(members):
     (batch,) = net_batches(1)
@@ -2274,343 +1553,159 @@ def test_arrays_whose_types_say_where_they_are_give_the_same_bits(members):
     assert leaves_equal(*ends)
 
 
-def test_predicting_may_move_rows_of_the_parameters():
-    def apply_fn(rows, x):
-        moved = rows.at[1:].set(rows[:-1]).at[0].set(9)
-        return x[:, None] * moved.reshape(1, -1)
+def test_an_error_of_a_users_function_ends_with_the_users_line():
+    def misfitting(params, x):
+        return (x @ np.ones((5, 2))).sum()  # the line
 
-    def init(key):
-        return jnp.arange(4.0)[:, None]
-
-    trainer = net_trainer(3, 2, init_fn=init, apply_fn=apply_fn, output=None)
-    trainer, state = begin(trainer)
-    assert trainer.predict(state, np.ones(1)).tolist() == [[9, 0, 1, 2]]
-
-
-def predicting(apply_fn, output=jax.nn.softmax, rows=128):
-    trainer = net_trainer.__wrapped__(2, apply_fn=apply_fn, output=output)
-    inputs = np.ones((rows, 4), np.float32)
-    return lambda: trainer.predict(net_trainer(2).init(KEY), inputs)
+    trainer = made(loss_fn=misfitting)
+    state = trainer.init(KEY)
+    with pytest.raises(ValueError, match="^loss_fn: dot_general requires") as said:
+        trainer.update(state, np.ones((4, 3)))
+    assert "# the line" in said.value.__notes__[0]
+    assert jax.__path__[0] not in said.value.__notes__[0]
+    assert said.value.__suppress_context__  # so JAX's traceback is not printed
 
 
-ALONE = r"outputs have .*\[\(\)\]; expected 8, an entry .* of the chunk"
-
-test_predict_refuses_all_but_one_output_per_example = refuses(
-    (predicting(lambda _, x: (x, x)), r"\('float32\[8, 4\]', .*\) for .*=None"),
-    (predicting(lambda _, x: x[:, 0]), r"\[8\] for .* x\[None\]; the softmax takes"),
-    (predicting(lambda _, x: x[..., None]), r"float32\[8, 4, 1\] for .*; the soft"),
-    (predicting(lambda _, x: x.mean(), None), ALONE),
-    (predicting(lambda _, x: x[0], rows=9), r"32\[4, 4\], filled up to a chunk; one"),
-    (predicting(lambda _, x: x, jnp.mean), ALONE),
-)
+# ---------------------------------------------------------------------------------
+# Member
+# ---------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
-    """A place in which member 1 takes its next steps."""
-
-    others: list  # the other members, which stand before it
-    devices: int
-    at_once: int
-    steps: int  # 1 is by `update`
-    own: bool  # whether each member has rows of its own
-    shards: int
+def one_number(num_devices=D, **kwargs):
+    return pe.replicate(pe.train_state(jnp.float32(1), SGD, **kwargs), num_devices)
 
 
-PLACES = [
-    Place([0, 2], 1, 1, 3, True, 1),
-    Place([0, 2, 3, 4], 3, 1, 1, True, 1),
-    Place([0, 2, 3, 4], 2, 2, 2, False, 1),  # the third member has a device alone
-    Place([], 8, 1, 2, False, 1),  # two replicas per part of the batch
-    Place([2], 4, 1, 3, True, 1),  # a part per replica
-    Place([0], 8, 1, 2, False, 2),  # replicas, each in shards
-    Place([0, 2], 8, 2, 3, True, 4),  # members in shards, two of them at once
+def test_a_batch_is_cut_only_if_its_leaves_are_of_one_length():
+    def loss_fn(number, *batch):
+        return number + sum(map(jnp.mean, batch))
+
+    for lengths, shapes in (
+        ("[(4,), (8,)]", [(2, 8), (2, 4)]),
+        ("[(10,), (64,)]", [(2, 64, 3), (2, 10)]),
+        ("[(), (64,)]", [(2,), (2, 64)]),
+        ("[]", []),
+    ):
+        batch = list(map(np.ones, shapes))
+        for size in "auto", None:
+            _, losses = sync(loss_fn, SGD, microbatch=size)(one_number(2), *batch)
+            assert losses.tolist() == [1 + len(shapes)] * 2
+        update = sync(loss_fn, SGD, microbatch=4)
+        said = said_by(ValueError, update, one_number(2), *batch)
+        assert f"axes of the batch have lengths {lengths}; expected" in said
+
+
+def optimizing(updates, **new):
+    """Make an optimizer, whose updates and new state may have another form."""
+    state = {"n": jnp.int32(0), "m": jnp.int32(0)}
+    new = jax.tree.map(jnp.asarray, new)
+    return pe.Optimizer(lambda _: state, lambda g, s, _: (updates(g), new or s))
+
+
+ONE = jnp.float32(1)
+PAIR = r"; expected the pair \(loss, "
+FORM = r"; expected int32\[\]"
+# Flags of the update, its loss_fn's result, and its optimizer.
+RETURNED = [
+    ("has_aux", ONE, SGD, rf"one result{PAIR}aux\)$"),
+    ("stateful", ONE, SGD, rf"one result{PAIR}model_state\)$"),
+    ("stateful", [ONE] * 3, SGD, rf"3 results{PAIR}model_state\)$"),
+    ("has_aux", (ONE, KEY), SGD, "loss_fn's aux: .*; expected numbers, which are ave"),
+    ("has_aux stateful", (ONE, 1), SGD, rf"one result{PAIR}\(model_state, aux\)\)$"),
+    ("stateful", (ONE, {"n": 0.5}), SGD, rf"model state .* '\['n'\]' .*2\[\]{FORM}"),
+    ("", ONE, optimizing(dict, n=0.5, m=1), rf"state: .*'n'\]' is float32\[\]{FORM}$"),
+    ("", ONE, optimizing(lambda g: {"w": np.ones(2)}), r"updated par.*32\[2\]; ex"),
+    ("", ONE, optimizing(lambda g: [g["w"]]), "; expected a tree like the parameters$"),
 ]
-# Dropout, whose microbatches are the same in all places; batch statistics; and a
-# convolution and attention, in shards.
-KINDS = {
-    "dropout": {"microbatch": 3},
-    "statistics": {"statistics": True},
-    "attention, statistics": {"attends": True, "statistics": True, "chunk": 8},
-    "attention": {"attends": True, "chunk": 8},
+
+
+@cases("flags, result, optimizer, message", *RETURNED)
+def test_results_have_to_keep_their_forms(flags, result, optimizer, message):
+    options = dict(optimizer=optimizer, model_state={"n": jnp.int32(0)})
+    state = members_state(keys_of(0, D), lambda key: {"w": jnp.ones(1)}, **options)
+    flags = dict.fromkeys(flags.split(), True)
+    update = ensemble(lambda *_: result, optimizer, **flags)
+    refuses_state(state, message, (update, np.ones((D, 2))))
+
+
+@cases(
+    "dtype, slope, devices", ("bfloat16", 1, 1), ("float16", 100, 1), ("bfloat16", 1, 2)
+)
+def test_sums_and_means_of_half_precision_use_float32(dtype, slope, devices):
+    def loss_fn(w, x):
+        part = jnp.mean(x).astype(dtype)
+        return slope * jnp.mean(w * x.astype(dtype)) + part, {"mean": part}
+
+    way = Way("trainer", 1, devices)
+    descend = pe.sgd(1.0)
+    first = members_state(keys_of(0, 1), lambda key: jnp.zeros((), dtype), descend)
+    # Each microbatch has one value, 1 or the next bfloat16; bfloat16 lacks their mean.
+    x = np.float32([1, 1 + 1 / 128]).repeat(2**14)
+    ends, ((loss, aux),) = train(
+        way, loss_fn, first, [(x,)], descend, has_aux=True, microbatch=16
+    )
+    assert loss.dtype == aux["mean"].dtype == np.float32 and ends.params.dtype == dtype
+    assert loss == aux["mean"] == x.mean()
+    assert_close(np.float32(ends.params), [-slope], 0.01)
+
+
+LINE = {
+    "init_fn": lambda key: {"w": jax.random.normal(key, ()), "b": jnp.zeros(())},
+    "loss_fn": lambda p, xs, ys: jnp.mean((p["w"] * xs + p["b"] - ys) ** 2),
+    "optimizer": pe.adam(0.01),
 }
 
 
-def joined(*leaves):  # NumPy compiles nothing
-    return (np if isinstance(leaves[0], np.ndarray) else jnp).concatenate(leaves)
-
-
-@pytest.mark.filterwarnings("ignore:a batch of")
+@pytest.mark.skipif(jax.__version_info__[:2] == (0, 10), reason="needs no such loop")
+@pytest.mark.usefixtures("optimized")  # otherwise nothing is fused
 @cases(
-    "name, make, places",
-    ("dropout", jax.random.PRNGKey, PLACES[:5]),
-    pytest.param("statistics", jax.random.key, PLACES[4:1:-1], marks=pytest.mark.once),
-    ("attention, statistics", jax.random.key, PLACES[5:6]),
-    pytest.param("attention", jax.random.key, PLACES[6:], marks=pytest.mark.once),
+    "options, data",
+    (dict(optimizer=optax.nadam(0.01)), image_data()),
+    # Without the step's branch, this rounds otherwise on AVX2 (JAX 0.12).
+    (LINE, (randn(0, 96), randn(1, 96))),
 )
-def test_a_member_ends_alike_wherever_it_trains(tmp_path, name, make, places):
-    path = tmp_path / "all"
-    key = make(3)
-    make_trainer = functools.partial(full_trainer, **KINDS[name])
-    # Three of these batches give the second member a nan.
-    rows = np.random.default_rng(34).integers(NUM_IMAGES, size=(5, 12, 12))
-    alone = make_trainer((1,), 1)
-    everyone = make_trainer((0, 1, 2, 3, 4), 1)
-    first = everyone.gather(everyone.init(key))
-    ended = taken(first, [1])
-    state = alone.scatter(ended)
-    exact = True
-    for place in places:
-        which = (*place.others, 1)
-        trainer = make_trainer(
-            which, place.devices, at_once=place.at_once, shards=place.shards
-        )
-        exact &= trainer.layout.replicas == place.at_once == place.shards == 1
-        begun = jax.tree.map(joined, taken(first, place.others), ended)
-        here = trainer.scatter(begun)
-        assert leaves_equal(trainer.gather(here), begun)
-        now, rows = np.split(rows, [place.steps], axis=1)
-        state, expected = alone.epoch(state, image_data(), now[1])
-        now = now[list(which)] if place.own else now[1]
-        if place.steps > 1:
-            here, found = trainer.epoch(here, image_data(), now)
-        else:
-            batch = [x[now[..., 0, :]] for x in image_data()]
-            here, found = trainer.update(here, *batch, per_member=place.own)
-        found = jax.tree.map(lambda x: np.nan_to_num(np.ravel(x[-1])[None]), found)
-        assert_close(found, jax.tree.map(np.nan_to_num, expected))
-        pe.save(path, trainer.gather(here))
-        ended = taken(pe.load(path, trainer.like(key)), [-1])
-        assert ended.key.dtype == key.dtype
-        as_alone = alone.gather(state)
-        assert leaves_equal(ended.key, as_alone.key)
-        assert_close(ended[:3], as_alone[:3])
-        assert not exact or leaves_equal(ended, as_alone)
-    images = image_data()[0][:9]
-    probs = trainer.predict_members(here, images)
-    assert_close(probs[-1:], alone.predict_members(state, images))
-    assert_close(trainer.predict(here, images), probs.mean(axis=0))
-
-
-def test_a_trainer_warns_of_batches_that_leave_replicas_idle():
-    trainer, state = begin(net_trainer(1, 8))
-    (batch,) = net_batches(1, 12)
-    for call, args, numbers in (
-        (trainer.update, batch, "of 12 is divided into 4"),
-        (trainer.epoch, [batch, np.arange(6)[None]], "of 6 is divided into 2"),
-    ):
-        message = f"{numbers} parts, not 8, .* as 8, use them"
-        with pytest.warns(UserWarning, match=message) as said:
-            state, _ = call(state, *args)
-        assert [each.filename for each in said] == [__file__]
-
-
-@cases("at_once, together", (1, 1), (2, 2), (9, 4))
-def test_at_once_is_the_number_of_members_in_one_vmap(at_once, together):
-    sizes = {1}  # a call without vmap counts as one
-    same = jax.custom_batching.custom_vmap(lambda x: x)
-    same.def_vmap(lambda size, is_mapped, x: (sizes.add(size) or x, is_mapped[0]))
-
-    def apply_fn(params, images):
-        return same(net(params, images))
-
-    trainer = net_trainer(4, 1, at_once=at_once, apply_fn=apply_fn)
-    trainer.lower("predict", image_data()[0][:1])
-    assert max(sizes) == together
-
-
-def test_frozen_arrays_are_in_no_program_and_train_as_constants_do():
-    trainer, state = begin(full_trainer((0, 2, 3), 2))
-    data = image_data()
-    constant = dataclasses.replace(trainer, frozen=None)  # its functions hold it
-    assert repr(trainer.like()) == repr(trainer.gather(state))
-    start = constant.scatter(trainer.gather(state))
-    own = [np.stack([x[:10]] * 3) for x in data]  # as on a journey
+def test_an_optimizer_rounds_alike_for_a_member_alone_and_beside_another(options, data):
+    rows = np.random.default_rng(0).integers(len(data[0]), size=(200, 24))
     ends = []
-    for each, first in (trainer, state), (constant, start):
-        ended, metrics = each.update(first, *own, per_member=True)
-        ends.append((metrics, each.gather(ended)[:3]))
-    assert_close(*ends)
-    for lowered in (
-        trainer.lower("init", KEY),
-        trainer.lower("update", *data),
-        trainer.lower("predict", data[0]),
-        trainer.lower("epoch", data, orders(1)[0]),
-    ):
-        assert not re.search("dense<[^>]{999}", lowered.as_text())
-
-
-@cases("method, at_once", ("update", 3), ("epoch", 1))
-def test_members_that_share_a_device_are_in_memory_once(optimized, method, at_once):
-    def init(key):
-        return jnp.full((3, 128, 128), jax.random.uniform(key))
-
-    def loss_fn(layers, x):
-        for layer in layers:
-            x = jax.nn.relu(x @ layer)
-        return (x**2).mean()
-
-    x = randn(0, 4, 128)
-    given = {"update": (x,), "epoch": ((x,), np.arange(4)[None])}[method]
-
-    def memory_of(trainer):
-        return trainer.lower(method, *given).compile().memory_analysis()
-
-    make = functools.partial(net_trainer, init_fn=init, at_once=at_once)
-    trainer = make(8, 1, loss_fn)
-    one = sum(4 * x.size for x in jax.tree.leaves(trainer.like()[:2])) // 8
-    few = memory_of(make(at_once, 1, loss_fn))
-    all_of_them = memory_of(trainer)
-    assert few.alias_size_in_bytes >= at_once * one  # it reuses the state's buffers
-    assert all_of_them.alias_size_in_bytes >= 8 * one
-    more = all_of_them.temp_size_in_bytes - few.temp_size_in_bytes
-    assert more <= 1.01 * at_once * one  # one copy of a group, and a few numbers
-
-
-@cases("make", jax.random.key, jax.random.PRNGKey)
-def test_choose_members_takes_each_member_with_its_key_from_either_state(make):
-    trainer = net_trainer(4, 2, **NOISY)
-    old, new = (trainer.gather(trainer.init(make(seed))) for seed in (3, 4))
-    before = jax.tree.map(np.copy, old._replace(key=None))
-    new = jax.tree.map(lambda x: x + 1, new._replace(key=()))._replace(key=new.key)
-    better = np.array([False, True, True, False])
-    chosen = pe.choose_members(better, new, old)
-    for k in range(4):
-        assert leaves_equal(member(chosen, k), member(new if better[k] else old, k))
-    assert chosen.key.dtype == old.key.dtype
-    for leaf in jax.tree.leaves(chosen._replace(key=None)):
-        leaf[:] = 0  # does not change the old state
-    assert leaves_equal(old._replace(key=None), before)
-    trainer.scatter(pe.choose_members([True] * 4, new, old))
-    other = new._replace(params=jax.tree.map(lambda x: x[:2], new.params))
-    for args, message in (
-        (([1, 0, 0, 1], new, old), r"better is int64\[4\]; expected bool\[K\]"),
-        (([[True]] * 4, new, old), r"better is bool\[4, 1\]"),
-        (([True], new, old), r"states and better have lengths \[\(1,\), \(4,\)\]"),
-        ((True, new, old), r"lengths \[\(\), \(4,\)\]"),
-        ((better, other, old), r"new: .*'.params.*float32\[2, .*; expected float32\[4"),
-    ):
-        assert re.search(message, said_by(ValueError, pe.choose_members, *args))
-
-
-def test_a_trainer_warns_once_of_members_that_cannot_differ():
-    plain = {
-        "init_fn": lambda *_: jnp.ones(3),
-        "loss_fn": lambda w, x: (x @ w)[0],
-        "optimizer": SGD,
-        "members": 2,
-    }
-
-    def warned(call, *args, **options):
-        trainer = pe.make_trainer(**plain | options)
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            state, _ = call(trainer, trainer.init(KEY), *args)
-            at_first = len(found)
-            _, metrics = call(trainer, state, *args)
-        assert len(found) == at_first
-        assert all(w.filename == __file__ for w in found)
-        assert all("the 2 members have equal weights" in str(w.message) for w in found)
-        different = {x.tobytes() for x in np.asarray(metrics)}
-        assert (len(different) < len(metrics)) == bool(found)
-        return len(found)
-
-    update = pe.Trainer.update
-    epoch = pe.Trainer.epoch
-    order = np.arange(16).reshape(2, 2, 4)
-    data = (randn(0, 16, 3),)
-    assert warned(update, *data) == 1
-    assert warned(functools.partial(update, per_member=True), randn(1, 2, 4, 3)) == 0
-    assert warned(epoch, data, order[0]) == warned(epoch, data, order[[0, 0]]) == 1
-    assert warned(epoch, data, order) == warned(epoch, data, order, devices=4) == 0
-    stateful = {
-        "init_fn": lambda key: (jnp.ones(3), jnp.zeros(())),
-        "loss_fn": lambda w, n, key, x: ((x @ w)[0] + jax.random.normal(key), n),
-        "stateful": True,
-    }
-    assert warned(update, *data, **stateful) == 0
-    assert warned(update, *data, members=1) == 0
-    sweep = {"hyper": np.array([False, True]), "loss_fn": lambda w, x, h: h * 1.0}
-    assert warned(update, *data, **sweep) == 0
-
-
-@cases("ours, theirs", ((4, 2), (3, 2)), ((3, 2), (4, 2)), ((1, 4), (4, 4)))
-def test_a_state_of_another_trainer_is_refused(ours, theirs):
-    _, state = begin(net_trainer(*theirs))
-    message = "^a state of another trainer: .* (equal|different) keys"
-    refuses_state(state, message, *uses(net_trainer(*ours)))
-
-
-def test_members_of_other_shapes_or_names_enter_no_trainer():
-    def wider(key):
-        return Net(pe.dense_init(key, 64, 7), pe.dense_init(key, 7, 4))
-
-    trainer, first = begin(net_trainer(2, 2))
-    other, state = begin(net_trainer(2, 2, init_fn=wider))
-    message = r"trainer: leaf '.params.hidden.weight' is.*\[64, 7\]; exp.* 6\]"
-    refuses_state(state, message, *uses(trainer))
-    assert re.search(message, said_by(ValueError, trainer.scatter, other.gather(state)))
-
-    gathered = trainer.gather(first)
-    net = gathered.params
-    short = net.dense._replace(bias=np.ones(2))
-    for said, changed in (
-        ("dense.bias' is []; expected [4], as", {"params": net._replace(dense=short)}),
-        ("hidden.weight' is absent; expected [64, 6], as", {"params": net._asdict()}),
-        ("model_state[0].weight' is [6, 4]; expected ab", {"model_state": (short,)}),
-        ("the state's key: ", {"key": np.zeros((2, 2))}),
-    ):
-        state = gathered._replace(**changed)
-        assert said in said_by(ValueError, trainer.scatter, state)
-
-
-def test_states_of_other_types_and_optimizers_predict_and_are_not_trained():
-    trainer, first = begin(net_trainer(2, 2))
-    data = image_data()
-    state = trainer.gather(first)
-    half = state.params._replace(hidden=jax.tree.map(np.float16, state.params.hidden))
-    for other, found in (
-        (state._replace(params=half), "hidden.weight' is float16[64, 6]; expected fl"),
-        (state._replace(opt_state=()), ".opt_state.num_steps' is absent; expected int"),
-    ):
-        placed = trainer.scatter(other)
-        assert trainer.predict(placed, data[0]).sum().round() == len(data[0])
-        refuses_state(placed, re.escape(found), *uses(trainer)[:2])
-    shared = first.opt_state._replace(velocity=first.params)
-    shared = first._replace(opt_state=shared)
-    refuses_state(shared, "share one buffer", *uses(trainer)[:2])
-    found = trainer.gather(shared)
-    assert leaves_equal(found.opt_state.velocity, state.params)
-    state, _ = trainer.update(first, *data)
-    named = state._replace(params=(*state.params,))  # with leaves of the latest state
-    refuses_state(named, "is absent; expected", *uses(trainer))
-    ours = net_trainer.__wrapped__(2, 2, optimizer=optax.adam(0.1))
-    # Its state has one part more, without a leaf.
-    other = net_trainer.__wrapped__(2, 2, optimizer=optax.adamw(0.1))
-    found = said_by(ValueError, other.update, ours.init(KEY), *data)
-    named = r"structure .*\(\), None.*; expected .*EmptyState.*, as the"
-    assert re.search(named, found) and len(found) < 500
+    for members in 1, 2:
+        trainer, state = begin(net_trainer(members, 1, **options), seed=5)
+        state, losses = trainer.epoch(state, data, rows)
+        ends.append(member((losses, trainer.gather(state)[:2]), 0))
+    assert leaves_equal(*ends)
 
 
 @cases("members, devices", *LAYOUTS[1:])
-def test_functions_may_call_back_to_the_host(members, devices):
-    def twice_there(x):
-        double = functools.partial(np.multiply, 2, dtype=x.dtype)
-        return jax.pure_callback(double, x, x, vmap_method="expand_dims")
+def test_a_stateful_loss_needs_no_type_promotion(members, devices):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        trainer = net_trainer.__wrapped__(members, devices, **NOISY)
+        (batch,) = net_batches(1)
+        trainer.lower("update", *batch)
+        order = np.arange(8)[None]
+        state, losses = trainer.epoch(trainer.init(KEY), batch, order)
+        ended = trainer.gather(state)
+        assert losses.dtype == ended.params.dense.weight.dtype == float
+        assert ended.model_state.steps.tolist() == [1] * members
 
-    def run(double):
-        trainer = net_trainer(
-            members,
-            devices,
-            lambda w, x: (double(x * 1.0).mean() * w).sum(),
-            init_fn=lambda key: double(jax.random.normal(key, (3,))),
-            apply_fn=lambda w, x: double(x * w.sum()),
-            output=None,
-        )
-        trainer, state = begin(trainer)
-        state, _ = trainer.update(state, np.arange(8))
-        return trainer.predict_members(state, np.arange(3)), trainer.gather(state)
 
-    assert leaves_equal(run(twice_there), run(lambda x: 2 * x))
+# ---------------------------------------------------------------------------------
+# Calls
+# ---------------------------------------------------------------------------------
+
+
+@every_way
+def test_a_program_whose_devices_wait_for_each_other_runs_alone(way, monkeypatch):
+    """On a CPU it waits for its arguments and results; other programs do not wait."""
+
+    def watched(program, *args):
+        return run(lambda *args: seen.append("run") or program(*args), *args)
+
+    seen = []
+    run = pe._run
+    monkeypatch.setattr(pe, "_run", watched)
+    state, update = start(way, net_loss, members_state(keys_of(0, way.members)))
+    hook(monkeypatch, jax, "block_until_ready", lambda x: seen.append("wait"))
+    update(state, *net_batches(1)[0])
+    meet = pe.layout(way.members, way.devices).replicas > 1
+    assert seen == (["wait", "run", "wait"] if meet else ["run"])
 
 
 @pytest.fixture
@@ -2726,17 +1821,1232 @@ def test_a_program_that_fails_leaves_other_programs_intact():
     assert run_python(code) == "intact\n"  # a process of its own, since its end fails
 
 
-@cases("members, devices", *LAYOUTS[1:])
-def test_a_stateful_loss_needs_no_type_promotion(members, devices):
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
-        trainer = net_trainer.__wrapped__(members, devices, **NOISY)
-        (batch,) = net_batches(1)
-        trainer.lower("update", *batch)
-        order = np.arange(8)[None]
-        state, losses = trainer.epoch(trainer.init(KEY), batch, order)
+# ---------------------------------------------------------------------------------
+# Updates
+# ---------------------------------------------------------------------------------
+
+
+net_and_gradients = jax.jit(jax.value_and_grad(net_loss))
+
+POLYAK = optax.chain(optax.polyak_sgd(max_learning_rate=99), optax.scale(0.02))
+
+
+def by_name(grads, opt_state, params=None, *, value):  # Optax's take **extra_args
+    return POLYAK.update(grads, opt_state, params, value=value)
+
+
+STEPS = {
+    "ours": (NESTEROV(0.1), optax.sgd(0.1, momentum=0.9, nesterov=True)),
+    "Optax's, given the loss": (POLYAK, POLYAK),
+    "given the loss by name": (pe.Optimizer(POLYAK.init, by_name), POLYAK),
+}
+
+
+@cases(
+    "name, way, microbatch",
+    ("ours", WAYS[0], 4),
+    ("ours", WAYS[1], None),
+    ("ours", WAYS[2], None),
+    ("ours", WAYS[3], 2),
+    ("Optax's, given the loss", WAYS[0], None),
+    ("given the loss by name", WAYS[3], 8),
+)
+def test_step_equals_one_on_the_whole_batch_and_is_traced_once(way, name, microbatch):
+    ours, theirs = STEPS[name]
+    theirs = optax.with_extra_args_support(theirs)
+    seen = []
+    counts = []
+    noted = noting(seen)
+
+    def loss_fn(params, images, labels):
+        right = pe.accuracy(net(params, images), labels)
+        return noted["loss_fn"](params, images, labels), right
+
+    first = members_state(keys_of(0, way.members), optimizer=ours)
+    options = dict(has_aux=True, microbatch=microbatch)
+    batches = net_batches(3, 64)
+    counted = (counts.append(len(seen)) or batch for batch in batches)
+    with mock.patch.object(pe, "_check_apart") as look:
+        ends, metrics = train(way, loss_fn, first, counted, ours, **options)
+    assert look.call_count == 1  # update's own results are not checked again
+    assert counts[0] == 0 < counts[1] == counts[2]
+    assert leaves_equal(ends.key, jax.random.key_data(first.key))
+    rows = 64 // pe.layout(way.members, way.devices).replicas
+    assert {count for _, count, *_ in seen} == {microbatch or rows}
+    for i in {0, way.members - 1}:
+        params = member(first.params, i)
+        opt_state = theirs.init(params)
+        for batch, found in zip(batches, metrics):
+            loss, grads = net_and_gradients(params, *batch)
+            right = pe.accuracy(net(params, batch[0]), batch[1])
+            assert_close([x[i] for x in found], [loss, right])
+            updates, opt_state = theirs.update(grads, opt_state, params, value=loss)
+            params = optax.apply_updates(params, updates)
+        assert_close(member(ends.params, i), params)
+
+
+def numbers(keys, **options):
+    return members_state(keys, lambda key: jnp.float32(1), **options)
+
+
+@every_way
+def test_each_part_of_a_batch_draws_from_a_key_of_its_member_step_and_number(way):
+    def loss_fn(weight, model_state, key, x):
+        return weight.sum() * x.mean(), (model_state + 1, jax.random.uniform(key))
+
+    keys = keys_of(0, way.members)
+    first = numbers(keys, model_state=jnp.zeros(()))
+    batches = [(np.ones((D, 4)),)] * 2
+    parts = range(pe.layout(way.members, way.devices).replicas)
+    ends, metrics = train(way, loss_fn, first, batches, has_aux=True, stateful=True)
+    for _, drawn in metrics:
+        keys, used = zip(*map(jax.random.split, keys))
+        draws = [[jax.random.fold_in(key, i) for i in parts] for key in used]
+        expected = [np.mean(list(map(jax.random.uniform, each))) for each in draws]
+        assert_allclose(drawn, expected, rtol=1e-6)
+    assert_array_equal(ends.key, list(map(jax.random.key_data, keys)))
+    assert ends.model_state.tolist() == [2] * way.members
+
+
+def test_sync_averages_over_replicas():
+    def loss_fn(params, model_state, key, x):
+        new = {"mean": x.mean(), "steps": model_state["steps"] + 1, "constant": 0.5}
+        new["large"] = model_state["large"]
+        aux = {"largest": x.max(), "right": x.max() > 0, "number": 3, "wave": 2j}
+        return params * x.mean(), (new, aux)
+
+    descend = pe.sgd(1.0, momentum=0.0)
+    x = np.arange(16.0)
+    model_state = {"mean": 0.0, "steps": jnp.int32(2**30), "constant": 0.5}
+    model_state["large"] = jnp.float16(3e4)  # the replicas' sum would be inf
+    first = numbers(keys_of(0, 1), optimizer=descend, model_state=model_state)
+    end, ((loss, aux),) = train(
+        WAYS[0], loss_fn, first, [(x,)], descend, has_aux=True, stateful=True
+    )
+    assert_allclose((loss, end.params), ([x.mean()], [1 - x.mean()]))
+    expected = {"largest": 8, "right": 1, "number": 3, "wave": 2j}
+    assert {name: x.tolist() for name, x in aux.items()} == {
+        name: [x] for name, x in expected.items()
+    }
+    kinds = {name: x.dtype.name for name, x in aux.items()}
+    assert kinds == dict.fromkeys(expected, "float32") | {"wave": "complex64"}
+    new = {"mean": x.mean(), "steps": 2**30 + 1, "constant": 0.5, "large": 3e4}
+    assert jax.tree.map(np.ndarray.item, end.model_state) == new
+    kinds = [end.model_state[name].dtype.name for name in ("steps", "large")]
+    assert kinds == ["int32", "float16"]
+
+
+@pytest.mark.parametrize("way", WAYS[1:], ids=str)
+def test_a_nonfinite_step_can_be_skipped_and_changes_no_other_member(way):
+    def loss_fn(params, model_state, key, images, labels):
+        white = (images == 255).all(axis=(1, 2, 3)).any()
+        flat = white & (model_state == 0)
+        root = jnp.sqrt(jnp.where(flat, 0.0, 1.0) * (params.dense.bias[0] ** 2 + 1))
+        loss = net_loss(params, images, labels)
+        loss = jnp.where(white & (model_state == 1), jnp.nan, loss)
+        # Root makes one entry of the gradient nan, and the loss stays finite.
+        return loss + root - jax.lax.stop_gradient(root), model_state + 1
+
+    batches = net_batches(2)
+    # One replica gets a white image, which spoils the members with counts 0 and 1.
+    batches[0][0][5] = 255
+    first = members_state(keys_of(0, way.members))
+    first = first._replace(model_state=jnp.arange(way.members))
+    run = functools.partial(train, way, loss_fn, first, stateful=True)
+    plain, _ = run(batches[:1])
+    assert np.isnan(plain.params.dense.bias[0]).tolist() == [True, False, False, False]
+    once, (loss,) = run(batches[:1], skip_nonfinite=True)
+    assert np.isnan(loss).tolist() == [i < 2 for i in range(way.members)]
+    for i in range(way.members):
+        kept, expected = (once[:3], first[:3]) if i < 2 else (once, plain)
+        assert leaves_equal(member(kept, i), member(expected, i))
+        assert not leaves_equal(once.key[i], first.key[i])
+    twice, (_, loss) = run(batches, skip_nonfinite=True)
+    assert np.isfinite(loss).all()
+    assert not leaves_equal(member(twice.params, 0), member(first.params, 0))
+
+
+def equal_keys():
+    keys = keys_of(0, D, "old")
+    return numbers(keys.at[5].set(keys[1]))
+
+
+def sharing():
+    state = one_number()
+    return state._replace(opt_state=state.opt_state._replace(velocity=state.params))
+
+
+def integers():
+    return pe.replicate(pe.train_state([jnp.int32(3)], optax.sgd(0.1)))
+
+
+counting = functools.partial(one_number, model_state=jnp.zeros(3))
+REFUSED_STEPS = [
+    (ensemble, equal_keys, {}, (D, 2), "members 1 and 5 have equal .*random.split"),
+    (sync, lambda: numbers(keys_of(0, D)), {}, (D, 2), "0 and 1 have different keys"),
+    (sync, one_number, {"microbatch": 4}, (D, 6), "batch of 6 .*divide.* of 4; use a"),
+    (sync, counting, {"microbatch": 4}, (D, 8), "model state.* of 8; use microbatch"),
+    (sync, one_number, {"stateful": True}, (D, 1), r"train_state\(..., key=key\)"),
+    (sync, sharing, {}, (D, 2), r"s '.params' and '.opt_state.velocity' of the sta"),
+    (sync, one_number, {}, (D, 0), "the batch is empty; expected one or more"),
+    (sync, integers, {"optimizer": optax.sgd(0.1)}, 8, r"'\[0\]' is int32; expect"),
+    (sync, one_number, {}, 16, r"axes .* \[\(8,\), \(16,\)\]; expected the number of"),
+    (sync, lambda: pe.train_state(jnp.ones(()), SGD), {}, (D, 2), "of the state have"),
+]
+
+
+@pytest.mark.parametrize("make, make_state, options, shape, message", REFUSED_STEPS)
+def test_a_refused_update_keeps_its_state(make, make_state, options, shape, message):
+    update = make(product, **({"optimizer": SGD} | options))
+    refuses_state(make_state(), message, (update, np.ones(shape)))
+
+
+# ---------------------------------------------------------------------------------
+# Places
+# ---------------------------------------------------------------------------------
+
+
+@cases(  # several processes use all of their devices
+    "members, devices, processes, expected",
+    (1, 4, 2, (1, 4, 1, 4)),
+    (5, 4, 2, (5, 4, 2, 1)),
+    (3, 16, 2, (3, 16, 1, 4)),
+    (2, 6, 3, (2, 6, 1, 3)),
+)
+def test_layout_of_several_processes_equals_the_table(
+    members, devices, processes, expected
+):
+    assert pe.layout(members, devices, processes) == expected
+
+
+def test_layout_uses_as_many_devices_as_it_can():
+    for members, available in itertools.product(range(1, 201), repeat=2):
+        _, devices, shared, replicas = pe.layout(members, available)
+        assert devices <= available and (shared == 1 or replicas == 1)
+        # Only the last device has idle slots.
+        assert members <= devices * shared // replicas < members + shared
+        if members >= available:
+            assert all(m * available < members for m in range(1, shared))
+        else:
+            assert devices == members * replicas and devices + members > available
+
+
+def test_states_are_on_the_devices_that_are_given():
+    first, last = jax.devices()[:3], jax.devices()[6:3:-1]
+    for asked, used in (3, first), (last, last):
+        for members in 2, 1:  # on two of the devices; on three as replicas
+            trainer, state = begin(net_trainer.__wrapped__(members, asked))
+            there = state.params.dense.bias.sharding.mesh.devices.ravel()
+            assert there.tolist() == used[: trainer.layout.devices]
+
+
+def test_placing_data_again_copies_nothing():
+    trainer = net_trainer(3, 2)
+
+    def buffers(data):
+        shards = [shard.data for x in data for shard in x.addressable_shards]
+        return [data.unsafe_buffer_pointer() for data in shards]
+
+    data = trainer.place(image_data())
+    assert buffers(trainer.place(data)) == buffers(data)
+
+
+def test_a_trainer_warns_of_batches_that_leave_replicas_idle():
+    trainer, state = begin(net_trainer(1, 8))
+    (batch,) = net_batches(1, 12)
+    for call, args, numbers in (
+        (trainer.update, batch, "of 12 is divided into 4"),
+        (trainer.epoch, [batch, np.arange(6)[None]], "of 6 is divided into 2"),
+    ):
+        message = f"{numbers} parts, not 8, .* as 8, use them"
+        with pytest.warns(UserWarning, match=message) as said:
+            state, _ = call(state, *args)
+        assert [each.filename for each in said] == [__file__]
+
+
+@cases(
+    "field, message",
+    ("params", r"\.dense.bias on device {} .* {}; go on from a checkpoint$"),
+    ("model_state", r"state.* on device {} .* {}; .*, or, if it depends on the"),
+)
+def test_gather_names_the_leaf_and_device_of_a_replica_that_differs(field, message):
+    trainer, state = begin(net_trainer(2, 4, **NOISY))
+    leaves, structure = jax.tree.flatten(getattr(state, field))
+    copies = [np.array(shard.data) for shard in leaves[-1].addressable_shards]
+    copies[3].reshape(-1).view(np.uint8)[0] ^= 1
+    shards = list(map(jax.device_put, copies, jax.devices()))
+    leaves[-1] = jax.make_array_from_single_device_arrays(
+        leaves[-1].shape, leaves[-1].sharding, shards
+    )
+    state = state._replace(**{field: jax.tree.unflatten(structure, leaves)})
+    message = message.format(*jax.devices()[3:1:-1])
+    assert re.search(message, said_by(RuntimeError, trainer.gather, state))
+
+
+def test_gather_leaves_no_copy_on_the_host():
+    init = functools.partial(jax.random.normal, shape=(2**16,))  # 256 KiB per member
+    trainer, state = begin(net_trainer(4, 2, init_fn=init))
+    tracemalloc.start()
+    trainer.gather(state)
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 2**18
+    trainer.gather(state).params[:] = 0  # the caller's own
+    assert np.asarray(state.params).any()
+
+
+# ---------------------------------------------------------------------------------
+# Programs
+# ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def as_if_on(platform):
+    """Have trainers take the ways of a platform on this CPU, always without oneDNN."""
+    there = mock.patch.multiple(pe._Places, platform=platform, absent=False)
+    with there, mock.patch.object(fc, "_options", lambda *_, **__: {}):
+        yield
+
+
+def test_keys_that_draw_differently_under_vmap_work_only_without_at_once():
+    key, other = (jax.random.key(7, impl=name) for name in ("rbg", "unsafe_rbg"))
+    one, two = (net_trainer(3, 1, at_once=n, **NOISY) for n in (1, 2))
+    state = one.init(key)
+    (batch,) = net_batches(1)
+    for each in (key, other):
+        assert "at_once=2 with keys of" in said_by(ValueError, two.init, each)
+    refuses_state(state, "at_once=2 with keys of rbg", *uses(two)[:2])
+    ended = one.gather(one.update(state, *batch)[0])
+    five = net_trainer(5, 3, **NOISY)
+    among_five = five.gather(five.update(five.init(key), *batch)[0])
+    assert leaves_equal(ended, jax.tree.map(lambda x: x[:3], among_five))
+    with as_if_on("gpu"):  # computes members in turn, too
+        gpu = net_trainer.__wrapped__(3, 1, **NOISY)
+        assert_close(gpu.gather(gpu.update(gpu.init(key), *batch)[0])[:2], ended[:2])
+
+
+def test_effects_of_a_rewritten_function_happen_once_per_member_and_step():
+    def loss_fn(kernel, images, labels):
+        x = images.transpose(0, 3, 1, 2).astype(jnp.float32) / 255
+        jax.debug.callback(lambda label: seen.append(int(label)), labels[0])
+        x = dilated(x, kernel, axes="NCHW OIHW NCHW")
+        return cross_entropy(x.mean(axis=(2, 3)), labels).mean()
+
+    seen = []
+    data = image_data()[0], np.arange(NUM_IMAGES) % 4
+    init = functools.partial(jax.random.normal, shape=(4, 1, 3, 3))
+    trainer, state = begin(net_trainer(3, 1, loss_fn, init_fn=init, at_once=2))
+    # Two members are together, one is alone.
+    state, _ = trainer.epoch(state, data, np.arange(12).reshape(3, 2, 2))
+    jax.block_until_ready(state.params)
+    jax.effects_barrier()
+    assert sorted(seen) == [0, 0, 0, 2, 2, 2]
+
+
+def program_of(call, *args, **options):
+    """Return the program that a call would run, and its arguments."""
+    with mock.patch.object(pe, "_run", side_effect=InterruptedError) as run:
+        said_by(InterruptedError, call, *args, **options)
+    program, _, *given = run.call_args.args
+    return program, given
+
+
+def shapes_of(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def mlir_for(program, args, platform):
+    """Return a program for a platform as text; a CPU's options are left out."""
+    made = export.export(program._make({}), platforms=[platform])
+    return made(*shapes_of(args)).mlir_module()
+
+
+def test_programs_lowered_for_other_platforms_keep_their_convolutions():
+    settings = tm.Settings(
+        image_shape=(8, 8, 1),
+        classes=range(4),
+        train_size=128,
+        members=4,
+        at_once=2,
+    )
+    trainer = tm.make_trainer(settings, 2)
+    state = trainer.init(jax.random.key(0))
+    (batch,) = net_batches(1, 4)
+    # The network has two convolutions; a step adds their three gradients.  On a GPU,
+    # each of two members at once has its own, but for a first layer that only predicts.
+    for call, args, count, apart in (
+        (trainer.update, batch, 5, 10),
+        (trainer.predict, batch[:1], 2, 3),
+    ):
+        program, given = program_of(call, state, *args)
+        for name, number in ("cuda", apart), ("tpu", count), ("cpu", count):
+            text = mlir_for(program, given, name)
+            assert text.count("stablehlo.convolution") == number
+            # But on TPUs, two members at once convolve one after another.
+            assert ("_group_count = 2" in text) == (name == "tpu")
+
+
+@every_way
+def test_programs_are_given_no_memory_of_the_users(way):
+    """A call may return before its program has read its arguments."""
+    state, update = start(way, net_loss, members_state(keys_of(0, way.members)))
+    users = on_arrays(aligned)((on_host(state), *image_data()))
+    _, given = program_of(update, *users)
+    memory = [(x.ctypes.data, x.nbytes) for x in jax.tree.leaves(users)]
+    for x in jax.tree.leaves(given):
+        shards = [shard.data for shard in getattr(x, "addressable_shards", ())]
+        places = [shard.unsafe_buffer_pointer() for shard in shards]
+        for place in places or [x.ctypes.data]:
+            assert not any(0 <= place - at < size for at, size in memory)
+
+
+@pytest.mark.usefixtures("optimized")  # otherwise no select is removed
+def test_a_step_that_is_skipped_takes_a_branch_on_cpus_and_selects_elsewhere():
+    with as_if_on("cpu"):
+        trainer, state = begin(net_trainer.__wrapped__(1, 1, skip_nonfinite=True))
+        program, args = program_of(trainer.update, state, *image_data())
+    cuda = mlir_for(program, args, "cuda")
+    assert "optimization_barrier" not in cuda
+    cpu = program.lower(*args).compile().as_text()
+    assert re.search(r"\.select.*64x6xf32", cuda)
+    assert not re.search(r"64,6\].* select\(", cpu)
+
+
+@cases("devices, make", (2, jax.random.PRNGKey), (4, jax.random.key))
+def test_a_lowered_program_is_the_one_that_runs(devices, make):
+    def loss_fn(params, images, keys):
+        return net(params, images).mean() * jax.vmap(jax.random.uniform)(keys).mean()
+
+    trainer = net_trainer.__wrapped__(2, devices, loss_fn, chunk=8)
+    images = image_data()[0][:16]
+    keys = jax.random.split(make(0), 16)
+    data = images, keys
+    order = np.arange(16).reshape(2, 8)
+    _, state = begin(trainer)
+    own = [jnp.stack([x] * 2) for x in data]
+    per_member = functools.partial(trainer.update, per_member=True)
+    lower = trainer.lower
+    for call, args, lowered in (
+        (trainer.init, [KEY], lower("init", key=KEY)),
+        (trainer.update, [state, *data], lower("update", *shapes_of(data))),
+        (trainer.update, [state, *data], lower("update", Labelled(images), keys)),
+        (per_member, [state, *own], lower("update", *shapes_of(own), per_member=True)),
+        (
+            trainer.epoch,
+            [state, data, order],
+            lower("epoch", order=Labelled(order), data=data),
+        ),
+        (trainer.predict, [state, images], lower("predict", inputs=shapes_of(images))),
+    ):
+        program, given = program_of(call, *args)
+        assert program.lower(*given).as_text() == lowered.as_text()
+
+
+@pytest.mark.usefixtures("optimized")
+def test_init_compiles_fast_unless_the_environment_says_otherwise(monkeypatch):
+    for flags, times in ("", 1), (f"--{pe._LEVEL}=3", 0):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        with mock.patch.object(jax, "jit", side_effect=jax.jit) as jit:
+            trainer = net_trainer.__wrapped__(2, 2)
+            for args in ("init", KEY), ("update", *image_data()):
+                trainer.lower(*args)
+        assert str(jit.mock_calls).count(f"'{pe._LEVEL}': 1") == times
+
+
+def test_lower_takes_shapes_alone_and_moves_no_data():
+    trainer = net_trainer.__wrapped__(3, 2)
+    images = jax.ShapeDtypeStruct((2**30, 8, 8, 1), np.uint8)
+    data = images, jax.ShapeDtypeStruct(images.shape[:1], np.int64)
+    order = jax.ShapeDtypeStruct((256, 16), np.int32)
+    with mock.patch.object(jax, "device_put", side_effect=InterruptedError):
+        lowered = trainer.lower("epoch", data, order)
+    shapes = [x.shape for x in jax.tree.leaves(lowered.in_avals)]
+    assert images.shape in shapes and order.shape in shapes
+    assert trainer.latest is None
+    vars(trainer._places)["absent"] = True  # as with a topology's devices
+    assert "are a topology's; use T" in said_by(ValueError, trainer.init, KEY)
+
+
+def test_a_loop_of_one_turn_is_none_in_a_program():
+    (batch,) = net_batches(1)
+    counts = []
+    for members, microbatch in (1, None), (1, 8), (3, None), (3, 8):
+        trainer = net_trainer(members, 1, microbatch=microbatch)
+        text = trainer.lower("update", *batch).as_text()
+        counts.append(text.count("stablehlo.while"))
+    assert counts == [0, 1, 1, 2]
+
+
+@cases("which, shards", ((0, 2), 2), pytest.param((0, 2, 3), 4, marks=pytest.mark.once))
+def test_shards_divide_the_large_leaves_of_a_state_and_of_frozen(which, shards):
+    make = functools.partial(full_trainer, which, attends=True, at_once=1)
+    trainer, state = begin(make(devices=8, shards=shards))
+    whole, start = begin(make(devices=8 // shards))
+    assert trainer.layout == whole.layout
+    frozen = trainer._programs.frozen
+    weights = state.params.heads.weight
+    assert [*weights.sharding.spec[1:]] == [None, "shards"]  # the longest axis
+    assert frozen.addressable_data(0).size == frozen.size // shards
+    assert trainer.place(image_data())[0].is_fully_replicated
+    for leaf in jax.tree.leaves(state[:3]):
+        size = leaf[0].size
+        here = size // shards if size >= 1024 else size
+        assert leaf.addressable_data(0)[0].size == here
+    moved = trainer._admit(jax.device_put(state, jax.devices()[0]))
+    assert moved.params.heads.weight.sharding.is_equivalent_to(weights.sharding, 4)
+    steps = [x.lower("update", *image_data()).as_text() for x in (trainer, whole)]
+    loops, others = (step.count("stablehlo.while") for step in steps)
+    assert loops == others  # XLA for TPUs computes loops twice within one of one turn
+    gathered = trainer.gather(state)
+    assert_close(gathered[:3], whole.gather(start)[:3])
+    for other in trainer, whole:  # from S shards to S, and to one
+        placed = other.scatter(gathered)
+        assert leaves_equal(other.gather(placed), gathered)
+        here = placed.params.heads.weight.addressable_data(0)[0].size
+        assert here == 32 * 96 // other.shards
+
+
+@mock.patch.object(pe, "_WHOLE", 1)
+def test_a_loss_may_divide_its_arrays_over_shards_by_itself():
+    (batch,) = net_batches(1)
+    ends = []
+    steps = []
+    for devices, shards in (1, 1), (2, 2):
+
+        def loss_fn(params, images, labels, shards=shards):
+            hidden = pe.dense(params.hidden, images.reshape(len(images), -1) / 255)
+            if shards > 1:  # by features, in place of examples
+                spec = jax.sharding.PartitionSpec(None, "shards")
+                hidden = jax.lax.with_sharding_constraint(hidden, spec)
+            logits = pe.dense(params.dense, jax.nn.relu(hidden))
+            return cross_entropy(logits, labels).mean()
+
+        trainer = net_trainer.__wrapped__(
+            2, devices, loss_fn, shards=shards, microbatch=4
+        )
+        trainer, state = begin(trainer)
+        steps.append(trainer.lower("update", *batch))
+        new, losses = trainer.update(state, *batch)
+        assert "was consumed" in said_by(ValueError, trainer.update, state, *batch)
+        ends.append((losses, trainer.gather(new)[:2]))
+    assert_close(*ends)
+    divided = '[{"shards"}, {}, {}, {}]> : tensor<%dx8x8x1xui8>'
+    assert divided % 4 in steps[1].as_text()  # a micro-batch
+    assert divided % 16 in trainer.lower("predict", batch[0]).as_text()  # a chunk
+    whole, half = (step.compile().memory_analysis() for step in steps)
+    assert half.argument_size_in_bytes < 0.65 * whole.argument_size_in_bytes
+
+
+@cases("members, devices", *LAYOUTS[::2])
+def test_a_program_is_traced_once_whatever_it_is_given_and_anew(members, devices):
+    (batch,) = net_batches(1)
+    order = orders(members)
+    traces = []
+    functions = noting(traces)  # which could read a global that has changed since
+
+    def use(trainer, state, steps, data):
+        trainer.predict(state, batch[0][:4])  # more rows would be traced for sizes
+        state, _ = trainer.update(state, *batch)
+        ended, _ = trainer.epoch(state, data, order[:, :steps])
+        assert all(x.is_deleted() for x in jax.tree.leaves(state))
+        return ended
+
+    for known in 3, 6:
+        trainer = net_trainer.__wrapped__(members, devices, **functions)
+        data = trainer.place(image_data())
+        state = use(trainer, trainer.init(KEY), 10, data)
+        assert len(traces) == known
+        state = use(trainer, trainer.scatter(trainer.gather(state)), 3, image_data())
+        own = pe._device_sharding(trainer.layout.devices, "a name of the user's")
+        for there in jax.devices()[0], own:  # the second is equivalent
+            state = use(trainer, jax.device_put(state, there), 1, data)
+        assert len(traces) == known and {dtype for dtype, *_ in traces} == {"uint8"}
+
+
+def test_an_epoch_holds_no_more_large_aux_than_it_has_to(monkeypatch):
+    monkeypatch.setattr(pe, "_joined", None)  # there is no program for each length
+
+    def loss_fn(params, images, labels):
+        return net_loss(params, images, labels), params.dense.bias  # 16 bytes
+
+    data = image_data()
+    order = orders(1)[0][:3]
+    ends = []
+    for most, held in (2**26, 256), (48, 3), (1, 1):
+        monkeypatch.setattr(pe, "_AUX_BYTES", most)
+        trainer, state = begin(net_trainer.__wrapped__(2, 2, loss_fn, has_aux=True))
+        lowered = trainer.lower("epoch", data, order[:1])
+        assert {x.shape[1] for x in jax.tree.leaves(lowered.out_info[1])} == {held}
+        state, metrics = trainer.epoch(state, data, order)
+        ends.append((metrics, trainer.gather(state)))
+    assert metrics[1].shape == (2, 3, 4)
+    assert all(leaves_equal(ends[0], each) for each in ends[1:])
+
+
+@pytest.mark.once  # optimized, JAX 0.12 fuses the two forms of loops differently
+def test_the_ways_of_a_gpu_have_the_bits_of_a_cpus():
+    """States are flat between the members there, and loops have known lengths."""
+    images, labels = data = image_data()
+    rows = np.arange(70)[:, None] * [1, 2, 3]
+    ends = []
+    counts = []
+    for platform in "cpu", "gpu":
+        with as_if_on(platform):
+            trainer, state = begin(net_trainer.__wrapped__(3, 1, at_once=1, **NOISY))
+            update = trainer.lower("update", images, labels).as_text()
+            epoch = trainer.lower("epoch", data, rows).as_text()
+            state, losses = trainer.epoch(state, data, rows)
+            probs = trainer.predict_members(state, images)
         ended = trainer.gather(state)
-        assert losses.dtype == ended.params.dense.weight.dtype == float
-        assert ended.model_state.steps.tolist() == [1] * members
+        assert ended.model_state.steps.tolist() == [70] * 3
+        ends.append((losses, probs, ended))
+        counts.append([update.count("lo.reshape"), epoch.count("lo.while")])
+    assert leaves_equal(*ends) and (np.diff(counts, axis=0) > 1).all()
+
+
+@pytest.mark.once
+@cases("most, together", (5, 5), (4, 3), (1, 1))
+def test_accelerators_compute_as_many_members_at_once_as_fit(most, together):
+    traces = []
+
+    def fits(program, args, by_slot, real=pe._fits):
+        of_program = [n for (_, n), x in trainer._programs.kept.items() if x is program]
+        return real(program, args, by_slot) and max(of_program) <= most
+
+    trainer = net_trainer.__wrapped__(5, 1, noting(traces)["loss_fn"])
+    with as_if_on("gpu"), mock.patch.object(pe, "_fits", fits):
+        assert "at_once=5" in repr(trainer)
+        _, state = begin(trainer)
+        found = trainer.update(state, *image_data())
+        assert f"at_once={together}" in repr(trainer)
+    assert len(traces) == {5: 1, 3: 2, 1: 4}[together]  # of 5, 3, 2 and 1 together
+    one, state = begin(net_trainer(5, 1, at_once=together))
+    assert_close(found[1], one.update(state, *image_data())[1])
+
+
+def test_a_program_fits_if_a_fifth_of_every_devices_memory_stays_free():
+    program = jax.jit(lambda x: jnp.sort(x) + 1)
+    x = np.zeros(1000, np.float32)
+    memory = program.lower(x).compile().memory_analysis()
+    need = memory.temp_size_in_bytes + memory.output_size_in_bytes
+
+    def fits(*free):
+        stats = [n and {"bytes_limit": n + 7, "bytes_in_use": 7} for n in free]
+        devices = [mock.Mock(**{"memory_stats.return_value": x}) for x in stats]
+        return pe._fits(program, (x,), mock.Mock(addressable_devices=devices))
+
+    assert need >= 4000 and fits(None)  # a CPU does not tell
+    blind = mock.Mock()
+    blind.lower().compile().memory_analysis.return_value = None
+    assert pe._fits(blind, (x,), None)  # nor does every backend
+    assert fits(2 * need, 1.25 * need) and not fits(2 * need, 1.24 * need)
+
+
+def test_more_members_at_once_than_fit_are_named():
+    trainer, state = begin(net_trainer(2, 1, at_once=2))
+    full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 9 bytes")
+    with mock.patch.object(pe, "_run", side_effect=full):
+        with pytest.raises(RuntimeError, match="^at_once=2: RES.*; use fewer, or None"):
+            trainer.predict(state, image_data()[0])
+        with pytest.raises(jax.errors.JaxRuntimeError, match="^RESOURCE"):
+            net_trainer(2, 1).predict(state, image_data()[0])
+
+
+@cases("at_once, together", (1, 1), (2, 2), (9, 4))
+def test_at_once_is_the_number_of_members_in_one_vmap(at_once, together):
+    sizes = {1}  # a call without vmap counts as one
+    same = jax.custom_batching.custom_vmap(lambda x: x)
+    same.def_vmap(lambda size, is_mapped, x: (sizes.add(size) or x, is_mapped[0]))
+
+    def apply_fn(params, images):
+        return same(net(params, images))
+
+    trainer = net_trainer(4, 1, at_once=at_once, apply_fn=apply_fn)
+    trainer.lower("predict", image_data()[0][:1])
+    assert max(sizes) == together
+
+
+def test_frozen_arrays_are_in_no_program_and_train_as_constants_do():
+    trainer, state = begin(full_trainer((0, 2, 3), 2))
+    data = image_data()
+    constant = dataclasses.replace(trainer, frozen=None)  # its functions hold it
+    assert repr(trainer.like()) == repr(trainer.gather(state))
+    start = constant.scatter(trainer.gather(state))
+    own = [np.stack([x[:10]] * 3) for x in data]  # as on a journey
+    ends = []
+    for each, first in (trainer, state), (constant, start):
+        ended, metrics = each.update(first, *own, per_member=True)
+        ends.append((metrics, each.gather(ended)[:3]))
+    assert_close(*ends)
+    for lowered in (
+        trainer.lower("init", KEY),
+        trainer.lower("update", *data),
+        trainer.lower("predict", data[0]),
+        trainer.lower("epoch", data, orders(1)[0]),
+    ):
+        assert not re.search("dense<[^>]{999}", lowered.as_text())
+
+
+@cases("method, at_once", ("update", 3), ("epoch", 1))
+def test_members_that_share_a_device_are_in_memory_once(optimized, method, at_once):
+    def init(key):
+        return jnp.full((3, 128, 128), jax.random.uniform(key))
+
+    def loss_fn(layers, x):
+        for layer in layers:
+            x = jax.nn.relu(x @ layer)
+        return (x**2).mean()
+
+    x = randn(0, 4, 128)
+    given = {"update": (x,), "epoch": ((x,), np.arange(4)[None])}[method]
+
+    def memory_of(trainer):
+        return trainer.lower(method, *given).compile().memory_analysis()
+
+    make = functools.partial(net_trainer, init_fn=init, at_once=at_once)
+    trainer = make(8, 1, loss_fn)
+    one = sum(4 * x.size for x in jax.tree.leaves(trainer.like()[:2])) // 8
+    few = memory_of(make(at_once, 1, loss_fn))
+    all_of_them = memory_of(trainer)
+    assert few.alias_size_in_bytes >= at_once * one  # it reuses the state's buffers
+    assert all_of_them.alias_size_in_bytes >= 8 * one
+    more = all_of_them.temp_size_in_bytes - few.temp_size_in_bytes
+    assert more <= 1.01 * at_once * one  # one copy of a group, and a few numbers
+
+
+@cases("members, devices", *LAYOUTS[1:])
+def test_functions_may_call_back_to_the_host(members, devices):
+    def twice_there(x):
+        double = functools.partial(np.multiply, 2, dtype=x.dtype)
+        return jax.pure_callback(double, x, x, vmap_method="expand_dims")
+
+    def run(double):
+        trainer = net_trainer(
+            members,
+            devices,
+            lambda w, x: (double(x * 1.0).mean() * w).sum(),
+            init_fn=lambda key: double(jax.random.normal(key, (3,))),
+            apply_fn=lambda w, x: double(x * w.sum()),
+            output=None,
+        )
+        trainer, state = begin(trainer)
+        state, _ = trainer.update(state, np.arange(8))
+        return trainer.predict_members(state, np.arange(3)), trainer.gather(state)
+
+    assert leaves_equal(run(twice_there), run(lambda x: 2 * x))
+
+
+MOVES = {
+    "rows": lambda b: jnp.asarray(b).at[1:].set(b[:-1]),
+    "slices": lambda b: jax.lax.dynamic_update_slice_in_dim(b, b[:-1], 1, 0),
+}
+
+
+@pytest.mark.usefixtures("optimized")
+@cases("move", *MOVES)
+def test_arrays_that_move_their_rows_are_right_in_every_program(move):
+    b = np.arange(128, dtype=np.float32).reshape(8, 16)
+    move = MOVES[move]
+
+    def moved(rows, times=1):
+        for _ in range(times):
+            rows = np.concatenate([rows[:1], rows[:-1]])
+        return rows
+
+    def loss_fn(params, states, key, rows, h):
+        return params[0].sum() ** 2, (list(map(move, states)), (move(rows), move(h)))
+
+    def apply_fn(params, states, inputs, h):
+        found = jnp.stack(list(map(move, [h, *params, *states])))
+        return jnp.broadcast_to(found, (len(inputs), *found.shape))
+
+    def optimizer(h):
+        return pe.Optimizer(lambda _: move(h), lambda g, s, _: (g, move(s)))
+
+    # Micro-batches, the last number, take no model state.
+    for members, devices, size in (1, 1, None), (3, 2, None), (1, 2, 2):
+        count = 0 if size else 1  # of model states
+        trainer = net_trainer.__wrapped__(
+            members,
+            devices,
+            loss_fn,
+            optimizer,
+            init_fn=lambda key, h, n=count: ([move(h)], [move(h)] * n),
+            apply_fn=apply_fn,
+            hyper=np.stack([b] * members),
+            output=None,
+            microbatch=size,
+            stateful=True,
+            has_aux=True,
+        )
+        state = trainer.init(KEY)
+        expected = [moved(b)] + [moved(b, 2)] * (1 + count)
+        for found in trainer.predict_members(state, b):
+            assert_array_equal(found, [expected] * len(b))
+        parts = np.split(b, 8 // size if size else 1)
+        rows = np.mean(list(map(moved, parts)), axis=0)
+        state, (_, aux) = trainer.update(state, b)
+        state, (_, in_epoch) = trainer.epoch(state, (b,), np.arange(8)[None])
+        for found, again, one in zip(aux, in_epoch, (rows, moved(b))):
+            assert_array_equal(found, [one] * members)
+            assert_array_equal(again, [[one]] * members)
+        ended = trainer.gather(state)
+        for found in [*ended.model_state, ended.opt_state]:
+            assert_array_equal(found, [moved(b, 3)] * members)
+    for make, keys in (sync, pe.replicate(KEY, 2)), (ensemble, keys_of(0, 2)):
+        by_hand = functools.partial(loss_fn, h=b)
+        update = make(by_hand, SGD, stateful=True, has_aux=True)
+        state = pe.replicate(pe.train_state([b], SGD, model_state=[b]), 2)
+        state, (_, aux) = update(state._replace(key=keys), pe.replicate(b, 2))
+        assert_array_equal([aux[0], *state.model_state], [[moved(b)] * 2] * 2)
+
+
+def test_microbatches_are_chosen_by_platform_and_batch(monkeypatch):
+    def sizes(rows, **options):
+        seen = []
+        one = jnp.ones(())
+
+        def loss_fn(params, *rest):
+            seen.append(len(rest[-1]))
+            loss = jnp.mean(params * rest[-1])
+            return (loss, loss) if options.keys() & {"has_aux", "stateful"} else loss
+
+        def init(key):
+            return (one, one) if "stateful" in options else one
+
+        trainer = net_trainer.__wrapped__(1, 1, loss_fn, init_fn=init, **options)
+        for size in rows:
+            trainer.lower("update", np.ones((size, 1)))
+        return seen
+
+    auto = {"microbatch": "auto"}
+    rows = 128, 100, 66, 45, 34, 32, 31, 1
+    assert sizes(rows, **auto) == [32, 25, 22, 45, 17, 32, 31, 1]
+    assert sizes([128]) == sizes([128], has_aux=True) == [128]
+    assert sizes([128, 64, 60], microbatch=64) == [64, 64, 60]
+    assert sizes([64], stateful=True, microbatch=64) == [64]
+    assert sizes([128], has_aux=True, **auto) == [32]
+    assert sizes([128], stateful=True, **auto) == [128]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert sizes([128], **auto) == [32]  # the trainer's devices are CPUs
+    with as_if_on("gpu"):
+        assert sizes([128], **auto) == [128]
+    monkeypatch.undo()
+    other = made(devices=[mock.Mock(platform="tpu")], **auto)
+    assert other._places.absent and other._programs.member.platform == "tpu"
+
+
+def test_a_block_of_predictions_is_bounded_by_its_inputs_and_outputs(monkeypatch):
+    calls = []
+    hook(monkeypatch, pe, "_run", lambda *_: calls.append(1))
+    trainer, state = begin(net_trainer(4, 2, chunk=2))
+    # A chunk takes 2 x 64 bytes and returns 2 x 4 floats for each of two members.
+    for most, expected in ((191, 8), (192 + 191, 8), (2 * 192, 4), (4 * 192, 2)):
+        monkeypatch.setattr(pe, "_BLOCK_BYTES", most)
+        trainer._predictions.sizes.clear()
+        calls.clear()
+        trainer.predict_members(state, image_data()[0][:16])
+        assert len(calls) == expected + 2 * (most == 191)  # a new form is tried twice
+
+
+@cases("width, chunk", (1024, 256), (32_768, 32), (2**21, 8))
+def test_a_chunks_largest_array_fits_a_cpus_cache(width, chunk):
+    @jax.jit
+    def apply(params, x):  # the weights' copies do not count, and numbers of x do
+        return jax.nn.relu(x @ (2 * params)[:4])[:, :2]
+
+    init = functools.partial(jax.random.normal, shape=(8, width))
+    trainer = net_trainer.__wrapped__(1, 1, init_fn=init, apply_fn=apply)
+    trainer.lower("predict", np.ones((16, 4), np.float32))
+    assert trainer._predictions.sizes["float32[4]"][0] == chunk
+
+
+def test_accelerators_predict_larger_chunks_of_the_same_outputs():
+    trainer, state = begin(net_trainer.__wrapped__(3, 1))
+    # 7,200 of 64 bytes each, 48 of outputs.
+    images = np.tile(image_data()[0], (30, 1, 1, 1))
+    with as_if_on("gpu"), mock.patch.object(pe, "_BLOCK_BYTES", 112 * 512):
+        found = trainer.predict_members(state, images)
+        few = [trainer.predict_members(state, images[:n]) for n in (20, 40)]
+    assert trainer._predictions.sizes["uint8[8, 8, 1]"] == (512, 4)
+    expected = net_trainer(3, 1).predict_members(state, images)
+    assert_close([found, *few], [expected, expected[:, :20], expected[:, :40]])
+    with as_if_on("gpu"):
+        net_trainer(3, 1, chunk=16).predict(state, images[:100])
+    assert net_trainer(3, 1, chunk=16)._predictions.sizes["uint8[8, 8, 1]"] == (16, 128)
+
+
+# ---------------------------------------------------------------------------------
+# Predictions
+# ---------------------------------------------------------------------------------
+
+
+def test_probabilities_from_half_precision_logits_are_distributions():
+    def apply_fn(params, images):
+        return (9 * net(params, images)[:, None]).astype("bfloat16")
+
+    trainer, state = begin(net_trainer(2, 2, apply_fn=apply_fn))
+    probs = trainer.predict_members(state, image_data()[0])
+    assert em.predictive_entropy(probs).shape == (NUM_IMAGES, 1)
+
+
+def test_predicting_compiles_few_programs_and_holds_one_chunk_at_a_time():
+    shapes = []
+    trainer, state = begin(net_trainer(2, 4, **noting(shapes), chunk=5))
+    # Each of two replicas pads few rows to a power of two, and cuts more into fives.
+    for count in (1, 3, 10, 23):
+        assert trainer.predict(state, image_data()[0][:count]).shape == (count, 4)
+    assert list(dict.fromkeys(shape[1] for shape in shapes)) == [1, 2, 5]
+    traced = len(shapes)
+    for count in (2, 4, 9, 11, 31, 40):
+        trainer.predict(state, image_data()[0][:count])
+    assert len(shapes) == traced
+
+
+@cases("members, devices", (1, 4), (2, 4), (3, 2))
+def test_a_prediction_does_not_depend_on_the_other_rows(members, devices):
+    images = image_data()[0][:235]
+    trainer, state = begin(net_trainer(members, devices, chunk=3))
+    mean = trainer.predict(state, images)
+    each = trainer.predict_members(state, images)
+    with mock.patch.object(pe, "_BLOCK_CHUNKS", 2):  # several blocks, one partial
+        assert leaves_equal(trainer.predict(state, images), mean)
+        assert leaves_equal(trainer.predict_members(state, images), each)
+    # A chunk of one may round differently.
+    assert_close(trainer.predict_members(state, images[17:18]), each[:, 17:18])
+    inputs = {"images": images, "none": np.ones((len(images), 0))}
+    without = net_trainer(members, devices, apply_fn=lambda p, x: net(p, x["images"]))
+    assert_close(without.predict(state, inputs), mean)
+
+
+@cases("members, devices", (1, 2), (3, 2))
+def test_outputs_that_depend_on_other_examples_are_refused(members, devices):
+    images = randn(0, 17, 64)  # more than a chunk for some of the replicas
+    _, state = begin(net_trainer(members, devices))
+
+    def predict(count, apply_fn):
+        trainer = net_trainer.__wrapped__(
+            members, devices, apply_fn=apply_fn, output=None, chunk=8
+        )
+        for n in (1, 4) if count == 4 else (17,):
+            trainer.predict(state, images[:n])
+
+    def recurrent(x):  # [T, N, F], given [N, T, F]
+        return jax.lax.scan(lambda y, x: (y + x / 2, y), x[0], x)[1]
+
+    def tiny(x):  # in one small column alone
+        return x.at[:, 0].set(1e-9 * x[:, 0] + 1e-9 * x[0, 0])
+
+    def centered(params, x):
+        return net(params, x - x.mean(0, keepdims=True))
+
+    def from_last(params, x):
+        outputs = net(params, x)
+        return outputs - outputs[-1:]
+
+    count = 4 if members == 3 else 17
+    for apply_fn in (
+        centered,
+        lambda p, x: net(p, x - x[:1]),
+        lambda p, x: net(p, recurrent(x)),
+        lambda p, x: net(p, x[::-1]),
+        from_last,
+        lambda p, x: tiny(net(p, x)),
+        lambda p, x: jnp.cumsum(net(p, x), 0),
+    ):
+        assert "train=False" in said_by(ValueError, predict, count, apply_fn)
+
+    def rounded(params, x):  # each row of the chunk otherwise
+        return centered(params, x) + 1 + 1e-6 * jnp.arange(len(x))[:, None]
+
+    trainer = net_trainer.__wrapped__(members, devices, apply_fn=rounded, output=None)
+    trainer.predict(state, np.zeros_like(images))  # a warm-up, whose rows are equal
+    assert "train=False" in said_by(ValueError, trainer.predict, state, images)
+    nan = jnp.array([[jnp.nan, jnp.inf, 0, 0]])
+    # A draw of its own for each row.
+    predict(17, lambda p, x: net(p, x) + jax.random.normal(KEY, (8, 4))[: len(x)] + nan)
+    predict(17, lambda p, x: net(p, x) * (1 + 1e-5 * x.mean()))  # as by rounding
+
+
+def tree_init(key):
+    keys = jax.random.split(key)
+    return jax.random.normal(keys[0], (9, 4)), jax.random.normal(keys[1], (2, 3))
+
+
+SMALL_TYPES = ["int4", "uint4", "float8_e4m3fn", "float16", "bfloat16", "bool", "int32"]
+
+
+def tree_apply(params, inputs):  # tokens [B, 5], position [B, 2], keys [B]
+    table, weight = params
+    rows = table[inputs["tokens"]]  # [B, 5, 4]
+    moved = (inputs["position"] @ weight)[:, 0]
+    outputs = {"tokens": rows, "moved": moved, "best": rows.argmax(axis=-1)}
+    outputs |= {name: inputs["tokens"].astype(name) for name in SMALL_TYPES}
+    outputs["none"] = 1 + inputs["none"]
+    outputs["drawn"] = jax.vmap(jax.random.normal)(inputs["keys"])
+    return outputs | {"log": jnp.log(jax.nn.relu(rows))}  # some are -inf
+
+
+def finite(tree):
+    return jax.tree.map(lambda x: np.maximum(np.float32(x), -99), tree)
+
+
+@pytest.mark.filterwarnings("error")  # such as JAX's when it truncates int64
+@cases("members, devices", *LAYOUTS[1:])
+def test_predictions_are_any_tree_of_any_type_and_have_float32_means(members, devices):
+    trainer = net_trainer(
+        members,
+        devices,
+        init_fn=tree_init,
+        apply_fn=tree_apply,
+        output=None,
+        chunk=3,
+    )
+    trainer, state = begin(trainer)
+    params = trainer.gather(state).params
+    rng = np.random.default_rng(0)
+    for count in (1, 13):
+        inputs = {"position": randn(1, count, 2), "keys": keys_of(2, count)}
+        inputs["tokens"] = rng.integers(9, size=(count, 5))
+        inputs["none"] = np.ones((count, 0))
+        found = trainer.predict_members(state, inputs)
+        alone = [jax.jit(tree_apply)(member(params, k), inputs) for k in range(members)]
+        expected = jax.tree.map(lambda *x: np.stack(x), *alone)
+        assert_close(finite(found), finite(expected))
+        same = jax.tree.map(lambda x, y: x.dtype == y.dtype, found, expected)
+        assert jax.tree.all(same)
+        mean = jax.tree.map(lambda x: np.float32(x).mean(axis=0), expected)
+        means = trainer.predict(state, inputs)
+        assert_close(finite(means), finite(mean))
+        assert {x.dtype.name for x in jax.tree.leaves(means)} == {"float32"}
+
+
+def test_predicting_may_move_rows_of_the_parameters():
+    def apply_fn(rows, x):
+        moved = rows.at[1:].set(rows[:-1]).at[0].set(9)
+        return x[:, None] * moved.reshape(1, -1)
+
+    def init(key):
+        return jnp.arange(4.0)[:, None]
+
+    trainer = net_trainer(3, 2, init_fn=init, apply_fn=apply_fn, output=None)
+    trainer, state = begin(trainer)
+    assert trainer.predict(state, np.ones(1)).tolist() == [[9, 0, 1, 2]]
+
+
+def predicting(apply_fn, output=jax.nn.softmax, rows=128):
+    trainer = net_trainer.__wrapped__(2, apply_fn=apply_fn, output=output)
+    inputs = np.ones((rows, 4), np.float32)
+    return lambda: trainer.predict(net_trainer(2).init(KEY), inputs)
+
+
+ALONE = r"outputs have .*\[\(\)\]; expected 8, an entry .* of the chunk"
+
+OUTPUT_MISFITS = {
+    "two outputs": (
+        predicting(lambda _, x: (x, x)),
+        r"\('float32\[8, 4\]', .*\) for .*=None",
+    ),
+    "a number for the softmax": (
+        predicting(lambda _, x: x[:, 0]),
+        r"\[8\] for .* x\[None\]; the softmax takes",
+    ),
+    "one more axis for the softmax": (
+        predicting(lambda _, x: x[..., None]),
+        r"float32\[8, 4, 1\] for .*; the soft",
+    ),
+    "a mean of all examples": (predicting(lambda _, x: x.mean(), None), ALONE),
+    "the first example alone": (
+        predicting(lambda _, x: x[0], rows=9),
+        r"32\[4, 4\], filled up to a chunk; one",
+    ),
+    "an output that takes the mean": (predicting(lambda _, x: x, jnp.mean), ALONE),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUT_MISFITS)
+def test_predict_refuses_all_but_one_output_per_example(name):
+    assert_refuses(*OUTPUT_MISFITS[name])
+
+
+# ---------------------------------------------------------------------------------
+# Trainer
+# ---------------------------------------------------------------------------------
+
+
+def test_init_makes_member_i_from_the_key_and_i_alone():
+    for members, devices in LAYOUTS:
+        trainer = net_trainer(members, devices)
+        made = trainer.gather(trainer.init(jax.random.key(7)))
+        key = jax.random.fold_in(jax.random.key(7), members - 1)
+        init_key, key = jax.random.split(key)
+        assert made.key[-1] == key
+        assert leaves_equal(member(made.params, -1), jax.jit(net_init)(init_key))
+
+
+def test_an_epoch_takes_the_steps_of_updates_in_order():
+    trainer, state = begin(net_trainer(3, 2))
+    first = trainer.gather(state)
+    data = image_data()
+    order = orders(3)[:, :3]
+    state, losses = trainer.epoch(state, data, order)
+    ended = trainer.gather(state)
+    state = trainer.scatter(first)
+    for rows, expected in zip(order.swapaxes(0, 1), losses.T):
+        state, found = trainer.update(state, *(x[rows] for x in data), per_member=True)
+        assert_close(found, expected)
+    assert_close(trainer.gather(state)[:2], ended[:2])
+
+
+def test_an_epoch_takes_losses_that_see_the_parts_of_replicas_alone():
+    def loss_fn(params, images, labels):  # compares the images of all replicas
+        z = net(params, images.reshape(4, 64))
+        others = jax.lax.all_gather(z, "replicas", tiled=True)
+        return jnp.square(z @ others.T).mean(), others
+
+    (batch,) = net_batches(1)
+    trainer = net_trainer.__wrapped__(1, 2, loss_fn, has_aux=True, microbatch=4)
+    trainer, state = begin(trainer)
+    state, (_, aux) = trainer.epoch(state, image_data(), orders(1, batch=16)[0, :1])
+    assert aux.shape == (1, 1, 8, 4)
+    _, (_, aux) = trainer.update(state, *batch)
+    assert aux.shape == (1, 8, 4)
+
+
+class Station(NamedTuple):
+    """Where member 1 takes its next steps, and beside whom."""
+
+    others: list  # the other members, which stand before it
+    devices: int
+    at_once: int
+    steps: int  # 1 is by `update`
+    own: bool  # whether each member has rows of its own
+    shards: int
+
+
+STATIONS = [
+    Station([0, 2], 1, 1, 3, True, 1),
+    Station([0, 2, 3, 4], 3, 1, 1, True, 1),
+    Station([0, 2, 3, 4], 2, 2, 2, False, 1),  # the third member has a device alone
+    Station([], 8, 1, 2, False, 1),  # two replicas per part of the batch
+    Station([2], 4, 1, 3, True, 1),  # a part per replica
+    Station([0], 8, 1, 2, False, 2),  # replicas, each in shards
+    Station([0, 2], 8, 2, 3, True, 4),  # members in shards, two of them at once
+]
+# Dropout, whose microbatches are the same at all stations; batch statistics; and a
+# convolution and attention, in shards.
+KINDS = {
+    "dropout": {"microbatch": 3},
+    "statistics": {"statistics": True},
+    "attention, statistics": {"attends": True, "statistics": True, "chunk": 8},
+    "attention": {"attends": True, "chunk": 8},
+}
+
+
+def joined(*leaves):  # NumPy compiles nothing
+    return (np if isinstance(leaves[0], np.ndarray) else jnp).concatenate(leaves)
+
+
+@pytest.mark.filterwarnings("ignore:a batch of")
+@cases(
+    "name, make, stations",
+    ("dropout", jax.random.PRNGKey, STATIONS[:5]),
+    pytest.param(
+        "statistics", jax.random.key, STATIONS[4:1:-1], marks=pytest.mark.once
+    ),
+    ("attention, statistics", jax.random.key, STATIONS[5:6]),
+    pytest.param("attention", jax.random.key, STATIONS[6:], marks=pytest.mark.once),
+)
+def test_a_member_ends_alike_wherever_it_trains(tmp_path, name, make, stations):
+    path = tmp_path / "all"
+    key = make(3)
+    make_trainer = functools.partial(full_trainer, **KINDS[name])
+    # Three of these batches give the second member a nan.
+    rows = np.random.default_rng(34).integers(NUM_IMAGES, size=(5, 12, 12))
+    alone = make_trainer((1,), 1)
+    everyone = make_trainer((0, 1, 2, 3, 4), 1)
+    first = everyone.gather(everyone.init(key))
+    ended = taken(first, [1])
+    state = alone.scatter(ended)
+    exact = True
+    for station in stations:
+        which = (*station.others, 1)
+        trainer = make_trainer(
+            which, station.devices, at_once=station.at_once, shards=station.shards
+        )
+        exact &= trainer.layout.replicas == station.at_once == station.shards == 1
+        begun = jax.tree.map(joined, taken(first, station.others), ended)
+        here = trainer.scatter(begun)
+        assert leaves_equal(trainer.gather(here), begun)
+        now, rows = np.split(rows, [station.steps], axis=1)
+        state, expected = alone.epoch(state, image_data(), now[1])
+        now = now[list(which)] if station.own else now[1]
+        if station.steps > 1:
+            here, found = trainer.epoch(here, image_data(), now)
+        else:
+            batch = [x[now[..., 0, :]] for x in image_data()]
+            here, found = trainer.update(here, *batch, per_member=station.own)
+        found = jax.tree.map(lambda x: np.nan_to_num(np.ravel(x[-1])[None]), found)
+        assert_close(found, jax.tree.map(np.nan_to_num, expected))
+        pe.save(path, trainer.gather(here))
+        ended = taken(pe.load(path, trainer.like(key)), [-1])
+        assert ended.key.dtype == key.dtype
+        as_alone = alone.gather(state)
+        assert leaves_equal(ended.key, as_alone.key)
+        assert_close(ended[:3], as_alone[:3])
+        assert not exact or leaves_equal(ended, as_alone)
+    images = image_data()[0][:9]
+    probs = trainer.predict_members(here, images)
+    assert_close(probs[-1:], alone.predict_members(state, images))
+    assert_close(trainer.predict(here, images), probs.mean(axis=0))
+
+
+def test_a_trainer_warns_once_of_members_that_cannot_differ():
+    plain = {
+        "init_fn": lambda *_: jnp.ones(3),
+        "loss_fn": lambda w, x: (x @ w)[0],
+        "optimizer": SGD,
+        "members": 2,
+    }
+
+    def warned(call, *args, **options):
+        trainer = pe.make_trainer(**plain | options)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            state, _ = call(trainer, trainer.init(KEY), *args)
+            at_first = len(found)
+            _, metrics = call(trainer, state, *args)
+        assert len(found) == at_first
+        assert all(w.filename == __file__ for w in found)
+        assert all("the 2 members have equal weights" in str(w.message) for w in found)
+        different = {x.tobytes() for x in np.asarray(metrics)}
+        assert (len(different) < len(metrics)) == bool(found)
+        return len(found)
+
+    update = pe.Trainer.update
+    epoch = pe.Trainer.epoch
+    order = np.arange(16).reshape(2, 2, 4)
+    data = (randn(0, 16, 3),)
+    assert warned(update, *data) == 1
+    assert warned(functools.partial(update, per_member=True), randn(1, 2, 4, 3)) == 0
+    assert warned(epoch, data, order[0]) == warned(epoch, data, order[[0, 0]]) == 1
+    assert warned(epoch, data, order) == warned(epoch, data, order, devices=4) == 0
+    stateful = {
+        "init_fn": lambda key: (jnp.ones(3), jnp.zeros(())),
+        "loss_fn": lambda w, n, key, x: ((x @ w)[0] + jax.random.normal(key), n),
+        "stateful": True,
+    }
+    assert warned(update, *data, **stateful) == 0
+    assert warned(update, *data, members=1) == 0
+    sweep = {"hyper": np.array([False, True]), "loss_fn": lambda w, x, h: h * 1.0}
+    assert warned(update, *data, **sweep) == 0
+
+
+@cases("ours, theirs", ((4, 2), (3, 2)), ((3, 2), (4, 2)), ((1, 4), (4, 4)))
+def test_a_state_of_another_trainer_is_refused(ours, theirs):
+    _, state = begin(net_trainer(*theirs))
+    message = "^a state of another trainer: .* (equal|different) keys"
+    refuses_state(state, message, *uses(net_trainer(*ours)))
 
 
 def keyed_init(key, own):
@@ -2818,150 +3128,19 @@ def test_deleting_a_trainer_frees_its_state_and_its_loss():
         gc.enable()
 
 
-@cases(
-    "field, message",
-    ("params", r"\.dense.bias on device {} .* {}; go on from a checkpoint$"),
-    ("model_state", r"state.* on device {} .* {}; .*, or, if it depends on the"),
+TRAINER_NUMBERS = out_of_range(
+    ("members", None, made, (0, 2.0, True)),
+    ("devices", None, made, (0, "2")),
+    ("chunk", None, made, [0]),
+    ("at_once", None, made, (-1, 1.5, True, "2")),
+    ("microbatch", None, made, (0, "all")),
+    ("shards", None, made, (0, True, 2.0)),
 )
-def test_gather_names_the_leaf_and_device_of_a_replica_that_differs(field, message):
-    trainer, state = begin(net_trainer(2, 4, **NOISY))
-    leaves, structure = jax.tree.flatten(getattr(state, field))
-    copies = [np.array(shard.data) for shard in leaves[-1].addressable_shards]
-    copies[3].reshape(-1).view(np.uint8)[0] ^= 1
-    shards = list(map(jax.device_put, copies, jax.devices()))
-    leaves[-1] = jax.make_array_from_single_device_arrays(
-        leaves[-1].shape, leaves[-1].sharding, shards
-    )
-    state = state._replace(**{field: jax.tree.unflatten(structure, leaves)})
-    message = message.format(*jax.devices()[3:1:-1])
-    assert re.search(message, said_by(RuntimeError, trainer.gather, state))
 
 
-def test_gather_leaves_no_copy_on_the_host():
-    init = functools.partial(jax.random.normal, shape=(2**16,))  # 256 KiB per member
-    trainer, state = begin(net_trainer(4, 2, init_fn=init))
-    tracemalloc.start()
-    trainer.gather(state)
-    held, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert held < 2**18
-    trainer.gather(state).params[:] = 0  # the caller's own
-    assert np.asarray(state.params).any()
-
-
-MOVES = {
-    "rows": lambda b: jnp.asarray(b).at[1:].set(b[:-1]),
-    "slices": lambda b: jax.lax.dynamic_update_slice_in_dim(b, b[:-1], 1, 0),
-}
-
-
-@pytest.mark.usefixtures("optimized")
-@cases("move", *MOVES)
-def test_arrays_that_move_their_rows_are_right_in_every_program(move):
-    b = np.arange(128, dtype=np.float32).reshape(8, 16)
-    move = MOVES[move]
-
-    def moved(rows, times=1):
-        for _ in range(times):
-            rows = np.concatenate([rows[:1], rows[:-1]])
-        return rows
-
-    def loss_fn(params, states, key, rows, h):
-        return params[0].sum() ** 2, (list(map(move, states)), (move(rows), move(h)))
-
-    def apply_fn(params, states, inputs, h):
-        found = jnp.stack(list(map(move, [h, *params, *states])))
-        return jnp.broadcast_to(found, (len(inputs), *found.shape))
-
-    def optimizer(h):
-        return pe.Optimizer(lambda _: move(h), lambda g, s, _: (g, move(s)))
-
-    # Micro-batches, the last number, take no model state.
-    for members, devices, size in (1, 1, None), (3, 2, None), (1, 2, 2):
-        count = 0 if size else 1  # of model states
-        trainer = net_trainer.__wrapped__(
-            members,
-            devices,
-            loss_fn,
-            optimizer,
-            init_fn=lambda key, h, n=count: ([move(h)], [move(h)] * n),
-            apply_fn=apply_fn,
-            hyper=np.stack([b] * members),
-            output=None,
-            microbatch=size,
-            stateful=True,
-            has_aux=True,
-        )
-        state = trainer.init(KEY)
-        expected = [moved(b)] + [moved(b, 2)] * (1 + count)
-        for found in trainer.predict_members(state, b):
-            assert_array_equal(found, [expected] * len(b))
-        parts = np.split(b, 8 // size if size else 1)
-        rows = np.mean(list(map(moved, parts)), axis=0)
-        state, (_, aux) = trainer.update(state, b)
-        state, (_, in_epoch) = trainer.epoch(state, (b,), np.arange(8)[None])
-        for found, again, one in zip(aux, in_epoch, (rows, moved(b))):
-            assert_array_equal(found, [one] * members)
-            assert_array_equal(again, [[one]] * members)
-        ended = trainer.gather(state)
-        for found in [*ended.model_state, ended.opt_state]:
-            assert_array_equal(found, [moved(b, 3)] * members)
-    for make, keys in (sync, pe.replicate(KEY, 2)), (ensemble, keys_of(0, 2)):
-        by_hand = functools.partial(loss_fn, h=b)
-        update = make(by_hand, SGD, stateful=True, has_aux=True)
-        state = pe.replicate(pe.train_state([b], SGD, model_state=[b]), 2)
-        state, (_, aux) = update(state._replace(key=keys), pe.replicate(b, 2))
-        assert_array_equal([aux[0], *state.model_state], [[moved(b)] * 2] * 2)
-
-
-def test_the_optimizer_of_the_docstring_runs():
-    code = re.search(r"\n\n((?: {4}.*\n|\n)+)", inspect.getdoc(pe.Optimizer))[1]
-    names = {"jax": jax, "jnp": jnp, "Optimizer": pe.Optimizer}
-    exec(inspect.cleandoc(code), names)
-    update = sync(product, names["optimizer"])
-    state = pe.replicate(pe.train_state(jnp.ones((1, 2)), names["optimizer"]))
-    state, _ = update(state, np.ones((D, 1, 1)) * np.float32([3, -2]))
-    assert_allclose(state.params, [[[0.99, 1.01]]] * D)
-    assert state.opt_state["count"].tolist() == [1] * D
-
-
-def test_microbatches_are_chosen_by_platform_and_batch(monkeypatch):
-    def sizes(rows, **options):
-        seen = []
-        one = jnp.ones(())
-
-        def loss_fn(params, *rest):
-            seen.append(len(rest[-1]))
-            loss = jnp.mean(params * rest[-1])
-            return (loss, loss) if options.keys() & {"has_aux", "stateful"} else loss
-
-        def init(key):
-            return (one, one) if "stateful" in options else one
-
-        trainer = net_trainer.__wrapped__(1, 1, loss_fn, init_fn=init, **options)
-        for size in rows:
-            trainer.lower("update", np.ones((size, 1)))
-        return seen
-
-    auto = {"microbatch": "auto"}
-    rows = 128, 100, 66, 45, 34, 32, 31, 1
-    assert sizes(rows, **auto) == [32, 25, 22, 45, 17, 32, 31, 1]
-    assert sizes([128]) == sizes([128], has_aux=True) == [128]
-    assert sizes([128, 64, 60], microbatch=64) == [64, 64, 60]
-    assert sizes([64], stateful=True, microbatch=64) == [64]
-    assert sizes([128], has_aux=True, **auto) == [32]
-    assert sizes([128], stateful=True, **auto) == [128]
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert sizes([128], **auto) == [32]  # the trainer's devices are CPUs
-    with on("gpu"):
-        assert sizes([128], **auto) == [128]
-    monkeypatch.undo()
-    other = made(devices=[mock.Mock(platform="tpu")], **auto)
-    assert other._places.absent and other._programs.member.platform == "tpu"
-
-
-def made(members=2, **options):
-    return net_trainer.__wrapped__(members, **options)  # not all can be in its cache
+@pytest.mark.parametrize("name", TRAINER_NUMBERS)
+def test_make_trainer_refuses_numbers_out_of_range(name):
+    assert_refuses(*TRAINER_NUMBERS[name])
 
 
 def making(**options):
@@ -2980,73 +3159,122 @@ def warmed_up(h):
     return optax.sgd(optax.warmup_cosine_decay_schedule(0.0, h["rate"], 20, 200))
 
 
-TWO = {"hyper": {"rate": np.ones(2)}}
-LAST = "as its last argument"
+TWO_RATES = {"hyper": {"rate": np.ones(2)}}
+AS_LAST = "as its last argument"
 OF_TWO = r"^devices is 4; 2 processes use all of their 8, and ea"
 in_two = mock.patch.object(jax, "process_count", lambda: 2)
 
-test_make_trainer_refuses_numbers_out_of_range = refuses_numbers(
-    ("members", None, made, (0, 2.0, True)),
-    ("devices", None, made, (0, "2")),
-    ("chunk", None, made, [0]),
-    ("at_once", None, made, (-1, 1.5, True, "2")),
-    ("microbatch", None, made, (0, "all")),
-    ("shards", None, made, (0, True, 2.0)),
-)
+OPTION_MISFITS = {
+    "9 of 8 devices": (making(devices=9), "9 devices requested, 8 available"),
+    "4 of 8 devices in two processes": (in_two(making(devices=4)), OF_TWO),
+    "4 given devices in two processes": (
+        in_two(making(devices=jax.devices()[:4])),
+        OF_TWO,
+    ),
+    "12 shards on 8 devices": (
+        making(shards=12),
+        "shards=12 does not divide 8 devices; use a div.*, such as 4",
+    ),
+    "lower of another method": (
+        lambda: made().lower("gather"),
+        "is 'gather'; expected 'init', 'update', 'ep",
+    ),
+    "no devices": (
+        making(devices=[]),
+        r"devices are \[\]; expected one or more, each once",
+    ),
+    "one device twice": (
+        making(devices=jax.devices()[:1] * 2),
+        "devices are .* each once, of one plat",
+    ),
+    "devices of two platforms": (
+        making(devices=[mock.Mock(platform=x) for x in "ab"]),
+        "are .*of one platform",
+    ),
+    "optimizer of hyper without hyper": (
+        making(optimizer=lambda h: SGD),
+        "optimizer: .*'init'; expected one with init",
+    ),
+    "init_fn with a slice in place of hyper": (
+        initializing(own_sizes, **TWO_RATES),
+        f"init_fn takes hyper {AS_LAST}.*slice.*key, hyper",
+    ),
+    "init_fn without hyper and frozen": (
+        initializing(**TWO_RATES, frozen=0),
+        "takes hyper and frozen as .*nts: .*but 3 were",
+    ),
+    "schedule that branches on hyper": (
+        initializing(keyed_init, optimizer=warmed_up, **TWO_RATES),
+        "traced.*; a schedule th",
+    ),
+    "init_fn in a list": (
+        initializing([net_init]),
+        "init_fn is list; expected a function; each architec",
+    ),
+    "optimizer that takes no hyper": (
+        making(hyper=np.ones(2), optimizer=lambda: SGD),
+        f"takes hyper {AS_LAST}, ",
+    ),
+    "optimizer that is a number": (
+        making(hyper=np.ones(2), optimizer=3),
+        "optimizer: .*'int'.*; expected one with",
+    ),
+    "hyper of 3 members": (
+        making(hyper=np.ones(3)),
+        r"\[\(3,\)\]; expected arrays \[K, ...\].* 2 members",
+    ),
+    "hyper in lists": (
+        making(hyper=[0.1, 0.2]),
+        r"\[\(\)\]; expected arrays .*; a list holds numbers:",
+    ),
+    "hyper beyond int32": (
+        making(hyper=np.array([1, 2**40 + 5])),
+        "hyper: found 1099511627781, beyond int3",
+    ),
+    "hyper with a rate below 0": (
+        making(hyper=np.array([0.1, -1e-4]), optimizer=pe.sgd),
+        "rate is -0.0001;",
+    ),
+}
 
-test_make_trainer_refuses_options_that_do_not_fit = refuses(
-    (making(devices=9), "9 devices requested, 8 available"),
-    (in_two(making(devices=4)), OF_TWO),
-    (in_two(making(devices=jax.devices()[:4])), OF_TWO),
-    (making(shards=12), "shards=12 does not divide 8 devices; use a div.*, such as 4"),
-    (lambda: made().lower("gather"), "is 'gather'; expected 'init', 'update', 'ep"),
-    (making(devices=[]), r"devices are \[\]; expected one or more, each once"),
-    (making(devices=jax.devices()[:1] * 2), "devices are .* each once, of one plat"),
-    (making(devices=[mock.Mock(platform=x) for x in "ab"]), "are .*of one platform"),
-    (making(optimizer=lambda h: SGD), "optimizer: .*'init'; expected one with init"),
-    (initializing(own_sizes, **TWO), f"init_fn takes hyper {LAST}.*slice.*key, hyper"),
-    (initializing(**TWO, frozen=0), "takes hyper and frozen as .*nts: .*but 3 were"),
-    (initializing(keyed_init, optimizer=warmed_up, **TWO), "traced.*; a schedule th"),
-    (initializing([net_init]), "init_fn is list; expected a function; each architec"),
-    (making(hyper=np.ones(2), optimizer=lambda: SGD), f"takes hyper {LAST}, "),
-    (making(hyper=np.ones(2), optimizer=3), "optimizer: .*'int'.*; expected one with"),
-    (making(hyper=np.ones(3)), r"\[\(3,\)\]; expected arrays \[K, ...\].* 2 members"),
-    (making(hyper=[0.1, 0.2]), r"\[\(\)\]; expected arrays .*; a list holds numbers:"),
-    (making(hyper=np.array([1, 2**40 + 5])), "hyper: found 1099511627781, beyond int3"),
-    (making(hyper=np.array([0.1, -1e-4]), optimizer=pe.sgd), "rate is -0.0001;"),
-)
+
+@pytest.mark.parametrize("name", OPTION_MISFITS)
+def test_make_trainer_refuses_options_that_do_not_fit(name):
+    assert_refuses(*OPTION_MISFITS[name])
 
 
-def test_an_error_of_a_users_function_ends_with_the_users_line():
-    def misfitting(params, x):
-        return (x @ np.ones((5, 2))).sum()  # the line
-
-    trainer = made(loss_fn=misfitting)
-    state = trainer.init(KEY)
-    with pytest.raises(ValueError, match="^loss_fn: dot_general requires") as said:
-        trainer.update(state, np.ones((4, 3)))
-    assert "# the line" in said.value.__notes__[0]
-    assert jax.__path__[0] not in said.value.__notes__[0]
-    assert said.value.__suppress_context__  # so JAX's traceback is not printed
-
-
-NO_KEYS = keys_of(0, 3), keys_of(0, 3, "old"), 0, np.zeros(3, "u4")
+NO_KEYS = {
+    "three keys": keys_of(0, 3),
+    "three old keys": keys_of(0, 3, "old"),
+    "a number as key": 0,
+    "three numbers as key": np.zeros(3, "u4"),
+}
 ONE_KEY = r"^key: .*; expected one random key, such as jax.random.key\(0\)"
 
-test_init_refuses_bad_keys_and_models_that_are_not_arrays = refuses(
-    *((initializing(key=key), ONE_KEY) for key in NO_KEYS),
-    (initializing(lambda _: {"act": 1.0}), r"returns \w*float\w* at .*act.*array"),
-    (initializing(net_init, stateful=True), "init_fn returns Net; with stateful=True"),
-    (initializing(lambda _: np.int64(2**40)), "init_fn returns: found 1099511627776"),
-    (lambda: jax.eval_shape(made().init, KEY), "traced, inside jax.jit .* outside"),
-)
+MODEL_MISFITS = {
+    **{name: (initializing(key=key), ONE_KEY) for name, key in NO_KEYS.items()},
+    "a float that is no array": (
+        initializing(lambda _: {"act": 1.0}),
+        r"returns \w*float\w* at .*act.*array",
+    ),
+    "no model state": (
+        initializing(net_init, stateful=True),
+        "init_fn returns Net; with stateful=True",
+    ),
+    "an integer beyond int32": (
+        initializing(lambda _: np.int64(2**40)),
+        "init_fn returns: found 1099511627776",
+    ),
+    "a trace": (
+        lambda: jax.eval_shape(made().init, KEY),
+        "traced, inside jax.jit .* outside",
+    ),
+}
 
 
-class Attached:  # like a PyTorch tensor that requires a gradient
-    shape = (NUM_IMAGES,)
-
-    def __array__(self, dtype=None, copy=None):
-        raise RuntimeError("requires grad")
+@pytest.mark.parametrize("name", MODEL_MISFITS)
+def test_init_refuses_bad_keys_and_models_that_are_not_arrays(name):
+    assert_refuses(*MODEL_MISFITS[name])
 
 
 CALLED = r"it is called as loss_fn\(params, batch\[0\]\); stateful=True adds model"
@@ -3211,6 +3439,37 @@ def test_two_processes_equal_one_with_as_many_devices(tmp_path):
         assert_close(value, one[name], 0 if exact else 1e-5)
 
 
+# ---------------------------------------------------------------------------------
+# Batches
+# ---------------------------------------------------------------------------------
+
+
+@cases("make", jax.random.key, jax.random.PRNGKey)
+def test_choose_members_takes_each_member_with_its_key_from_either_state(make):
+    trainer = net_trainer(4, 2, **NOISY)
+    old, new = (trainer.gather(trainer.init(make(seed))) for seed in (3, 4))
+    before = jax.tree.map(np.copy, old._replace(key=None))
+    new = jax.tree.map(lambda x: x + 1, new._replace(key=()))._replace(key=new.key)
+    better = np.array([False, True, True, False])
+    chosen = pe.choose_members(better, new, old)
+    for k in range(4):
+        assert leaves_equal(member(chosen, k), member(new if better[k] else old, k))
+    assert chosen.key.dtype == old.key.dtype
+    for leaf in jax.tree.leaves(chosen._replace(key=None)):
+        leaf[:] = 0  # does not change the old state
+    assert leaves_equal(old._replace(key=None), before)
+    trainer.scatter(pe.choose_members([True] * 4, new, old))
+    other = new._replace(params=jax.tree.map(lambda x: x[:2], new.params))
+    for args, message in (
+        (([1, 0, 0, 1], new, old), r"better is int64\[4\]; expected bool\[K\]"),
+        (([[True]] * 4, new, old), r"better is bool\[4, 1\]"),
+        (([True], new, old), r"states and better have lengths \[\(1,\), \(4,\)\]"),
+        ((True, new, old), r"lengths \[\(\), \(4,\)\]"),
+        ((better, other, old), r"new: .*'.params.*float32\[2, .*; expected float32\[4"),
+    ):
+        assert re.search(message, said_by(ValueError, pe.choose_members, *args))
+
+
 @cases("bootstrap", False, True)
 def test_each_member_has_its_own_order_and_with_bootstrap_its_own_resample(bootstrap):
     draw = functools.partial(pe.epoch_order, seed=5, bootstrap=bootstrap)
@@ -3238,7 +3497,7 @@ def test_each_member_has_its_own_order_and_with_bootstrap_its_own_resample(boots
     assert np.abs(np.corrcoef(counts) - np.eye(3)).max() < 0.05
 
 
-test_epoch_order_and_prefetch_refuse_numbers_out_of_range = refuses_numbers(
+BATCH_NUMBERS = out_of_range(
     ("batch_size", None, functools.partial(pe.epoch_order, 9), (0, 2.0)),
     (
         "num_examples",
@@ -3250,12 +3509,29 @@ test_epoch_order_and_prefetch_refuse_numbers_out_of_range = refuses_numbers(
     ("size", None, functools.partial(pe.prefetch, []), [0]),
 )
 
-test_epoch_order_refuses_numbers_that_do_not_fit = refuses(
-    (lambda: pe.epoch_order(40, 50), "batch_size=50; expected at most num_examples=40"),
-    (lambda: pe.epoch_order(9, 3, seed=-1), "^seed=-1, "),
-    (lambda: pe.epoch_order(9, 3, seed=0.5), "^seed=0.5, "),
-    (lambda: pe.epoch_order(9, 3, epoch=2**32), "^seed=0, epoch=4294967296; expected"),
-)
+
+@pytest.mark.parametrize("name", BATCH_NUMBERS)
+def test_epoch_order_and_prefetch_refuse_numbers_out_of_range(name):
+    assert_refuses(*BATCH_NUMBERS[name])
+
+
+ORDER_MISFITS = {
+    "batch above the examples": (
+        lambda: pe.epoch_order(40, 50),
+        "batch_size=50; expected at most num_examples=40",
+    ),
+    "seed below 0": (lambda: pe.epoch_order(9, 3, seed=-1), "^seed=-1, "),
+    "seed between integers": (lambda: pe.epoch_order(9, 3, seed=0.5), "^seed=0.5, "),
+    "epoch above 32 bits": (
+        lambda: pe.epoch_order(9, 3, epoch=2**32),
+        "^seed=0, epoch=4294967296; expected",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ORDER_MISFITS)
+def test_epoch_order_refuses_numbers_that_do_not_fit(name):
+    assert_refuses(*ORDER_MISFITS[name])
 
 
 def ten(made, do):
@@ -3330,8 +3606,18 @@ def test_prefetch_raises_its_sources_error_in_order():
 
 
 A = np.ones((2, 3), np.float32)
-K = jax.random.key(1)
+
 KINDS_OF_KEYS = "key<threefry2x32>", "key<rbg>"
+
+
+def assert_same_leaves(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+        y = y.astype(y.dtype.newbyteorder("<")) if isinstance(y, np.ndarray) else y
+        assert (x.dtype, x.shape) == (y.dtype, y.shape) and as_bytes(x) == as_bytes(y)
+        assert isinstance(x, jax.Array) or x.flags.aligned
+
+
 LEAVES = {
     "float32": np.float32([[1.5, -0.0], [np.nan, np.inf]]),
     "empty": np.zeros((0, 3), np.int16),
@@ -3347,22 +3633,10 @@ LEAVES = {
     "keys": jax.random.split(jax.random.key(4, impl="rbg"), 2),
 }
 
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "x"
-
-
-def assert_same_leaves(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
-        y = y.astype(y.dtype.newbyteorder("<")) if isinstance(y, np.ndarray) else y
-        assert (x.dtype, x.shape) == (y.dtype, y.shape) and as_bytes(x) == as_bytes(y)
-        assert isinstance(x, jax.Array) or x.flags.aligned
-
+LEAVES |= {f"native {code}": np.arange(4, dtype=code) for code in "efdbhiqBHIQ"}
 
 LEAVES |= {name: jnp.arange(-8, 8).astype(name) for name in SMALL_TYPES}
-LEAVES |= {f"native {code}": np.arange(4, dtype=code) for code in "efdbhiqBHIQ"}
+
 EVERYTHING = {
     "__metadata__": (LEAVES, A),
     "a".center(250, "a"): [LEAVES, None],
@@ -3397,11 +3671,19 @@ def test_a_tree_comes_back_bit_by_bit_and_gives_the_same_file(tmp_path, tree):
     assert again.read_bytes() == path.read_bytes()
 
 
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "x"
+
+
 def test_tensors_of_other_libraries_are_taken_and_saved_as_arrays(path):
     tensor = Labelled(A)
     assert pe.split(tensor, 2).shape == (2, 1, 3) and pe.merge(tensor).shape == (6,)
     pe.save(path, [tensor])
     assert_same_leaves(pe.load(path, [tensor]), [A])
+
+
+K = jax.random.key(1)
 
 
 @cases(
@@ -3454,6 +3736,13 @@ def test_load_says_whether_a_file_is_damaged_or_foreign(path, like):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=f"{re.escape(str(path))}: {message}"):
             pe.load(path, like)
+
+
+class Attached:  # like a PyTorch tensor that requires a gradient
+    shape = (NUM_IMAGES,)
+
+    def __array__(self, dtype=None, copy=None):
+        raise RuntimeError("requires grad")
 
 
 class Paths(tuple):
@@ -3562,15 +3851,15 @@ def test_demo_fits_the_line(monkeypatch, capsys, flags, count):
     assert abs(weight - 2) < 0.1 and abs(bias + 1) < 0.1
 
 
-BAD_FLAGS = {
+BAD_DEMO_FLAGS = {
     "--devices=3": "a batch of 128 does not split over 3 devices; use a multiple",
     "--devices=0": "num_devices is 0; expected an int >= 1",
     "2": "unrecognized arguments: 2",
 }
 
 
-@pytest.mark.parametrize("flag", BAD_FLAGS)
+@pytest.mark.parametrize("flag", BAD_DEMO_FLAGS)
 def test_demo_refuses_flags_that_do_not_fit(monkeypatch, capsys, flag):
     monkeypatch.setattr(sys, "argv", ["pjax_ensemble.py", flag])
     said_by(SystemExit, runpy.run_path, pe.__file__, run_name="__main__")
-    assert f"error: {BAD_FLAGS[flag]}" in capsys.readouterr().err
+    assert f"error: {BAD_DEMO_FLAGS[flag]}" in capsys.readouterr().err

@@ -23,7 +23,7 @@ import ensemble_metrics as em
 import mnist_data as md
 import pjax_ensemble as pe
 import train_mnist as tm
-from conftest import ENVIRONMENT, HERE, RUN, TINY, D, assert_close, cases, free_port
+from conftest import ENVIRONMENT, HERE, RUN, D, assert_close, cases, free_port
 
 # isort: split
 from conftest import hook, idx, leaves_equal, lines_of, linux, member, posix, said_by
@@ -39,11 +39,18 @@ pytestmark = pytest.mark.once  # CI runs the script itself on other versions of 
 # ---------------------------------------------------------------------------------
 
 
-SCRIPT = f"{TINY}sys.exit(tm.main(sys.argv[1:]))"
+SCRIPT = """
+import sys
+import tiny
+import train_mnist as tm
+
+with tiny.known():
+    sys.exit(tm.main(sys.argv[1:]))
+"""
 
 
 @pytest.fixture
-def script(capsys, small_folder):
+def script(capsys, small_folder, tiny_network):
     """Return a function that runs the script on small data: status, output, errors."""
 
     def run(*flags):
@@ -799,7 +806,9 @@ def test_two_processes_end_in_the_bits_of_one(tmp_path, start_run, whole_run):
 
 
 # The second process receives SIGTERM, and is killed when both processes have saved.
-DYING = f"""{TINY}
+DYING = f"""
+import jax
+import train_mnist as tm
 look, save = tm.Run.look, tm.Run.save
 
 def looking(run):
@@ -813,7 +822,7 @@ def saving(run, whenever=False):
         tm.signal.raise_signal(tm.signal.SIGKILL)
 
 tm.Run.look, tm.Run.save = looking, saving
-sys.exit(tm.main(sys.argv[1:]))"""
+{SCRIPT}"""
 
 
 @linux
@@ -957,6 +966,7 @@ def write_black(folder, size):
     write_set(folder, [np.zeros((64, *size))] * 2, [np.arange(64) % 2] * 2)
 
 
+@pytest.mark.usefixtures("tiny_network")
 @pytest.mark.parametrize("flags, message", BAD_FLAGS)
 def test_bad_flag_is_refused_in_one_line(tmp_path, small_folder, wrong, flags, message):
     file = tmp_path / "file"
@@ -980,7 +990,7 @@ def test_settings_depend_on_the_data_and_not_on_their_name():
     assert len(set(map(json.dumps, settings))) == 5
 
 
-SGD = {"optimizer": "sgd", "learning_rate": 0.15}
+BY_SGD = {"optimizer": "sgd", "learning_rate": 0.15}
 USUAL = (28, 28)
 
 
@@ -991,7 +1001,7 @@ USUAL = (28, 28)
     (USUAL, "--optimizer adam", {"optimizer": "adam", "learning_rate": 0.001}),
     (USUAL, "--learning-rate 0 --max-shift 0", {"learning_rate": 0, "max_shift": 0}),
     (USUAL, "--bootstrap", {"bootstrap": True}),
-    (USUAL, "--network batchnorm --optimizer sgd", tm.GUIDE | SGD),
+    (USUAL, "--network batchnorm --optimizer sgd", tm.GUIDE | BY_SGD),
     ((12, 40), "", {"max_shift": 1}),
     ((128, 140), "", {"max_shift": 9}),  # more pixels than images
     ((8, 8), "--max-shift 8 --batch-size 48", {"max_shift": 8, "batch_size": 48}),
@@ -1029,7 +1039,7 @@ def test_help_shows_every_flag_with_its_choices_and_its_default(capsys):
         assert f"(default: {shown[name]}" in " ".join(text.split())
         kind = tm.FLAGS[name]
         if not callable(kind):
-            assert f"{{{','.join(x for x in kind if x != 'tiny')}}}" in text
+            assert f"{{{','.join(kind)}}}" in text
 
 
 def test_resumed_run_takes_its_flags_from_its_config(tmp_path, whole_run):
