@@ -659,6 +659,38 @@ def fold_interval(
     return lower, upper
 
 
+def _at_most(
+    errors: np.ndarray, kept: np.ndarray, risk: float, exact_near: float
+) -> np.ndarray:
+    """Return P(at most errors[i] of kept[i] examples are wrong), each by `risk`.
+
+    Errors [n] are among the first 1, ..., n examples, which are `kept` [n].  The
+    probability falls with every right example that is added and rises with every wrong
+    one, in proportion to P(exactly this many errors).  Where that sum rounds too
+    coarsely, near a number, P(exactly j errors) is added up for j = errors, errors - 1,
+    ..., 0.
+    """
+    wrong = np.diff(errors, prepend=0) > 0
+    right = kept - errors
+    log_factorials = np.cumsum(np.log(np.append(1, kept)))
+    log_choices = log_factorials[kept] - log_factorials[errors] - log_factorials[right]
+    log_exactly = log_choices + errors * math.log(risk) + right * math.log1p(-risk)
+    exactly = np.exp(log_exactly)
+    steps = exactly * right / kept * np.where(wrong, 1, risk / (risk - 1))
+    at_most = 1 + np.cumsum(steps)
+    unclear = np.flatnonzero(np.abs(at_most - exact_near) < 1e-6)
+    j = errors[unclear]
+    n = kept[unclear]
+    term = exactly[unclear]
+    total = term
+    while (term > 1e-17 * total).any():
+        term = term * j / (n - j + 1) * ((1 - risk) / risk)
+        total = total + term
+        j = np.maximum(j - 1, 0)
+    at_most[unclear] = total
+    return at_most
+
+
 def risk_threshold(
     uncertainty: Any, wrong: Any, *, risk: float = 0.01, confidence: float = 0.95
 ) -> float:
@@ -703,29 +735,9 @@ def risk_threshold(
     order = np.argsort(scores)
     scores = scores[order]
     wrong = wrong[order]
-    kept = np.arange(1, len(order) + 1)
     errors = np.cumsum(wrong)  # among the kept
-    right = np.cumsum(~wrong)
-    # P(at most this many errors), if each kept example is wrong with probability
-    # `risk`.  It falls with every right example that is added and rises with every
-    # wrong one, in proportion to P(exactly this many errors).  Where that rounds too
-    # coarsely, P(exactly j errors) is added up for j = errors, errors - 1, ..., 0.
-    log_factorials = np.cumsum(np.log(np.append(1, kept)))
-    log_choices = log_factorials[kept] - log_factorials[errors] - log_factorials[right]
-    log_exactly = log_choices + errors * math.log(risk) + right * math.log1p(-risk)
-    exactly = np.exp(log_exactly)
-    steps = exactly * right / kept * np.where(wrong, 1, risk / (risk - 1))
-    so_few = 1 + np.cumsum(steps)
-    unclear = np.flatnonzero(np.abs(so_few - (1 - confidence)) < 1e-6)
-    j = errors[unclear]
-    n = kept[unclear]
-    term = exactly[unclear]
-    total = term
-    while (term > 1e-17 * total).any():
-        term = term * j / (n - j + 1) * ((1 - risk) / risk)
-        total = total + term
-        j = np.maximum(j - 1, 0)
-    so_few[unclear] = total
+    kept = np.arange(1, len(order) + 1)
+    so_few = _at_most(errors, kept, risk, exact_near=1 - confidence)
     fewest = math.log(1 - confidence) / math.log1p(-risk)
     start = max(fewest, min(2 * fewest, len(order) / 2))
     is_last = np.searchsorted(scores, scores, side="right") == kept  # of equal scores

@@ -35,7 +35,9 @@ for each of H and W.  There may be one axis, or three and more, in place of thes
 
 Contents: Windows, Convolutions, Gradients of kernels, Any convolution, Products and
 sums, Options of the compiler, Programs, Functions, Memory.  Each section uses only the
-sections above it.  An import touches no device.
+sections above it.  An import touches no device.  The file jax_faults.py, in the
+repository, has the faults of XLA and its libraries that comments name: the versions of
+JAX that have each one, and a probe.
 """
 
 from __future__ import annotations
@@ -89,9 +91,10 @@ def __dir__() -> list[str]:  # for completion: without the imported modules' nam
 # XLA:CPU has a fast routine for convolutions of NHWC images and HWIO kernels, of one or
 # two axes; oneDNN, which XLA calls if `compiler_options` say so, has one for three axes
 # too.  XLA converts other layouts to these, but not inside a loop, where gradients then
-# take some sixty times as long (jax issue 12868).  So each convolution of a function is
-# replaced: on a CPU it takes these layouts, with any number of axes, and one of the
-# ways below, which `_forward` and, for gradients of kernels, `_kernel_gradient` choose.
+# take some sixty times as long (fault `slow_convolutions_in_loops`).  So each
+# convolution of a function is replaced: on a CPU it takes these layouts, with any
+# number of axes, and one of the ways below, which `_forward` and, for gradients of
+# kernels, `_kernel_gradient` choose.
 
 _CHUNK_BYTES = 2_000_000  # of arrays at work: so much fits a core's cache
 
@@ -163,8 +166,8 @@ def _by_phase(x, strides):
 def _moved(x, move):
     """Return move(x), which puts entries elsewhere: bfloat16 as integers.
 
-    For many loops that store bfloat16 in another order, LLVM ends the process (JAX
-    0.12).  A barrier keeps XLA from making one loop of the move and the conversion.
+    LLVM may end the process otherwise (fault `moved_half_types`).  A barrier keeps XLA
+    from making one loop of the move and the conversion.
     """
     if x.dtype != jnp.bfloat16:
         return move(x)
@@ -227,8 +230,8 @@ def _entries(x, axes, window, size) -> list[jax.Array]:
 def _instructions() -> set[str]:
     """Return the names of the processor's instructions, by Linux.
 
-    There are none where oneDNN's variable leaves it none for bfloat16: XLA does not
-    notice that, and the process ends.
+    There are none where oneDNN's variable leaves it none for bfloat16, which XLA does
+    not notice (fault `bfloat16_without_instructions`).
     """
     most = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
     if most == "AVX" or most.startswith(("SSE", "AVX2")):
@@ -290,8 +293,7 @@ def _padded(x, axes):
 def _for_xla(x, kernel, axes, groups, sums):
     """Return images, kernel, axes and type of sums as XLA's routine is right and fast.
 
-    XLA reads uninitialized memory (JAX 0.10) if an axis is padded by (-p, +p), as in
-    gradients of causal convolutions: negative padding is cut off before.  It is up to
+    Negative padding is cut off before (fault `negative_padding`).  The routine is up to
     three times as fast with more than 16 channels on one side and an even number of
     inputs, so channels of zeros are added (JAX 0.10, 0.12).
     """
@@ -312,17 +314,17 @@ def _for_xla(x, kernel, axes, groups, sums):
 
 
 def _for_onednn(x, kernel, axes, groups, sums):
-    """Return images, kernel, axes and type of sums as oneDNN (JAX 0.12) is right.
+    """Return images, kernel, axes and type of sums as oneDNN is right.
 
-    It reads uninitialized memory where the stride of one window over one channel is
-    above 1: there the stride becomes 1.  It takes no kernels that XLA reverses, and XLA
-    fails for half types that it left: a barrier hides how a kernel is made.  It ends
-    the process for many windows of bfloat16 in padding alone: such zeros are made.
-    With AMX, it is wrong now and then for half types with strides, and it merges fewer
-    than 16 channels with the last axis along which windows have several entries: where
-    these fill its blocks of 32, it is wrong at each call.  So float32 is taken there;
-    and where there are no instructions for bfloat16, since XLA would round the sum of
-    each chunk.
+    - The stride of one window becomes 1 (fault `one_window_with_a_stride`).
+    - A barrier hides how a kernel is made (fault `reversed_kernels`).
+    - Zeros that windows see alone are made (fault `windows_in_padding_alone`).
+    - With AMX, half types with strides become float32 (fault
+      `half_types_with_strides`), and so do fewer than 16 channels that oneDNN merges
+      with the last axis along which windows have several entries, where these fill its
+      blocks of 32 (fault `few_channels_with_wide_windows`).
+    - Half types become float32 where there are no instructions for bfloat16, since XLA
+      would round the sum of each chunk.
     """
     ins = kernel.shape[-2]
     merged = False
@@ -390,23 +392,32 @@ class _Phased(NamedTuple):
 
     axis: _Axis  # of the convolution without zeros
     step: int  # so many phases there are
-    row: int  # entries of the kernel in each phase
+    taps: int  # entries of the kernel in each phase
     outputs: int  # of each phase
     kept: slice  # which of all phases' outputs, in their order, are outputs
 
 
 def _phased(axis, length, k) -> _Phased:
-    """Take an axis of images with `length` apart, for a kernel with k entries."""
+    """Take an axis of images with `length` apart, for a kernel with k entries.
+
+    For example, images a b c with a zero between their entries, and a kernel u v w: the
+    windows (a 0 b), (0 b 0) and (b 0 c) have the outputs a u + b w, b v and b u + c w.
+    Without zeros, the 2 windows (a b) and (b c), of 2 taps, meet the kernel of each
+    phase, (v 0) and (u w).  In turn that makes a v, a u + b w, b v and b u + c w, of
+    which the first is dropped and 3 are kept.
+    """
     step = axis.between + 1
     if step == 1:
         return _Phased(axis, 1, k, axis.num_windows(length, k), slice(None))
     size = axis._replace(stride=1, dilation=1).num_windows(length, k)
-    spare = -(axis.low + 1) % step  # outputs before the first, so that it is so
-    row = -(-k // step)
-    count = -(-(size + spare) // step)
-    low = (axis.low + spare + 1) // step - 1
-    new = _Axis(low, count + row - 1 - low - length)
-    return _Phased(new, step, row, count, slice(spare, spare + size, axis.stride))
+    # So many outputs come before the first, so that the phases begin with it.
+    dropped = -(axis.low + 1) % step
+    taps = -(-k // step)
+    count = -(-(size + dropped) // step)
+    low = (axis.low + dropped + 1) // step - 1
+    new = _Axis(low, count + taps - 1 - low - length)
+    kept = slice(dropped, dropped + size, axis.stride)
+    return _Phased(new, step, taps, count, kept)
 
 
 def _phases(x, kernel, axes, how):
@@ -428,14 +439,14 @@ def _phases(x, kernel, axes, how):
     kernel = _fit(kernel, [_Axis(between=gap) for gap in gaps], window)
     phases = list(map(_phased, axes, x.shape[1:], window))
     steps = [phase.step for phase in phases]
-    rows = [phase.row for phase in phases]
+    taps = [phase.taps for phase in phases]
     counts = [phase.outputs for phase in phases]
 
     def by_phase(kernel):
-        kernel = _fit(kernel, [_Axis()] * n, map(operator.mul, rows, steps))
+        kernel = _fit(kernel, [_Axis()] * n, map(operator.mul, taps, steps))
         kernel = lax.rev(_by_phase(kernel, steps), [0])
-        kernel = kernel.reshape(-1, *rows, ins, groups, outs // groups)
-        return jnp.moveaxis(kernel, 0, -2).reshape(*rows, ins, -1)
+        kernel = kernel.reshape(-1, *taps, ins, groups, outs // groups)
+        return jnp.moveaxis(kernel, 0, -2).reshape(*taps, ins, -1)
 
     def in_order(y):
         y = y.reshape(len(x), *counts, groups, *steps, outs // groups)
@@ -569,6 +580,15 @@ def _undilated(x, g, size, axes):
     return x, g, [_Axis(stride=s) for s in strides]
 
 
+def _add_unseen_half(total, y):
+    """Return total + y / 2, which oneDNN does not see.
+
+    XLA would give oneDNN the addition of y itself, which rounds the total to y's type
+    (fault `sums_rounded_to_half_types`).  Half of y is exact, and hides the addition.
+    """
+    return total + y.astype(total.dtype) / 2
+
+
 def _sum_of_examples(x, g, size, axes, how):
     """Do as `_kernel_gradient`, without dilation, by a convolution of each chunk.
 
@@ -599,13 +619,11 @@ def _sum_of_examples(x, g, size, axes, how):
             kernel = kernel.astype(wide)
         image = image.reshape(1, *image.shape[:-3], -1, count)
         y = _library(image, kernel, edges, how)[0]
-        # XLA would give oneDNN the addition too, and round the total to y's type.  It
-        # does not if half of y is added, which is exact.
-        return total + y.astype(wide) / 2, None
+        return _add_unseen_half(total, y), None
 
     total = lax.full_like(x, 0, wide, (*size[:-1], size[-1] * ins, outs))
     total, _ = lax.scan(add, total, jnp.arange(0, len(x), count))
-    return 2 * total.reshape(*size, ins, outs)
+    return 2 * total.reshape(*size, ins, outs)  # of halves
 
 
 def _sum_of_planes(x, g, size, axes, how):
@@ -644,7 +662,8 @@ def _is_kernel_gradient(lhs, rhs, size, spec, batch_groups, feature_groups) -> b
 
     JAX writes it with the features of lhs, which are examples, before its batch, which
     are channels; or, of a depthwise kernel, with a group for each channel.  Its windows
-    are large, and its outputs are few.
+    are large, and its outputs are few.  A wrong guess costs time, never numbers: both
+    ways compute the same sums.
     """
     batch, features = spec.lhs_spec[:2]
     out, _, *window = spec.rhs_spec
@@ -779,13 +798,11 @@ def _multiply(made, x, y, *rest, primitive, target, joined, left, small, **how):
     transposition puts `left`, the axes of x, behind the axes of y, as in gradients of
     weights, the factors change places; else, `left` is empty.
 
-    XLA (JAX 0.11, 0.12) gives oneDNN the operations that follow a product too.  It puts
-    the SiLU or GELU of a product in the product's place, also for other users, such as
-    the gradient, and rounds sums of half types too early.  A barrier hides the
-    operations.  For float16, oneDNN has only a reference implementation, several
-    hundred times as slow, unless the sums are float32; bfloat16 becomes float32 where
-    the processor has no instructions for it.  Many `small` matrices are multiplied in a
-    loop.
+    XLA gives oneDNN the operations that follow a product too, which a barrier hides
+    (faults `activation_in_place_of_a_product` and `sums_rounded_to_half_types`).  Sums
+    of float16 become float32 (fault `slow_products_of_float16`), and so does bfloat16
+    where the processor has no instructions for it.  Many `small` matrices are
+    multiplied in a loop.
     """
     if small or joined:
         numbers = zip(*how["dimension_numbers"])
@@ -828,10 +845,11 @@ def _add_up(made, x, *, primitive, eighths, **how):
 
     XLA rounds sums of half types, such as gradients of biases, after each addition,
     which takes thirty times as long.  It adds the numbers of a sum one after another,
-    and YNNPACK, which adds several at a time, is wrong in JAX 0.10 and 0.11.  There,
-    eighths are added for sums over axes in a row, as long as eighths are large: that is
-    fast too, and rounds less.  A barrier lets XLA compute all eighths and their sum in
-    one loop.
+    and YNNPACK, which adds several at a time, is wrong before JAX 0.12 (faults
+    `sums_of_broadcasts`, `sums_of_many_small_products`, `sums_of_rank_7` and
+    `sums_of_rank_8`).  There, eighths are added for sums over axes in a row, as long as
+    eighths are large: that is fast too, and rounds less.  A barrier lets XLA compute
+    all eighths and their sum in one loop.
     """
     y = x.astype(_wide(x.dtype))
     if not eighths:
@@ -953,9 +971,9 @@ def compiler_options(backend: str | None = None) -> dict[str, bool | str]:
 
     - jaxlib 0.10 and 0.11 leave no reductions to YNNPACK, whose sums are wrong there.
     - jaxlib 0.11 and 0.12 on x86-64 convolve and multiply by oneDNN, unless programs
-      are kept in JAX's persistent cache, which cannot keep programs with oneDNN.  Two
-      passes that come with it are left out: oneDNN's softmax returns 0 for nan, and
-      conversions between types, which round, would be dropped.
+      are kept in JAX's persistent cache (fault `programs_that_cannot_be_kept`).  Two
+      passes that come with it are left out (faults `softmax_without_nan` and
+      `roundings_that_are_dropped`).
 
     An option that XLA_FLAGS names is left to XLA_FLAGS.
     """

@@ -37,7 +37,9 @@ Images are NHWC, kernels HWIO, labels integers, losses in nats per example.
 
 Contents: Layers, Network, Losses, Optimizers, Devices, States, Arguments, Member,
 Calls, Updates, Places, Programs, Predictions, Trainer, Batches, Checkpoints, Demo.
-Each section uses only the sections above it.  An import touches no device.
+Each section uses only the sections above it.  An import touches no device.  The file
+jax_faults.py, in the repository, has the faults of JAX that comments name: the versions
+that have each one, and a probe.
 """
 
 from __future__ import annotations
@@ -354,23 +356,32 @@ def _num_bytes(x: Any) -> int:
     return x.size * x.dtype.itemsize if hasattr(x, "dtype") else 0
 
 
-def _average(tree: PyTree) -> PyTree:
-    """Average over replicas, in float32 at least; leaves keep their types.
-
-    Counts and keys have no mean, and all replicas advance them alike.
+def _in_training() -> bool:
+    """Return whether this is traced for replicas, which are trained together.
 
     Replicas stand along an axis of this name, which only programs that train have.  JAX
     keeps a trace by the names and sizes of the axes around it, so none is reused where
     others, or no replicas, are averaged.
     """
+    try:
+        lax.axis_size("replicas")
+    except NameError:
+        return False
+    return True
+
+
+def _average(tree: PyTree) -> PyTree:
+    """Average over replicas, in float32 at least; leaves keep their types.
+
+    Counts and keys have no mean, and all replicas advance them alike.
+    """
 
     def average(x):
-        with contextlib.suppress(NameError):  # without the axis: there are no replicas
-            if jnp.issubdtype(x.dtype, jnp.inexact):
-                return lax.pmean(x.astype(_wide(x.dtype)), "replicas").astype(x.dtype)
-        return x
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        return lax.pmean(x.astype(_wide(x.dtype)), "replicas").astype(x.dtype)
 
-    return jax.tree.map(average, tree)
+    return jax.tree.map(average, tree) if _in_training() else tree
 
 
 def replica_mean(tree: PyTree) -> PyTree:
@@ -914,9 +925,8 @@ def _is_key(leaf: Any) -> bool:
     return ours and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-# Arrays that may wait for a copy from one device to another, the oldest first.  If a
-# process ends before a copy between CPU devices has begun, it dies by SIGSEGV (JAX
-# 0.12), so its end waits.
+# Arrays that may wait for a copy from one device to another, the oldest first.  The end
+# of the process waits for them (fault `copies_at_the_end`).
 _IN_FLIGHT: collections.deque[Array] = collections.deque()
 _IN_FLIGHT_LOCK = threading.Lock()
 
@@ -1050,13 +1060,15 @@ def _check_leaves(what: Any, theirs: dict, ours: dict, remedy: str = "") -> None
 def _check_form(what, tree, like, remedy="", first=0, typed=True) -> None:
     """Raise ValueError unless two trees have one structure, and leaves of one form."""
 
-    def form(x):
+    def shape_and_type(x):
         return np.shape(x)[first:], typed and getattr(x, "dtype", None)
 
     structure: Any = jax.tree.structure(tree)
     expected: Any = jax.tree.structure(like)
-    forms = list(map(form, jax.tree.leaves(tree)))
-    if structure == expected and forms == list(map(form, jax.tree.leaves(like))):
+    found = list(map(shape_and_type, jax.tree.leaves(tree)))
+    if structure == expected and found == list(
+        map(shape_and_type, jax.tree.leaves(like))
+    ):
         return  # without names, which take longer
     theirs = dict(_named(_described(tree, first, typed)))
     ours = dict(_named(_described(like, first, typed)))
@@ -1221,8 +1233,8 @@ def _private(what: str, tree: PyTree) -> PyTree:
 def _scan(f: Callable, carry: PyTree, xs: PyTree) -> tuple:
     """Do as `lax.scan` does, without a loop of one turn.
 
-    Such a loop copies its carry.  Over shards, XLA for TPUs computes other loops within
-    it twice.
+    Such a loop is slower on CPUs (fault `slow_loops_of_one_turn`).  Over shards, XLA
+    for TPUs computes other loops within it twice.
     """
     if len(jax.tree.leaves(xs)[0]) > 1:
         return lax.scan(f, carry, xs)
@@ -1238,20 +1250,25 @@ def _over_shards(rows: PyTree, shards: int) -> PyTree:
     return jax.tree.map(lambda x: lax.with_sharding_constraint(x, spec), rows)
 
 
-def _by_itself(ok: Any, f: Callable, old: PyTree, *args: PyTree) -> PyTree:
+def _by_itself(ok: Array | None, f: Callable, old: PyTree, *args: PyTree) -> PyTree:
     """Return f(old, *args), or `old` where `ok` is false; on a CPU, compile f apart.
 
+    An `ok` of None is always true.
+
     On CPU, XLA cannot see that this branch is always taken, so it compiles f by itself;
-    otherwise bits would depend on fusion, and so on K.  (In a loop of one turn, XLA
-    would move parts out of it, and use one thread.)  On an accelerator XLA sees it, and
-    removes the branch, as it would be slow there: each array is selected in its place.
+    otherwise bits would depend on fusion, and so on K (fault
+    `rounding_by_surroundings`).  In a loop of one turn, XLA would move parts out of it,
+    and use one thread.  On an accelerator XLA sees it, and removes the branch, as it
+    would be slow there: each array is selected in its place.
     """
     hide = lax.optimization_barrier
     taken, kept = lax.platform_dependent(
-        ok, cpu=lambda ok: (hide(ok), True), default=lambda ok: (True, ok)
+        True if ok is None else ok,
+        cpu=lambda ok: (hide(ok), True),
+        default=lambda ok: (True, ok),
     )
     new = lax.cond(taken, f, lambda old, *_: old, old, *args)
-    if ok is True:
+    if ok is None:
         return new
     return jax.tree.map(lambda x, y: jnp.where(kept, x, y), new, old)
 
@@ -1330,10 +1347,9 @@ def _takes_value(update: Callable) -> bool:
 def _hidden(tree: PyTree) -> PyTree:
     """Return a tree whose operations XLA:CPU does not see beside a user's.
 
-    XLA:CPU (JAX 0.10 to 0.12) updates an array in place, and reads what it has
-    overwritten, if a reshape comes before or behind the update, as where a function
-    moves the rows of a state (xla issue 49176).  What users' functions are given and
-    return is hidden, so that only their own operations meet, as under `jax.jit`.
+    XLA:CPU is wrong where a function moves the rows of a state, and a reshape comes
+    before or behind (fault `moved_rows`).  What users' functions are given and return
+    is hidden, so that only their own operations meet, as under `jax.jit`.
     """
     # Each leaf has a barrier of its own: none then waits for the others.
     hide = functools.partial(jax.tree.map, lax.optimization_barrier)
@@ -1349,7 +1365,7 @@ def _present(*trees: PyTree) -> tuple:
 class _Member:
     """What one member does on one device; an update or a trainer maps it over all.
 
-    `init`, `update`, `epoch` and `predict` take the member's state, and their other
+    `first`, `step`, `steps` and `outputs` take the member's state, and their other
     arguments by name.  Among these are its hyper and the frozen tree, each None if
     there is none; users' functions take those that are not None last, as `extras`.  No
     field is an array, which programs would hold.
@@ -1501,7 +1517,7 @@ class _Member:
             "docs/coming-from.md#l-bfgs shows how to give it more"
         )
 
-        def step(old, grads, model_state):
+        def take_step(old, grads, model_state):
             params, opt_state, _ = old
             updates, new_state = _user_call(
                 "the optimizer's update", advice, update, grads, opt_state, params
@@ -1517,9 +1533,9 @@ class _Member:
             _check_form("the updated parameters", new_params, params)
             return new_params, new_state, model_state
 
-        return _by_itself(ok, step, old, grads, model_state)
+        return _by_itself(ok, take_step, old, grads, model_state)
 
-    def update(self, state, batch, hyper=None, frozen=None, part=0):
+    def step(self, state, batch, hyper=None, frozen=None, part=0):
         """Take a step: (state, metrics).  A replica's part of the batch has a number.
 
         This is the training step, written once.
@@ -1533,7 +1549,7 @@ class _Member:
             self.gradients(state, used, batch, part, extras)
         )
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
-        ok: Any = True
+        ok = None
         if self.skip_nonfinite:  # replicas have equal averages, and skip together
             finite = [jnp.isfinite(x).all() for x in jax.tree.leaves((loss, grads))]
             ok = jnp.stack(finite).all()
@@ -1544,7 +1560,8 @@ class _Member:
         state = TrainState(params, opt_state, model_state, key)
         return state, (loss, aux) if self.has_aux else loss
 
-    def init(self, _, number, key, hyper=None, frozen=None):
+    def first(self, _, number, key, hyper=None, frozen=None):
+        """Return the first state of the member with this number."""
         init_key, key = jax.random.split(jax.random.fold_in(key, number))
         args = _hidden((init_key, *_present(hyper, frozen)))
         model = self.call("init_fn", ("key",), args)
@@ -1554,23 +1571,27 @@ class _Member:
         optimizer = self.optimizer_of(_hidden(hyper))
         return train_state(params, optimizer, model_state=model_state, key=key)
 
-    def epoch(self, state, order, data, num_steps, hyper=None, frozen=None, part=0):
+    def steps(self, state, order, data, num_steps, hyper=None, frozen=None, part=0):
+        """Take steps, each on the rows of data that a row of order names."""
+
         def train_on(state, rows):
             batch = jax.tree.map(lambda x: x[rows], data)
-            return self.update(state, batch, hyper, frozen, part)
+            return self.step(state, batch, hyper, frozen, part)
 
         return _scan_first(train_on, state, order, num_steps, self.platform)
 
-    def predict(self, model, chunks, count, hyper=None, frozen=None, part=0):
-        def predict(carry, inputs):
-            inputs = _over_shards(inputs, self.shards)
-            return carry, self.outputs(model, inputs, hyper, frozen)
+    def outputs(self, model, chunks, count, hyper=None, frozen=None, part=0):
+        """Return what the member predicts for the first `count` chunks."""
 
-        _, outputs = _scan_first(predict, (), chunks, count, self.platform)
+        def turn(carry, inputs):
+            inputs = _over_shards(inputs, self.shards)
+            return carry, self.outputs_of(model, inputs, hyper, frozen)
+
+        _, outputs = _scan_first(turn, (), chunks, count, self.platform)
         return outputs
 
-    def outputs(self, model, inputs, hyper, frozen):
-        """Return what a member predicts for a chunk."""
+    def outputs_of(self, model, inputs, hyper, frozen):
+        """Return what the member predicts for a chunk."""
         note = (
             f" for inputs {_described(inputs)}, filled up to a chunk; one example x is "
             "given as x[None]"
@@ -1609,7 +1630,8 @@ def _run(program: Callable, alone: bool, *args) -> Any:
 
     XLA:CPU serves all virtual devices with one pool of threads.  If programs whose
     devices wait for each other pile up in it, the last device may get no thread, and
-    the process aborts: a CPU has to run one of these programs at a time.
+    the process aborts (fault `programs_that_wait_for_each_other`): a CPU has to run one
+    of these programs at a time.
     """
     wait = jax.block_until_ready if alone else lambda x: x
     _forget_done()
@@ -1638,38 +1660,54 @@ def _is_consumed(state: PyTree) -> bool:
     return any(isinstance(x, Array) and x.is_deleted() for x in jax.tree.leaves(state))
 
 
-def _run_consuming(owner: Any, program: Callable, state: PyTree, *rest) -> tuple:
-    """Call program(state, *rest) -> (state, metrics), which reuses state's buffers."""
-    # 1. During the call, `guard` stands in front of the handler of SIGINT.
-    # 2. Until the buffers are taken, nothing can be lost, and compiling may take long:
-    #    an interrupt goes on at once, and if its handler returns, guard is set again.
-    # 3. From then on interrupts wait until the result is the owner's latest.
-    # 4. The handler that was set last is set again, and the waiting interrupts go on.
-    handler: Any = signal.getsignal(signal.SIGINT)
-    waiting = 0
+class _Guard:
+    """A context in which SIGINT waits while a state is consumed.
 
-    def guard(*interrupt):
-        nonlocal handler, waiting
-        if _is_consumed(state):
-            waiting += 1
+    1. In the context, the guard stands in front of the user's handler of SIGINT.
+    2. Until the state's buffers are taken, nothing can be lost, and compiling may take
+       long: an interrupt goes on to the user's handler at once.
+    3. From then on interrupts wait until the context ends, when the result has a name.
+    4. Then the handler that the user has set last is set again, and the waiting
+       interrupts go on to it, also if the program failed.
+    """
+
+    def __init__(self, state: PyTree):
+        self.state = state
+        self.users: Any = signal.getsignal(signal.SIGINT)  # the user's handler
+        self.waiting = 0  # interrupts
+        # Only the main thread is interrupted, and only there can handlers be set.
+        here = threading.main_thread() is threading.current_thread()
+        self.guarded = here and callable(self.users)
+
+    def __enter__(self) -> None:
+        if self.guarded:
+            signal.signal(signal.SIGINT, self)
+
+    def __call__(self, *interrupt: Any) -> None:
+        if _is_consumed(self.state):
+            self.waiting += 1
         else:
-            itself = signal.signal(signal.SIGINT, handler)  # avoids a reference cycle
+            signal.signal(signal.SIGINT, self.users)
             signal.raise_signal(signal.SIGINT)
-            handler = signal.signal(signal.SIGINT, itself)
+            self.users = signal.signal(signal.SIGINT, self)  # it may have set another
 
-    # Only the main thread is interrupted, and only there can handlers be set.
-    here = threading.main_thread() is threading.current_thread()
-    guarded = here and callable(handler)
-    try:
-        if guarded:
-            signal.signal(signal.SIGINT, guard)
+    def __exit__(self, *error: Any) -> None:
+        if self.guarded:
+            last = signal.signal(signal.SIGINT, self.users)
+            if last is not self:  # the user's, set during the call
+                signal.signal(signal.SIGINT, last)
+        for _ in range(self.waiting):
+            signal.raise_signal(signal.SIGINT)
+
+
+def _run_consuming(owner: Any, program: Callable, state: PyTree, *rest) -> tuple:
+    """Call program(state, *rest) -> (state, metrics), which reuses state's buffers.
+
+    The new state is the owner's `latest` before an interrupt goes on: see `_Guard`.
+    """
+    with _Guard(state):
         result = program(state, *rest)
         object.__setattr__(owner, "latest", result[0])  # a trainer is frozen
-    finally:
-        if guarded and (last := signal.signal(signal.SIGINT, handler)) is not guard:
-            signal.signal(signal.SIGINT, last)
-        for _ in range(waiting):  # also if the program failed
-            signal.raise_signal(signal.SIGINT)
     return result
 
 
@@ -1728,7 +1766,7 @@ def _check_apart(state: PyTree) -> None:
             )
 
 
-def _admit(owner: Any, state: Any, given: Any, fit: Callable, trains=True) -> Any:
+def _let_in(owner: Any, state: Any, given: Any, fit: Callable, trains=True) -> Any:
     """Let a state in: the one door for states, of updates and of trainers.
 
     It comes with the other arguments, `given`.  The owner's latest needs few checks.
@@ -1758,16 +1796,16 @@ def _admit(owner: Any, state: Any, given: Any, fit: Callable, trains=True) -> An
 def _make_update(axis: str, member: _Member) -> Callable:
     """Map a member's step over the devices, with this name of their axis."""
     member.optimizer_of()  # raises if it is none
-    form = "the number of devices in all of them: replicate or split them"
+    alike = "the number of devices in all of them: replicate or split them"
     meet = axis == "replicas"
 
     def on_device(state, *batch):
-        return member.update(state, batch, part=lax.axis_index(axis) if meet else 0)
+        return member.step(state, batch, part=lax.axis_index(axis) if meet else 0)
 
     pmapped = jax.pmap(_fast_cpu.fast(on_device), axis_name=axis, donate_argnums=0)
 
     def fit(state):
-        _check_axes("state", state, expected=form)
+        _check_axes("state", state, expected=alike)
         if state.key is not None:
             keys = _gather_devices(_key_data(state.key))
             _check_keys(keys, np.zeros(len(keys)) if meet else range(len(keys)))
@@ -1777,8 +1815,8 @@ def _make_update(axis: str, member: _Member) -> Callable:
 
     def update(state, *batch):
         """Take a step: (state, metrics).  `state` is consumed."""
-        state = _admit(update, state, batch, fit)
-        _check_axes("state and the batch", (state, batch), expected=form)
+        state = _let_in(update, state, batch, fit)
+        _check_axes("state and the batch", (state, batch), expected=alike)
         alone = meet and jax.default_backend() == "cpu"
         program = functools.partial(_run, pmapped, alone)
         batch = _private("batch", batch)
@@ -2058,11 +2096,17 @@ class _Places:
     def deal(self, name: str, batch: PyTree, axis: int, each: bool = False) -> tuple:
         """Give each slot its part of a batch, and the part's number: of_slot, of_all.
 
-        They are dicts, as `_over_members` takes them; where all slots have the whole
-        batch, it is in of_all.  The B examples of each leaf are on the given axis; with
-        `each`, each member has its batch, on the first axis.  There are P = gcd(B, R)
-        parts.  If P < R, R / P replicas have the same part, and the mean over replicas
-        is still the mean over the batch; this warns of it.
+        They are dicts, as `_over_members` takes them.  The B examples of each leaf are
+        on the given axis; with `each`, each member has its batch, on the first axis:
+
+            each    R         a leaf, with its axis at 0     becomes
+            no      1         [B, ...]                       the same, in of_all
+            no      above 1   [B, ...]                       [D, B / P, ...] by slot
+            yes     1         [K, B, ...]                    [D * M, B, ...] by slot
+            yes     above 1   [K, B, ...]                    [D, B / P, ...] by slot
+
+        There are P = gcd(B, R) parts.  If P < R, R / P replicas have the same part, and
+        the mean over replicas is still the mean over the batch; this warns of it.
         """
         member, replica = self.slots
         replicas = self.layout.replicas
@@ -2188,8 +2232,8 @@ def _check_draws(key: Any, at_once: int | None) -> None:
         )
 
 
-def _in_slots(f: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> Callable:
-    """Map f over the slots of a mesh, over whose shards XLA divides it."""
+def _over_devices(f: Callable, mesh: Any, in_specs: Any, out_specs: Any) -> Callable:
+    """Map f over the devices of a mesh, over whose shards XLA divides it."""
     return jax.shard_map(
         f,
         mesh=mesh,
@@ -2217,7 +2261,7 @@ def _fits(program: Any, args: tuple, by_slot: Any) -> bool:
     return bool(gather_processes(fits).all())
 
 
-def _in_turn(f, states, of_slot, places, train, at_once) -> tuple:
+def _over_slots(f, states, of_slot, places, train, at_once) -> tuple:
     """Map f(state, of_slot) over M slots, whose leaves are [M, ...]: (states, results).
 
     Each step cuts out up to `at_once` slots, for which f returns (state, results).
@@ -2231,7 +2275,7 @@ def _in_turn(f, states, of_slot, places, train, at_once) -> tuple:
     flat = places.platform in _GPU and together < slots and places.shards == 1
 
     def advance(now, start, count=together):  # of the states, which may be flat
-        # A vmap of one member has other bits than the member, wrong ones at times.
+        # A vmap of one member may have other bits than the member.
         single = count == 1
 
         def cut(x, like):
@@ -2271,6 +2315,20 @@ def _compiling_fast(options: dict | None) -> dict | None:
     return {_LEVEL: 1, **(options or {})}
 
 
+# The way of a call, from `Trainer.update` to the loss, with the axes of a leaf of the
+# state at each step:
+#
+#     Trainer.update      [D * M, ...]   checks the arguments, and says the work
+#     _Programs.run       [D * M, ...]   finds or makes the program, and calls it
+#     _over_members       [D * M, ...]   the program: `jit` of all that follows
+#     _over_devices       [M, ...]       of a device, by `shard_map`
+#     _over_slots         [n, ...]       n = at_once of these in turn, by a loop
+#     fast, jax.vmap      [...]          one member of those n
+#     _Member.step        [...]          its step, as in the two pmapped updates
+#     _Member.gradients   [...]          on a part of its batch in turn, by a loop
+#     _Member.loss        [...]          the user's loss_fn, in one form
+
+
 def _over_members(f, places, at_once, train, once) -> Callable:
     """Map f(state, **of_slot, **of_all), of one member on one device, over all slots.
 
@@ -2281,7 +2339,7 @@ def _over_members(f, places, at_once, train, once) -> Callable:
     that runs `once` compiles fast.
 
     This maps as `jax.pmap` does, but the program is freed with the function returned,
-    while JAX (0.10, 0.12) keeps a program of `pmap` for good, with all that f holds.
+    which JAX keeps for good (fault `programs_of_pmap_are_kept`).
     """
     by_slot, everywhere = places.shardings(train)
     inputs = by_slot, by_slot, everywhere
@@ -2307,10 +2365,12 @@ def _over_members(f, places, at_once, train, once) -> Callable:
                 returned = fast(state, **of_slot, **of_all)
                 return returned if train else ((), returned)
 
-            states, results = _in_turn(on_slot, state, of_slot, places, train, at_once)
+            states, results = _over_slots(
+                on_slot, state, of_slot, places, train, at_once
+            )
             return (states, results) if train else results
 
-        program = _in_slots(on_device, by_slot.mesh, in_specs, by_slot.spec)
+        program = _over_devices(on_device, by_slot.mesh, in_specs, by_slot.spec)
         if places.shards > 1:
             program = functools.partial(divided, program)
         donated = (0,) if train else ()
@@ -2425,7 +2485,7 @@ class _Programs:
     def _loss(self) -> Any:  # which is traced once per form of its arguments
         mesh = self.places.by_slot.mesh
         all_alike = jax.sharding.PartitionSpec()
-        return jax.jit(_in_slots(self.member.loss, mesh, all_alike, all_alike))
+        return jax.jit(_over_devices(self.member.loss, mesh, all_alike, all_alike))
 
     def shared_steps(self, state: TrainState, data: tuple, size: int) -> int:
         """Return up to how many steps of `size` examples share a program of `epoch`.
@@ -2454,7 +2514,7 @@ class _Programs:
         program, args = self._program(work._replace(of_slot=of_slot, of_all=of_all))
         return _apart(program.lower, *args)
 
-    def form(self, work: _Work) -> PyTree:
+    def result_form(self, work: _Work) -> PyTree:
         """Return the form of the result; nothing is computed."""
         program, args = self._program(work)
         return _apart(program.eval_shape, *args)
@@ -2479,12 +2539,12 @@ def _near(x: np.ndarray, y: np.ndarray, like: np.ndarray) -> bool:
     return np.allclose(x, y, rtol=0, atol=rounding * size, equal_nan=True)
 
 
-def _forms(part: Any) -> Iterator:
+def _avals(part: Any) -> Iterator:
     """Yield the forms of all arrays that a part of a program makes, at any depth."""
     for eqn in getattr(part, "eqns", ()):
         yield from (v.aval for v in eqn.outvars)
         for x in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
-            yield from _forms(x)
+            yield from _avals(x)
 
 
 class _Sizes(NamedTuple):
@@ -2543,12 +2603,12 @@ class _Predictions:
 
             return jax.tree.map(functools.partial(_on_data, cut), inputs)
 
-        predict = self.programs.member.predict
+        outputs = self.programs.member.outputs
         for start in range(0, num_rows, size):
             n = min(size, num_rows - start)
             of_slot, of_all = places.deal("chunks", block(start), axis=1)
             of_all = {"count": np.int32(-(-n // turn))} | of_all
-            yield _Work(predict, model, of_slot, of_all, num_rows=n)
+            yield _Work(outputs, model, of_slot, of_all, num_rows=n)
 
     def _sizes(self, model, inputs, num_rows) -> _Sizes:
         """Return how to divide inputs, of which each replica has so many rows.
@@ -2574,14 +2634,14 @@ class _Predictions:
             least = most = self.chunk
         model, hyper = jax.tree.map(_like, (model, self.programs.hyper))  # of a member
         frozen = self.programs.frozen
-        outputs = jax.make_jaxpr(self.programs.member.outputs, return_shape=True)
+        outputs = jax.make_jaxpr(self.programs.member.outputs_of, return_shape=True)
 
         def trace(n):  # returns the bytes of inputs and outputs, and of all arrays
             rows = jax.tree.map(lambda x: _like(_numbers("inputs", x[:1]), n), inputs)
-            program, form = _apart(outputs, model, rows, hyper, frozen)
-            ends = jax.tree.leaves((rows, [form] * places.layout.members_per_device))
+            program, made = _apart(outputs, model, rows, hyper, frozen)
+            ends = jax.tree.leaves((rows, [made] * places.layout.members_per_device))
             num_bytes = sum(map(_num_bytes, ends)) or 1
-            return num_bytes, list(map(_num_bytes, _forms(program)))
+            return num_bytes, list(map(_num_bytes, _avals(program)))
 
         size, arrays = trace(least)
         largest = size
@@ -2611,16 +2671,14 @@ class _Predictions:
 
     def _members(self, block: _Block) -> PyTree:
         """Bring a block's outputs to the host, by member: leaves [K, n, ...]."""
-        layout = self.programs.places.layout
-        replicas = layout.replicas
+        members, _, _, replicas = self.programs.places.layout
 
         def bring(x):
             x = _gather_devices(x)
-            slots, chunks, chunk, *rest = x.shape
-            members = slots // replicas
-            x = x.reshape(members, replicas, chunks, chunk, *rest).swapaxes(1, 2)
-            x = x.reshape(members, chunks * replicas * chunk, *rest)
-            return x[: layout.members, : block.num_rows]
+            _, chunks, chunk, *rest = x.shape
+            x = x.reshape(-1, replicas, chunks, chunk, *rest).swapaxes(1, 2)
+            x = x.reshape(-1, chunks * replicas * chunk, *rest)
+            return x[:members, : block.num_rows]
 
         return jax.tree.map(bring, block.outputs)
 
@@ -2835,10 +2893,10 @@ class Trainer:
         return self._places.layout
 
     @functools.cached_property
-    def _form(self) -> TrainState:
+    def _state_form(self) -> TrainState:
         """The form of the state that init makes, leaves [D * M, ...]."""
         with jax.transfer_guard("allow"):
-            return self._programs.form(self._init(jax.random.key(0)))
+            return self._programs.result_form(self._work_of_init(jax.random.key(0)))
 
     def _check_members(self, state, members, expected, trains=False):
         """Raise ValueError unless these members are as init makes them.
@@ -2860,12 +2918,12 @@ class Trainer:
         if not trains:
             ignored["opt_state"] = ()
         state = state._replace(**ignored)
-        like = self._form._replace(**ignored)
+        like = self._state_form._replace(**ignored)
         remedy = ", as the trainer's init returns it"
         _check_form(what, state, like, remedy, first=1, typed=trains)
 
     def _fit(self, state, trains):
-        """Check a state, and return it in its slots: see `_admit`."""
+        """Check a state, and return it in its slots: see `_let_in`."""
         places = self._places
         members, _ = places.slots
         expected = f"this trainer's {len(members)}: use init, or gather and scatter"
@@ -2883,9 +2941,9 @@ class Trainer:
 
     def _admit(self, state, given=(), trains=False):
         fit = functools.partial(self._fit, trains=trains)
-        return _admit(self, state, given, fit, trains)
+        return _let_in(self, state, given, fit, trains)
 
-    # `_init`, `_update`, `_epoch` and `_predict` check a method's arguments and return
+    # `_work_of_init`, `_work_of_update` and so on check a method's arguments and return
     # its work, which `_programs` runs, or lowers.
 
     # Making and moving the members
@@ -2906,16 +2964,16 @@ class Trainer:
         above 1, and for an init_fn that returns leaves other than arrays.
         """
         object.__setattr__(self, "latest", None)  # the trainer is frozen
-        return self._programs.run(self, self._init(key))
+        return self._programs.run(self, self._work_of_init(key))
 
-    def _init(self, key):
+    def _work_of_init(self, key):
         _check_outside(key)
         advice = "expected one random key, such as jax.random.key(0), for all members"
         _user_call("key", advice, jax.random.split, key)
         _check_draws(key, self.at_once)
         member, _ = self._places.slots
-        init = self._programs.member.init
-        return _Work(init, None, {"number": member}, {"key": key}, once=True)
+        first = self._programs.member.first
+        return _Work(first, None, {"number": member}, {"key": key}, once=True)
 
     def gather(self, state: TrainState) -> TrainState:
         """Bring each member to the host, leaves [K, ...]; compare its replicas.
@@ -2936,7 +2994,11 @@ class Trainer:
         Leaves are `jax.ShapeDtypeStruct`; nothing is computed.  The state's key has the
         kind of `key`, by default the kind of `jax.random.key(0)`.
         """
-        form = self._form if key is None else self._programs.form(self._init(key))
+        form = (
+            self._state_form
+            if key is None
+            else self._programs.result_form(self._work_of_init(key))
+        )
         return jax.tree.map(lambda x: _like(x, self.members), form)
 
     def scatter(self, gathered: TrainState) -> TrainState:
@@ -2980,9 +3042,13 @@ class Trainer:
 
         if method != "init":
             args, options = jax.tree.map(zeros, (args, options))
-            state = self._places.put(self._form, self._places.by_slot, divide=True)
+            state = self._places.put(
+                self._state_form, self._places.by_slot, divide=True
+            )
             args = (state, *args)
-        return self._programs.lower(getattr(self, f"_{method}")(*args, **options))
+        return self._programs.lower(
+            getattr(self, f"_work_of_{method}")(*args, **options)
+        )
 
     # Training
 
@@ -3006,12 +3072,12 @@ class Trainer:
         micro-batches.
         """
         state = self._admit(state, batch, trains=True)
-        work = self._update(state, *batch, per_member=per_member)
+        work = self._work_of_update(state, *batch, per_member=per_member)
         self._warn_if_equal(state, differ=per_member)
         state, metrics = self._programs.run(self, work)
         return state, self._places.from_slots(metrics)
 
-    def _update(self, state, *batch, per_member=False):
+    def _work_of_update(self, state, *batch, per_member=False):
         if per_member:
             expected = f"arrays [K, B, ...], with K = {self.members} and one B"
             _check_axes("batch", batch, self.members, None, expected=expected)
@@ -3021,8 +3087,8 @@ class Trainer:
         of_slot, of_all = self._places.deal(
             "batch", batch, axis=int(per_member), each=per_member
         )
-        update = self._programs.member.update
-        return _Work(update, state, of_slot, of_all, trains=True)
+        step = self._programs.member.step
+        return _Work(step, state, of_slot, of_all, trains=True)
 
     def epoch(
         self, state: TrainState, data: tuple | list, order: ArrayLike
@@ -3044,13 +3110,13 @@ class Trainer:
         for data of several lengths.
         """
         state = self._admit(state, (data, order), trains=True)
-        work = self._epoch(state, data, order, self.place)
+        work = self._work_of_epoch(state, data, order, self.place)
         order = np.asarray(order)
         self._warn_if_equal(state, order.ndim == 3 and (order != order[:1]).any())
         state, metrics = self._programs.run(self, work)
         return state, self._places.from_slots(metrics, order.shape[-2])
 
-    def _epoch(self, state, data, order, place=lambda data: data):
+    def _work_of_epoch(self, state, data, order, place=lambda data: data):
         if not isinstance(data, (tuple, list)):
             raise ValueError(
                 f"data is {type(data).__name__}; expected a tuple of loss_fn's "
@@ -3069,8 +3135,8 @@ class Trainer:
             "order", order, axis=order.ndim - 1, each=order.ndim == 3
         )
         of_all = {"data": data, "num_steps": np.int32(num_steps)} | of_all
-        epoch = self._programs.member.epoch
-        return _Work(epoch, state, of_slot, of_all, trains=True)
+        steps = self._programs.member.steps
+        return _Work(steps, state, of_slot, of_all, trains=True)
 
     def place(self, data: PyTree) -> PyTree:
         """Copy all of data, a tree of arrays [N, ...], to every device in use.
@@ -3136,7 +3202,7 @@ class Trainer:
         state = self._admit(state, inputs)
         return self._predictions.blocks(self._model(state), inputs)
 
-    def _predict(self, state, inputs):
+    def _work_of_predict(self, state, inputs):
         return next(self._predictions.works(self._model(state), inputs))
 
     def _model(self, state):

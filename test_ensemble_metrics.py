@@ -15,7 +15,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 import ensemble_metrics as em
-from helpers import assert_close, cases, random_probs, refuses, said_by
+from helpers import assert_close, assert_refuses, cases, random_probs, said_by
 
 regression = em.regression_report
 
@@ -154,14 +154,14 @@ METRICS = [  # with the arrays that they take, by the names in the messages
 ]
 
 LABELS_ARE = r"labels are \w+\[.+\]; expected integers \[3\], 0 to 1"
-SCORES = [
+WRONG_SCORES = [
     (lambda x: x[None], r"e shape \(1, 3\); expected \[n\]; from .* one column, \[:, "),
     (lambda x: x[None, None], r"e shape \(1, 1, 3\); expected \[n\]; pass .*\.ravel\("),
     (lambda x: x * [1, np.nan, 1], "have 1 nan; expected none"),
     (lambda _: np.array([1, 2, 2**53 + 1]), r"integers of 2\*\*53 or more, which fl"),
 ]
 NONE_OF_TWO = [
-    *SCORES,
+    *WRONG_SCORES,
     (lambda x: x[:0], r"there are \d scores_in and \d scores_out; expected one or"),
 ]
 WRONG = {  # changes to these arrays, and the errors that they raise
@@ -209,8 +209,8 @@ WRONG = {  # changes to these arrays, and the errors that they raise
         (lambda x: x + 0, r"wrong is int64\[3\]; expected bool\[3\], one per example"),
         (lambda x: x[:1], r"wrong is bool\[1\]; expected bool\[3\]"),
     ],
-    "scores": SCORES,
-    "uncertainty": SCORES,
+    "scores": WRONG_SCORES,
+    "uncertainty": WRONG_SCORES,
     "scores_in": NONE_OF_TWO,
     "scores_out": NONE_OF_TWO,
 }
@@ -247,20 +247,61 @@ def test_tensors_of_pytorch_without_an_array_are_named_with_the_remedy():
         assert re.fullmatch(message, said)
 
 
-test_probabilities_that_do_not_fit_are_named = refuses(
-    (lambda: em.predictive_entropy(SURE), r"\(3, 2\); expected .* p as p\[None\]"),
-    (lambda: em.ensemble_report(SURE, LABELS), r"\(3, 2\); .*, as by predict_members"),
-    (lambda: em.ensemble_report(HALVES, [[0, 1]]), r"\(1, 2, 2\); expected \[K, N, C"),
-    (lambda: em.ensemble_report(HALVES[:0], [0]), r"\(0, 2, 2\); expected \[K, N, C\]"),
-    (lambda: em.ensemble_report(HALVES[:, :0], LABELS[:0]), "none may be empty"),
-    (lambda: em.temper(SURE * 1.0011, 2), r"s\[0\] begin with 0.75\d* .* to 1.0011"),
-    (lambda: em.temper(SURE * 0.9989, 2), r"s\[0\] begin with 0.74\d* .* to 0.9989"),
-    (lambda: em.temper(FAR, 2), r"s\[1, 39999\] begin with 1.0 and add up to 2.0"),
-    (lambda: em.mutual_information(FAR), r"s\[1, 39999\] begin with 1.0 and add up"),
-    (lambda: em.temper(THREE / 2, 2), r"s\[\] begin .* to 1.5; .*; for the p of one"),
-    (lambda: em.temper(TWO[:, :1], 2), r"\(1, 1\); .* np.stack\(\[1 - p, p\], axis"),
-    (lambda: em.fit_temperature(THREE / 2, LABELS), r"\(3,\); .* np.stack\(\[1 - p"),
-)
+PROBABILITY_MISFITS = {
+    "predictive_entropy of one model": (
+        lambda: em.predictive_entropy(SURE),
+        r"\(3, 2\); expected .* p as p\[None\]",
+    ),
+    "ensemble_report of one model": (
+        lambda: em.ensemble_report(SURE, LABELS),
+        r"\(3, 2\); .*, as by predict_members",
+    ),
+    "ensemble_report of labels with one more axis": (
+        lambda: em.ensemble_report(HALVES, [[0, 1]]),
+        r"\(1, 2, 2\); expected \[K, N, C",
+    ),
+    "ensemble_report of no members": (
+        lambda: em.ensemble_report(HALVES[:0], [0]),
+        r"\(0, 2, 2\); expected \[K, N, C\]",
+    ),
+    "ensemble_report of no examples": (
+        lambda: em.ensemble_report(HALVES[:, :0], LABELS[:0]),
+        "none may be empty",
+    ),
+    "temper of sums above 1": (
+        lambda: em.temper(SURE * 1.0011, 2),
+        r"s\[0\] begin with 0.75\d* .* to 1.0011",
+    ),
+    "temper of sums below 1": (
+        lambda: em.temper(SURE * 0.9989, 2),
+        r"s\[0\] begin with 0.74\d* .* to 0.9989",
+    ),
+    "temper of a sum of 2 in the last row": (
+        lambda: em.temper(FAR, 2),
+        r"s\[1, 39999\] begin with 1.0 and add up to 2.0",
+    ),
+    "mutual_information of a sum of 2 in the last row": (
+        lambda: em.mutual_information(FAR),
+        r"s\[1, 39999\] begin with 1.0 and add up",
+    ),
+    "temper of one probability": (
+        lambda: em.temper(THREE / 2, 2),
+        r"s\[\] begin .* to 1.5; .*; for the p of one",
+    ),
+    "temper of one column": (
+        lambda: em.temper(TWO[:, :1], 2),
+        r"\(1, 1\); .* np.stack\(\[1 - p, p\], axis",
+    ),
+    "fit_temperature of one column": (
+        lambda: em.fit_temperature(THREE / 2, LABELS),
+        r"\(3,\); .* np.stack\(\[1 - p",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROBABILITY_MISFITS)
+def test_probabilities_that_do_not_fit_are_named(name):
+    assert_refuses(*PROBABILITY_MISFITS[name])
 
 
 # ---------------------------------------------------------------------------------
@@ -422,13 +463,33 @@ ZEROS = np.zeros((2, 2))
 NONE = np.ones((1, 0))
 COLUMN = np.ones((2, 3, 1))
 
-test_means_and_variances_that_do_not_fit_are_named = refuses(
-    (lambda: regression(ZEROS, np.tri(2).T, ZEROS[0]), r"s\[1, 0\] is 0.0, .*ce 0.0"),
-    (lambda: regression([ZEROS], [np.tri(2)], ZEROS), r"means\[0, 0, 1\] is 0.0, its"),
-    (lambda: regression(NONE, NONE, []), "expected .*, none of them empty"),
-    (lambda: regression(THREE, THREE, 1), r"shape \(3,\), .* expected \[K, N, ...\], "),
-    (lambda: regression(COLUMN, COLUMN, THREE), r"\(3,\); .*a last axis of 1 by \[\."),
-)
+REGRESSION_MISFITS = {
+    "variance of 0": (
+        lambda: regression(ZEROS, np.tri(2).T, ZEROS[0]),
+        r"s\[1, 0\] is 0.0, .*ce 0.0",
+    ),
+    "variance of 0 of a later axis": (
+        lambda: regression([ZEROS], [np.tri(2)], ZEROS),
+        r"means\[0, 0, 1\] is 0.0, its",
+    ),
+    "no examples": (
+        lambda: regression(NONE, NONE, []),
+        "expected .*, none of them empty",
+    ),
+    "means without members": (
+        lambda: regression(THREE, THREE, 1),
+        r"shape \(3,\), .* expected \[K, N, ...\], ",
+    ),
+    "means with a last axis of 1": (
+        lambda: regression(COLUMN, COLUMN, THREE),
+        r"\(3,\); .*a last axis of 1 by \[\.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REGRESSION_MISFITS)
+def test_means_and_variances_that_do_not_fit_are_named(name):
+    assert_refuses(*REGRESSION_MISFITS[name])
 
 
 def test_auroc_counts_pairs_and_agrees_with_scikit_learn():
@@ -559,6 +620,19 @@ def threshold_by_scipy(uncertainty, wrong, risk, confidence):
     return values[passed].max(initial=-np.inf)
 
 
+@cases("risk, share", (0.1, 0.02), (0.01, 0.05), (0.4, 0.3), (0.4, 0.9))
+def test_probabilities_of_few_errors_are_binomial(risk, share):
+    binom = pytest.importorskip("scipy.stats").binom
+    errors = np.cumsum(np.random.default_rng(0).uniform(size=3000) < share)
+    kept = np.arange(1, 3001)
+    expected = binom.cdf(errors, kept, risk)
+    found = em._at_most(errors, kept, risk, exact_near=1e-9)
+    assert_allclose(found, expected, rtol=0, atol=1e-9)
+    small = expected < 1e-7
+    assert small.any() == (share < risk)
+    assert_allclose(found[small], expected[small], rtol=1e-9)
+
+
 @cases("n", 0, 40, 400, 2000)
 def test_risk_threshold_equals_binomial_tests_in_sequence(n):
     draw = np.random.default_rng(n)
@@ -676,24 +750,80 @@ def test_bias_takes_back_weights_of_classes_where_a_loss_had_some():
 
 
 IN = "cannot fit a temperature to {} examples; expected labels more .*; check".format
-test_number_or_label_without_a_meaning_is_refused = refuses(
-    (lambda: em.conformal_quantile(THREE, 90), "is 90; expected 0 <= coverage < 1$"),
-    (lambda: em.conformal_quantile(THREE, None), "coverage is None; expected 0 <="),
-    (lambda: em.conformal_quantile(THREE, [0.9]), r"is \[0.9\]; expected 0 <= cover"),
-    (lambda: em.risk_threshold(THREE, RIGHT, risk=0), "risk is 0; expected 1e-09 <= r"),
-    (lambda: em.risk_threshold(THREE, RIGHT, confidence=1), "confidence is 1; expecte"),
-    (lambda: em.temper(SURE, np.complex64(1)), r"temperature is .*1\+0j.*; expected 1"),
-    (lambda: em.aurc([], []), "uncertainty is empty; expected one or more examples"),
-    (lambda: em.risk_threshold([1, -np.inf, 2], RIGHT), r"y\[1\] is -inf, the thr"),
-    (lambda: em.ensemble_report(AXES / 4, [0, 1, 2]), "^member_.* of 3 .* first"),
-    (lambda: regression(AXES, AXES, THREE), r"^means .* as by numpy"),
-    (lambda: em.temper(ONE_HOT, 0), "temperature is 0; expected 1e-30 <= temperature"),
-    (lambda: em.temper(ONE_HOT, np.inf), "is inf; expected 1e-30 <= temperature < inf"),
-    (lambda: em.fit_temperature(SURE, [0, 0, 0]), IN(3)),
-    (lambda: em.fit_temperature(SURE, [0, 1, 1]), IN(3)),
-    (lambda: em.fit_temperature(SURE[:2], [0, 1]), IN(2)),
-    (lambda: em.fit_temperature(TWO / 2, [0]), IN(1)),
-    (lambda: em.fit_temperature(SURE[:0], LABELS[:0]), IN(0)),
-    (lambda: em.fit_temperature(ONE_HOT, LABELS, bias=True), "and one of each class"),
-    (lambda: em.temper(ONE_HOT, 1, [1, 2]), r"bias is \[1. 2.\]; expected 4 finite"),
-)
+MEANINGLESS = {
+    "coverage of 90": (
+        lambda: em.conformal_quantile(THREE, 90),
+        "is 90; expected 0 <= coverage < 1$",
+    ),
+    "coverage of None": (
+        lambda: em.conformal_quantile(THREE, None),
+        "coverage is None; expected 0 <=",
+    ),
+    "coverage in a list": (
+        lambda: em.conformal_quantile(THREE, [0.9]),
+        r"is \[0.9\]; expected 0 <= cover",
+    ),
+    "risk of 0": (
+        lambda: em.risk_threshold(THREE, RIGHT, risk=0),
+        "risk is 0; expected 1e-09 <= r",
+    ),
+    "confidence of 1": (
+        lambda: em.risk_threshold(THREE, RIGHT, confidence=1),
+        "confidence is 1; expecte",
+    ),
+    "temperature that is complex": (
+        lambda: em.temper(SURE, np.complex64(1)),
+        r"temperature is .*1\+0j.*; expected 1",
+    ),
+    "aurc of nothing": (
+        lambda: em.aurc([], []),
+        "uncertainty is empty; expected one or more examples",
+    ),
+    "uncertainty of -inf": (
+        lambda: em.risk_threshold([1, -np.inf, 2], RIGHT),
+        r"y\[1\] is -inf, the thr",
+    ),
+    "members after examples in probabilities": (
+        lambda: em.ensemble_report(AXES / 4, [0, 1, 2]),
+        "^member_.* of 3 .* first",
+    ),
+    "members after examples in means": (
+        lambda: regression(AXES, AXES, THREE),
+        r"^means .* as by numpy",
+    ),
+    "temperature of 0": (
+        lambda: em.temper(ONE_HOT, 0),
+        "temperature is 0; expected 1e-30 <= temperature",
+    ),
+    "temperature of inf": (
+        lambda: em.temper(ONE_HOT, np.inf),
+        "is inf; expected 1e-30 <= temperature < inf",
+    ),
+    "labels that are all right": (lambda: em.fit_temperature(SURE, [0, 0, 0]), IN(3)),
+    "labels that are mostly wrong": (
+        lambda: em.fit_temperature(SURE, [0, 1, 1]),
+        IN(3),
+    ),
+    "labels of which half are wrong": (
+        lambda: em.fit_temperature(SURE[:2], [0, 1]),
+        IN(2),
+    ),
+    "label of one of two equal classes": (
+        lambda: em.fit_temperature(TWO / 2, [0]),
+        IN(1),
+    ),
+    "labels of no examples": (lambda: em.fit_temperature(SURE[:0], LABELS[:0]), IN(0)),
+    "labels that lack a class": (
+        lambda: em.fit_temperature(ONE_HOT, LABELS, bias=True),
+        "and one of each class",
+    ),
+    "bias of fewer classes": (
+        lambda: em.temper(ONE_HOT, 1, [1, 2]),
+        r"bias is \[1. 2.\]; expected 4 finite",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MEANINGLESS)
+def test_number_or_label_without_a_meaning_is_refused(name):
+    assert_refuses(*MEANINGLESS[name])

@@ -34,6 +34,10 @@ import fast_cpu as fc
 import pjax_ensemble as pe
 from conftest import SGD, assert_close, cases, dilated, randn, run_python, said_by
 
+# ---------------------------------------------------------------------------------
+# Convolutions of other libraries, random arrays and comparisons
+# ---------------------------------------------------------------------------------
+
 NDHWC = dict(axes="NDHWC DHWIO NDHWC")
 # Convolutions of other libraries: shapes of images and kernel, and the parameters.
 CONVOLUTIONS = {
@@ -85,6 +89,22 @@ def random_arrays(*shapes):
     return [randn(seed, *shape) for seed, shape in enumerate(shapes)]
 
 
+X, KERNEL = random_arrays((4, 6, 5, 3), (3, 3, 3, 4))
+
+SQUARE = randn(0, 256, 256), randn(1, 256, 256) / 16
+
+
+def nchw(x, kernel):
+    return jnp.tanh(dilated(x, kernel, axes="NCHW OIHW NCHW"))
+
+
+def loss_fn(kernel, images, power=2):
+    return jnp.abs(dilated(images, kernel) ** power).mean()
+
+
+GRADS = jax.value_and_grad(loss_fn)
+
+
 def sum_of_sines(y):
     return jnp.sin(y).sum()
 
@@ -109,6 +129,446 @@ def assert_same_results(f, g, args, tolerance=1e-5):
     assert_close(f(*args), g(*args), tolerance)
 
 
+VERSION = tuple(map(int, jaxlib.__version__.split(".")[:2]))
+TRIED = VERSION in ((0, 11), (0, 12))
+by_onednn = pytest.mark.skipif(not TRIED, reason="this jaxlib has none, or none tried")
+
+
+@pytest.fixture
+def no_cache():
+    """Turn JAX's persistent cache off, which turns oneDNN on."""
+    folder = jax.config.jax_compilation_cache_dir
+    enabled = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()  # otherwise JAX goes on to keep programs
+    yield
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_enable_compilation_cache", enabled)
+    compilation_cache.reset_cache()
+
+
+# ---------------------------------------------------------------------------------
+# The module as a whole
+# ---------------------------------------------------------------------------------
+
+
+def test_an_older_jax_is_refused_in_one_line_with_both_versions(monkeypatch):
+    monkeypatch.setattr(jax, "__version__", "0.9.2")
+    monkeypatch.setattr(jax, "__version_info__", (0, 9, 2))
+    said = said_by(ImportError, runpy.run_path, fc.__file__)
+    assert said.startswith("fast_cpu needs JAX 0.10 or newer, this is 0.9.2; ")
+    assert "\n" not in said
+
+
+# ---------------------------------------------------------------------------------
+# Convolutions
+# ---------------------------------------------------------------------------------
+
+
+@cases("seed", 3, 25)  # by planes and by phases; by XLA's routine
+def test_nan_reaches_all_sums_that_it_is_in(seed):
+    arrays, how = convolutions.draw(seed)
+
+    def convolve(x, kernel, g):
+        f = functools.partial(jax.lax.conv_general_dilated, **how)
+        y, gradients = jax.vjp(f, x, kernel)
+        return [y, gradients(g)]
+
+    fast = jax.jit(fc.fast(convolve))
+    num_reached = 0
+    for i, array in enumerate(arrays):
+        bad = list(arrays)
+        bad[i] = array.at[tuple(n // 2 for n in array.shape)].set(jnp.nan)
+        x, kernel, g = (np.asarray(each, np.float64) for each in bad)
+        found = jax.tree.leaves(fast(*bad))
+        for y, sums in zip(found, convolutions.sums(x, kernel, g, how), strict=True):
+            reached = np.isnan(sums)
+            assert np.isnan(y)[reached].all()
+            num_reached += reached.sum()
+    assert num_reached
+
+
+# ---------------------------------------------------------------------------------
+# Gradients of kernels
+# ---------------------------------------------------------------------------------
+
+
+def test_volumes_are_convolved_a_few_planes_at_a_time():
+    x = jax.ShapeDtypeStruct((1, 64, 32, 32, 32), np.float32)
+    kernel = jax.ShapeDtypeStruct((3, 3, 3, 32, 16), np.float32)
+    convolve = functools.partial(dilated, **NDHWC)
+    gradient = jax.grad(loss_of(convolve, jnp.var), 1)
+    for function, most in (convolve, 2), (gradient, 4):  # all planes: 4 and 13
+        compiled = jax.jit(fc.fast(function)).lower(x, kernel).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < most * 4 * x.size
+
+
+# ---------------------------------------------------------------------------------
+# Any convolution
+# ---------------------------------------------------------------------------------
+
+# Seeds 21 to 38 err if XLA (JAX 0.10) gets a negative padding; 129 to 415 are
+# depthwise, in float16 and bfloat16; 395 errs if oneDNN strides one window.
+SEEDS = list(range(8)) + [21, 23, 34, 38, 129, 360, 395, 415]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_convolutions_and_gradients_are_sums_in_float64(seed):
+    """This is a short form of benchmarks/convolutions.py."""
+    name, error = convolutions.error(seed)
+    assert error <= convolutions.LIMITS[name]
+
+
+@cases("name", "summed", "depthwise")
+def test_convolutions_of_integers_are_exact(name):
+    x_shape, kernel_shape, how = CONVOLUTIONS[name]
+    x = 2**24 + np.arange(np.prod(x_shape), dtype=np.int32).reshape(x_shape)
+    kernel = np.ones(kernel_shape, np.int32)
+    convolve = functools.partial(dilated, **how)
+    assert_array_equal(jax.jit(fc.fast(convolve))(x, kernel), convolve(x, kernel))
+
+
+@cases("x, kernel", ((0, 6, 5, 3), (3, 3, 3, 4)), ((2, 6, 5, 0), (3, 3, 0, 4)))
+def test_a_convolution_without_numbers_has_gradients_without_numbers(x, kernel):
+    gradient = fc.fast(jax.grad(loss_of(dilated, jnp.sum), (0, 1)))
+    found = jax.jit(gradient)(jnp.zeros(x), jnp.ones(kernel))
+    assert [y.shape for y in found] == [x, kernel] and not found[1].any()
+
+
+@by_onednn
+@pytest.mark.parametrize("seed", range(20))
+def test_random_convolutions_of_bfloat16_are_right_by_onednn(seed, no_cache):
+    """On a processor with AMX, this runs what the lowered programs below only show."""
+    _, error = convolutions.error(seed, "bfloat16")
+    assert error <= convolutions.LIMITS["bfloat16"]
+
+
+# ---------------------------------------------------------------------------------
+# Products and sums
+# ---------------------------------------------------------------------------------
+
+# Products, and the factors' shapes.
+PRODUCTS = {
+    "bti,io->bto": ((2, 3, 4), (4, 5)),
+    "bti,oi->bto": ((2, 3, 4), (5, 4)),
+    "bti,ihd->bthd": ((2, 3, 4), (4, 2, 3)),  # attention
+    "bthd,hdo->bto": ((2, 4, 2, 3), (2, 3, 5)),
+    "bthd,bshd->bhts": ((2, 3, 2, 4), (2, 5, 2, 4)),
+    "kbti,kio->kbto": ((2, 3, 2, 4), (2, 4, 5)),
+    "kbi,kio->kbo": ((2, 13, 4), (2, 4, 12)),  # not small
+    "nij,jkn->kni": ((5, 3, 4), (4, 2, 5)),
+    "ni,ni->n": ((5, 3), (5, 3)),
+    "abc,cb->a": ((2, 3, 4), (4, 3)),  # not in a row
+    "abcd,bce->aed": ((2, 3, 4, 5), (3, 4, 2)),
+    "abk,abk->k": ((2, 3, 4), (2, 3, 4)),
+}
+UNDER = {
+    "gradients": lambda f: jax.grad(loss_of(f), (0, 1)),
+    "checkpoint": lambda f: UNDER["gradients"](jax.checkpoint(f)),
+    "vmap": lambda f: lambda a, b: jax.vmap(UNDER["gradients"](f))(*twice([a, b])),
+    "Hessian": lambda f: jax.hessian(loss_of(f), (0, 1)),
+}
+
+
+@cases("onednn", False, True)
+@pytest.mark.parametrize("spec", PRODUCTS)
+def test_products_and_their_gradients_are_right(spec, onednn):
+    args = random_arrays(*PRODUCTS[spec])
+    functions = [way(functools.partial(jnp.einsum, spec)) for way in UNDER.values()]
+
+    def plain(a, b):
+        halves = jnp.asarray(a, jnp.bfloat16), jnp.asarray(b, jnp.bfloat16)
+        wide = jnp.einsum(spec, *halves, preferred_element_type=jnp.float32)
+        return [f(a, b) for f in functions], wide
+
+    options = {fc._ONEDNN: onednn}  # the same forms, with barriers
+    fast = fc.fast(plain, options)
+    found = jax.jit(fast)(*args)
+    assert_close(found, jax.jit(plain)(*args))
+    mapped = jax.jit(jax.vmap(fast))(*twice(args))
+    assert_close(jax.tree.map(lambda x: x[0], mapped), found)
+    with jax.enable_x64(True):
+        args = [x.astype(np.float64) for x in args]
+        f = functions[0]
+        assert_same_results(jax.jit(fc.fast(f, options)), jax.jit(f), args, 1e-14)
+
+
+@cases("dtype", jnp.bfloat16, jnp.float16)
+def test_sums_of_half_types_are_rounded_once(dtype):
+    """XLA rounds after each addition: a gradient of a bias would be 13,568."""
+    x = jnp.ones((3, 4096, 5), dtype)
+    step = fc.jit(jax.grad(lambda b: (x + b[None, None]).sum(dtype=jnp.float32)))
+    assert (step(jnp.zeros(5, dtype)) == 3 * 4096).all()
+    how = dict(window_dimensions=(1, 640, 1), window_strides=(1, 1, 1), padding="VALID")
+    pool = fc.jit(lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, **how))
+    assert (pool(x) == 640).all()
+
+
+@jax.custom_vjp
+def gated(x, y):
+    return x * y + x
+
+
+gated.defvjp(
+    lambda x, y: (gated(x, y), (x, y)),
+    lambda given, g: (g * given[1] + g, g * given[0]),
+)
+
+
+HALF = jnp.bfloat16
+ARITHMETIC = [jnp.add, jnp.subtract, jnp.multiply, jnp.maximum, jnp.minimum, gated]
+ARITHMETIC += [
+    lambda x, y: jnp.where(x > y, x, y * HALF(0.5)),
+    lambda x, y: (x + y) - x,
+    lambda x, y: jnp.square(x) - abs(y),
+    lambda x, y: x / HALF(3),
+]
+CURVES = [jnp.power, lambda x, y: jnp.exp(-abs(x)), lambda x, y: jnp.log(x)]
+CURVES += [lambda x, y: x**3, lambda x, y: jax.lax.rsqrt(x * x - y * y)]
+CURVES += [lambda x, y: jax.nn.sigmoid(x) / y, lambda x, y: jnp.tanh(x) - jnp.sqrt(y)]
+
+
+def operations(seed, ways):
+    """Return a random program of bfloat16, with its gradients."""
+    rng = np.random.default_rng(seed)
+    steps = [
+        (rng.integers(len(ways)), rng.random(2)) for _ in range(rng.integers(3, 9))
+    ]
+    names = [f"y{i}" for i in range(len(steps))]
+    saved = [x for x in names if rng.random() < 0.5]
+    form = rng.integers(3)
+
+    def apply(x, y):
+        values = [x, y]
+        for name, (way, shares) in zip(names, steps):
+            a, b = (values[int(share * len(values))] for share in shares)
+            values.append(checkpoint_name(ways[way](a, b), name))
+        return values[2:]
+
+    def scan(x, y):
+        def step(x, _):
+            return x + apply(x, y)[-1] * HALF(0.1), x
+
+        return jax.lax.scan(step, x, None, length=3)
+
+    policy = jax.checkpoint_policies.save_only_these_names(*saved)
+    program = [apply, scan, jax.checkpoint(apply, policy=policy)][form]
+
+    def both(x, y):
+        made, turn = jax.vjp(program, x, y)
+        return made, turn(jax.tree.map(jnp.cos, made))
+
+    return both
+
+
+def kinds_of(y):
+    """Return nan where there is nan, the signs of infinities, and 0 elsewhere."""
+    y = np.float32(y)
+    return np.sign(y) * np.isinf(y) + np.where(y == y, 0, np.nan)
+
+
+@pytest.mark.parametrize("ways", [ARITHMETIC, ARITHMETIC + CURVES])
+def test_programs_of_bfloat16_have_the_numbers_of_their_operations(ways):
+    """The reference has each operation compiled by itself, where it is rounded once.
+
+    A whole program by `jax.jit` does not round each: without optimization, on a
+    processor with instructions for bfloat16, and in gradients of `scan`.  Sums,
+    products and comparisons have the same bits, others the same nan and infinities.
+    """
+    x, y = (jnp.asarray(array, HALF) for array in random_arrays((64,), (64,)))
+    programs = [operations(seed, ways) for seed in range(6)]
+
+    def run_all(x, y):
+        return [f(x, y) for f in programs]
+
+    found = fc.jit(run_all)(x, y)
+    with jax.disable_jit():
+        right = run_all(x, y)
+    numbers = np.float32 if ways is ARITHMETIC else kinds_of
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(right)):
+        assert_array_equal(numbers(a), numbers(b))
+
+
+# ---------------------------------------------------------------------------------
+# Options of the compiler
+# ---------------------------------------------------------------------------------
+
+SINGLE = {
+    fc._YNNPACK: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,"
+    "LIBRARY_FUSION_TYPE_INDIVIDUAL_CONVOLUTION"
+}
+PASSES = "onednn-ops-rewriter,simplify-fp-conversions"
+ONEDNN = {fc._ONEDNN: True, fc._YNNPACK: "", fc._LEFT_OUT: PASSES}
+REDUCE = ONEDNN | {fc._YNNPACK: "LIBRARY_FUSION_TYPE_REDUCE"}
+
+
+@cases(
+    "version, by_onednn, without",
+    ("0.10.2", SINGLE, SINGLE),
+    ("0.11.2", ONEDNN, SINGLE),
+    ("0.12.0.1", REDUCE, {}),
+    ("0.13.0", {}, {}),
+)
+def test_options_are_those_that_are_right_in_a_version(
+    version, by_onednn, without, no_cache, monkeypatch
+):
+    monkeypatch.setattr(jaxlib, "__version__", version)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=true")
+    monkeypatch.setattr(platform, "machine", lambda: "AMD64")
+    assert fc.compiler_options("cpu") == fc.compiler_options() == by_onednn
+    assert fc.compiler_options("gpu") == fc.compiler_options("tpu") == {}
+    for flag in fc._ONEDNN, fc._YNNPACK:  # which then wins
+        monkeypatch.setenv("XLA_FLAGS", f"--{flag}=false")
+        rest = {name: value for name, value in by_onednn.items() if name != flag}
+        assert fc.compiler_options() == rest
+    monkeypatch.setenv("XLA_FLAGS", f"--{fc._LEFT_OUT}=cse")  # lacks what oneDNN needs
+    assert fc.compiler_options() == without
+    monkeypatch.delenv("XLA_FLAGS")
+    with mock.patch.object(platform, "machine", lambda: "arm64"):
+        assert fc.compiler_options() == without
+    jax.config.update("jax_compilation_cache_dir", "a folder")
+    assert fc.compiler_options() == without
+    jax.config.update("jax_enable_compilation_cache", False)
+    assert fc.compiler_options() == by_onednn
+
+
+def test_this_version_knows_its_options(no_cache):
+    x = jnp.ones((64, 64))
+    for options in fc.compiler_options(), SINGLE:
+        found = jax.jit(jnp.matmul, compiler_options=options)(x, x)
+        assert (found == 64).all()
+
+
+def matrix_times_rows(x):
+    return jax.vmap(lambda row: jnp.square(jnp.eye(3) @ row).sum())(x)
+
+
+# The faults of sums in jax_faults.py, as functions of arrays.
+MANY_ROWS = np.zeros((32769, 3), np.float32)
+MANY_ROWS[:, 1] = np.arange(32769) % 1000
+OF_RANK_7 = randn(0, 3, 1, 2, 2, 8, 8, 8), randn(1, 3, 1, 2, 2, 8, 8, 8)
+OUTER = np.ones((10, 4, 6), np.float32), np.ones((10, 4, 6, 5, 5, 5, 5, 5), np.float32)
+
+
+def outer(x, y):
+    return jnp.log((x[..., None, None, None, None, None] * y).sum(2))
+
+
+# The functions, and their arguments.
+REDUCTIONS = {
+    "broadcast": (
+        lambda x: jnp.broadcast_to(x, (2, 1024, 1024)).sum(),
+        (np.ones((1024, 1), np.float32),),
+    ),
+    "rows": (matrix_times_rows, (MANY_ROWS,)),
+    "rank of 7": (lambda x, y: (x * y).sum(3), OF_RANK_7),
+    "rank of 8": (outer, OUTER),
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_reductions_are_right_in_steps_and_trainers(name, optimized):
+    f, args = REDUCTIONS[name]
+    with jax.disable_jit():
+        expected = np.asarray(f(*args))
+    fast = fc.jit(f)
+    for _ in range(20):
+        assert_close(fast(*args), expected)
+
+    def loss_fn(params, args):
+        return params, f(*args)
+
+    trainer = pe.make_trainer(
+        jax.random.normal, loss_fn, SGD, members=2, devices=1, has_aux=True
+    )
+    state = trainer.init(jax.random.key(0))
+    for _ in range(10):
+        state, (_, aux) = trainer.update(state, args)
+        assert_close(aux, np.stack([expected, expected]))
+
+
+# With options, XLA gives oneDNN what follows a product too: without barriers 32, in
+# float32, and 83, in bfloat16, err.
+@by_onednn
+@cases("seed", 32, 83)
+def test_programs_with_onednn_are_those_without(seed, no_cache, optimized):
+    """This is a short form of benchmarks/convolutions.py --programs."""
+    assert fc.compiler_options()
+    with jax.numpy_rank_promotion("allow"):
+        assert not convolutions.is_wrong(*convolutions.difference(seed))
+
+
+def rounding(p, u):  # of an addition, as compensated optimizers take it
+    new = p + u
+    return u - (new - p), u - (2 * jnp.maximum(p + u, 0) - 2 * p) / 2
+
+
+def high_part(x):  # of as many digits as half of bfloat16 (Dekker 1971)
+    y = x * 17
+    return y - (y - x)
+
+
+def overflow(x):
+    return jax.nn.softmax(x.at[:, 1].set(jnp.inf))
+
+
+def quantized(x, w):
+    y = jax.lax.dot_general(x, w, (((1,), (0,)), ((), ())), **FLOAT) / 100
+    return y, jax.nn.gelu(y)
+
+
+def quantized_images(x, kernel):
+    names = ("NHWC", "HWIO", "NHWC")
+    how = dict(dimension_numbers=names, **FLOAT)
+    y = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", **how) / 1000
+    return y, jax.nn.silu(y)
+
+
+FLOAT = dict(preferred_element_type=jnp.float32)
+INTEGERS = (np.arange(256**2) % 181 - 90).astype(np.int8)
+HALVES = jnp.ones(8, jnp.bfloat16), jnp.full(8, 2.0**-12, jnp.bfloat16)
+IMAGES = INTEGERS[:4608].reshape(8, 12, 12, 4), INTEGERS[:288].reshape(3, 3, 4, 8)
+# oneDNN's option alone makes them wrong: functions, and their arguments.
+CHANGED = {
+    "rounding": (rounding, HALVES),
+    "high part": (high_part, [jnp.arange(100, 200).astype(jnp.bfloat16)]),
+    "softmax": (overflow, [randn(0, 8, 3)]),
+    "integers": (quantized, [SQUARE[0], INTEGERS.reshape(256, 256)]),
+    "images": (quantized_images, IMAGES),
+}
+
+
+@by_onednn
+@pytest.mark.parametrize("name", CHANGED)
+def test_onednn_changes_nothing_but_products(name, no_cache, optimized):
+    f, args = CHANGED[name]
+    right = jax.jit(f)(*args)
+    assert_close(fc.jit(f)(*args), right)
+    options = ONEDNN | {fc._LEFT_OUT: ""}
+    wrong = jax.jit(f, compiler_options=options)(*args)
+    with pytest.raises(AssertionError):
+        assert_close(wrong, right)
+    trainer = pe.make_trainer(
+        lambda key, _: jax.random.normal(key),
+        lambda params, _, args: (params, f(*args)),
+        SGD,
+        members=1,
+        devices=1,
+        has_aux=True,
+        frozen=args,
+    )
+    _, (_, aux) = trainer.update(trainer.init(jax.random.key(0)), np.ones(1))
+    assert_close(jax.tree.map(lambda x: x[0], aux), right)
+
+
+# ---------------------------------------------------------------------------------
+# Programs
+# ---------------------------------------------------------------------------------
+
+# Tests of what is replaced, and tests of any section that read the text of a program,
+# count traces or use a private name.
+
+
 def text_for(platform, program, args):
     """Return a program as it is lowered for a platform."""
     made = export.export(jax.jit(program), platforms=[platform])(*args)
@@ -125,12 +585,29 @@ def are_canonical(forms):
     return forms and all(map(last.fullmatch, forms))
 
 
-def test_an_older_jax_is_refused_in_one_line_with_both_versions(monkeypatch):
-    monkeypatch.setattr(jax, "__version__", "0.9.2")
-    monkeypatch.setattr(jax, "__version_info__", (0, 9, 2))
-    said = said_by(ImportError, runpy.run_path, fc.__file__)
-    assert said.startswith("fast_cpu needs JAX 0.10 or newer, this is 0.9.2; ")
-    assert "\n" not in said
+@cases("name", "NHWC", "summed", "one axis", "depthwise", "dilated", "three axes")
+def test_a_wrong_guess_whether_it_is_a_gradient_of_a_kernel_changes_no_number(name):
+    """JAX's order of axes is all that tells, and another JAX may write another."""
+    x_shape, kernel_shape, how = CONVOLUTIONS[name]
+    args = random_arrays(x_shape, kernel_shape)
+    step = jax.value_and_grad(loss_of(functools.partial(dilated, **how)), (0, 1))
+    expected = step(*args)
+    real = fc._is_kernel_gradient
+    texts = set()
+
+    for answer in None, False, True:
+
+        def guess(lhs, rhs, size, spec, *groups, answer=answer):
+            # With groups, both ways are there for gradients of depthwise kernels alone.
+            known = real(lhs, rhs, size, spec, *groups)
+            free = known or groups == (1, 1)
+            return answer if free and answer is not None else known
+
+        with mock.patch.object(fc, "_is_kernel_gradient", guess):
+            lowered = jax.jit(fc.fast(step)).lower(*args)
+        assert_close(lowered.compile()(*args), expected)
+        texts.add(lowered.as_text())
+    assert len(texts) == (2 if name == "depthwise" else 3)
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
@@ -159,73 +636,6 @@ def test_every_convolution_is_canonical_on_cpus_and_unchanged_elsewhere(name):
         at_once=2,
     )
     trainer.lower("update", x)  # JAX itself could not map groups over members
-
-
-# Seeds 21 to 38 err if XLA (JAX 0.10) gets a negative padding; 129 to 415 are
-# depthwise, in float16 and bfloat16; 395 errs if oneDNN strides one window.
-SEEDS = list(range(8)) + [21, 23, 34, 38, 129, 360, 395, 415]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_random_convolutions_and_gradients_are_sums_in_float64(seed):
-    """This is a short form of benchmarks/convolutions.py."""
-    name, error = convolutions.error(seed)
-    assert error <= convolutions.LIMITS[name]
-
-
-@cases("seed", 3, 25)  # by planes and by phases; by XLA's routine
-def test_nan_reaches_all_sums_that_it_is_in(seed):
-    arrays, how = convolutions.draw(seed)
-
-    def convolve(x, kernel, g):
-        f = functools.partial(jax.lax.conv_general_dilated, **how)
-        y, gradients = jax.vjp(f, x, kernel)
-        return [y, gradients(g)]
-
-    fast = jax.jit(fc.fast(convolve))
-    num_reached = 0
-    for i, array in enumerate(arrays):
-        bad = list(arrays)
-        bad[i] = array.at[tuple(n // 2 for n in array.shape)].set(jnp.nan)
-        x, kernel, g = (np.asarray(each, np.float64) for each in bad)
-        found = jax.tree.leaves(fast(*bad))
-        for y, sums in zip(found, convolutions.sums(x, kernel, g, how), strict=True):
-            reached = np.isnan(sums)
-            assert np.isnan(y)[reached].all()
-            num_reached += reached.sum()
-    assert num_reached
-
-
-@cases("name", "summed", "depthwise")
-def test_convolutions_of_integers_are_exact(name):
-    x_shape, kernel_shape, how = CONVOLUTIONS[name]
-    x = 2**24 + np.arange(np.prod(x_shape), dtype=np.int32).reshape(x_shape)
-    kernel = np.ones(kernel_shape, np.int32)
-    convolve = functools.partial(dilated, **how)
-    assert_array_equal(jax.jit(fc.fast(convolve))(x, kernel), convolve(x, kernel))
-
-
-@cases("x, kernel", ((0, 6, 5, 3), (3, 3, 3, 4)), ((2, 6, 5, 0), (3, 3, 0, 4)))
-def test_a_convolution_without_numbers_has_gradients_without_numbers(x, kernel):
-    gradient = fc.fast(jax.grad(loss_of(dilated, jnp.sum), (0, 1)))
-    found = jax.jit(gradient)(jnp.zeros(x), jnp.ones(kernel))
-    assert [y.shape for y in found] == [x, kernel] and not found[1].any()
-
-
-def test_a_kernels_gradient_is_a_sum_over_chunks_of_the_batch():
-    x, kernel = random_arrays((60, 32, 32, 16), (3, 3, 16, 16))  # 32 fit, 30 divide 60
-    plain = jax.grad(loss_of(dilated, jnp.var), 1)
-    lowered = jax.jit(fc.fast(plain)).lower(x, kernel)
-    kernels = re.findall(r"convolution.*, tensor<(\S+)xf32>\) ", lowered.as_text())
-    assert "32x32x60x16" not in kernels
-    fast = lowered.compile()
-    assert_same_results(fast, jax.jit(plain), (x, kernel))
-    patches = x.nbytes * 9
-    assert fast.memory_analysis().temp_size_in_bytes < patches / 2
-
-
-def nchw(x, kernel):
-    return jnp.tanh(dilated(x, kernel, axes="NCHW OIHW NCHW"))
 
 
 with_jvp = jax.custom_jvp(nchw)
@@ -279,19 +689,6 @@ def test_convolutions_are_canonical_inside_transformations(name):
     assert_same_results(lowered.compile(), jax.jit(plain), (x, kernel))
 
 
-@cases(
-    "function, shapes",
-    (nchw, ((2, 3, 5, 4), (3, 3, 3, 2))),
-    (jnp.matmul, ((2, 3, 4), (4, 5))),
-)
-def test_functions_are_the_same_with_jit_disabled(function, shapes):
-    x, y = random_arrays(*shapes)
-    plain = jax.value_and_grad(loss_of(function), (0, 1))
-    with jax.disable_jit():
-        found = alone_and_mapped(fc.fast(plain))(x, y)
-    assert_close(found, alone_and_mapped(plain)(x, y))
-
-
 def test_programs_with_nothing_to_rewrite_stay_as_they_are():
     x_shape, kernel_shape, how = CONVOLUTIONS["any"]
     convolve = functools.partial(dilated, **how)
@@ -323,166 +720,34 @@ def test_convolutions_of_a_step_have_two_axes_and_no_zeros_between_entries(name)
         assert len(re.findall(r"tensor<[\dx]*f32>", text)[0].split("x")) == 5
 
 
-def test_volumes_are_convolved_a_few_planes_at_a_time():
-    x = jax.ShapeDtypeStruct((1, 64, 32, 32, 32), np.float32)
-    kernel = jax.ShapeDtypeStruct((3, 3, 3, 32, 16), np.float32)
-    convolve = functools.partial(dilated, **NDHWC)
-    gradient = jax.grad(loss_of(convolve, jnp.var), 1)
-    for function, most in (convolve, 2), (gradient, 4):  # all planes: 4 and 13
-        compiled = jax.jit(fc.fast(function)).lower(x, kernel).compile()
-        assert compiled.memory_analysis().temp_size_in_bytes < most * 4 * x.size
+def test_a_kernels_gradient_is_a_sum_over_chunks_of_the_batch():
+    x, kernel = random_arrays((60, 32, 32, 16), (3, 3, 16, 16))  # 32 fit, 30 divide 60
+    plain = jax.grad(loss_of(dilated, jnp.var), 1)
+    lowered = jax.jit(fc.fast(plain)).lower(x, kernel)
+    kernels = re.findall(r"convolution.*, tensor<(\S+)xf32>\) ", lowered.as_text())
+    assert "32x32x60x16" not in kernels
+    fast = lowered.compile()
+    assert_same_results(fast, jax.jit(plain), (x, kernel))
+    patches = x.nbytes * 9
+    assert fast.memory_analysis().temp_size_in_bytes < patches / 2
 
 
-# ---------------------------------------------------------------------------------
-# Functions
-# ---------------------------------------------------------------------------------
-
-X, KERNEL = random_arrays((4, 6, 5, 3), (3, 3, 3, 4))
+def group_counts(platform, f, args):
+    """Return the numbers of groups of a program's convolutions on a platform."""
+    return re.findall(r"_group_count = (\d+)", text_for(platform, f, args))
 
 
-def loss_fn(kernel, images, power=2):
-    return jnp.abs(dilated(images, kernel) ** power).mean()
-
-
-GRADS = jax.value_and_grad(loss_fn)
-PLAIN = GRADS(KERNEL, X)
-
-
-def is_fast(lowered):
-    """Whether no kernel's gradient is in XLA's form."""
-    form = "[f, 0, 1, b]x[i, 0, 1, o]->[0, 1, b, f]"
-    return form not in find_forms(lowered.as_text())
-
-
-def test_a_step_compiles_once_and_takes_arguments_by_name_and_static_ones():
-    traced = []
-
-    def step(kernel, batch, *, power, flag, activation, name=None):
-        traced.append(name)
-        assert flag is True and activation is jnp.tanh
-        loss, grads = GRADS(kernel, batch["x"], power)
-        return {"loss": loss, "new": kernel - 0.1 * grads, "of": activation, "a": name}
-
-    fast = fc.fast(functools.partial(step, power=2))
-    assert fast.__wrapped__.func is step
-    how = dict(batch={"x": X}, flag=True, activation=jnp.tanh)
-    for x in X, X + 1:  # by itself, it is compiled too
-        found = fast(KERNEL, **how | dict(name="a", batch={"x": x}))
-        loss, grads = GRADS(KERNEL, x)
-        expected = {"loss": loss, "new": KERNEL - 0.1 * grads}
-        assert (found.pop("of"), found.pop("a")) == (jnp.tanh, "a")
-        assert_close(found, expected)
-    assert traced == ["a"]
-
-    def array(kernel, batch):
-        return fast(kernel, batch, flag=True, activation=jnp.tanh)["new"]
-
-    given = jnp.asarray(KERNEL)
-    lowered = jax.jit(array, donate_argnums=0).lower(given, {"x": X})
-    assert is_fast(lowered)
-    plain = jax.jit(GRADS).lower(KERNEL, X)
-    assert not is_fast(plain)
-    assert_close(lowered.compile()(given, {"x": X}), KERNEL - 0.1 * PLAIN[1])
-    assert given.is_deleted()
-
-
-def on_two_devices(f):
-    mesh = jax.sharding.Mesh(jax.devices()[:2], "d")
-
-    def mean(kernel, x):
-        return jax.lax.pmean(f(kernel, x), "d")
-
-    return jax.shard_map(mean, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
-
-
-def scanning(f):
-    return lambda k, x: jax.lax.scan(lambda k, x: (k - f(k, x)[1], ()), k, x[:, None])
-
-
-def exported(f):
-    def call(x, y):
-        return export.export(jax.jit(f), platforms=["cpu"])(x, y).call(x, y)
-
-    return call
-
-
-WAYS = {
-    "vmap": lambda f: lambda k, x: jax.vmap(f, (None, 0))(k, x[:, None]),
-    "scan": scanning,
-    "checkpoint": jax.checkpoint,
-    "shard_map": on_two_devices,
-    "export": exported,
-}
-
-
-@pytest.mark.parametrize("name", WAYS)
-def test_a_fast_step_works_in_other_transformations(name):
-    way = WAYS[name]
-    lowered = jax.jit(way(fc.fast(GRADS))).lower(KERNEL, X)
-    assert is_fast(lowered)
-    assert_same_results(lowered.compile(), jax.jit(way(GRADS)), (KERNEL, X))
-
-
-@cases(
-    "differentiate",
-    lambda f: jax.jit(jax.grad(lambda k: f(X, k).sum())),
-    lambda f: jax.grad(lambda k: jax.vmap(f, (0, None))(X[:, None], k).sum()),
-    lambda f: jax.grad(lambda k: fc.fast(lambda x: dilated(x, k))(X).sum()),
-    lambda f: lambda k: jax.jvp(lambda k: f(X, k), (k,), (k,)),
-    lambda f: jax.grad(lambda k: jax.checkpoint(f)(X, k).sum()),
-)
-def test_whoever_differentiates_fast_cpu_is_told_to_wrap_more(differentiate):
-    said = said_by(ValueError, differentiate(fc.fast(dilated)), KERNEL)
-    assert "wrap the outermost function: fast(jax.grad(f))" in said
-
-
-def test_what_no_convolution_depends_on_has_gradients():
-    def scaled(scale):
-        return (scale * fc.fast(dilated)(X, KERNEL) + fc.fast(jnp.square)(scale)).sum()
-
-    y = dilated(X, KERNEL)
-    assert_close(jax.grad(scaled)(3.0), y.sum() + 6 * y.size)
-
-
-def test_a_function_that_changes_an_object_in_place_is_refused():
-    @jax.tree_util.register_dataclass
-    @dataclasses.dataclass
-    class Model:
-        kernel: jax.Array
-
-    def step(model, batch):
-        batch = batch[0] if isinstance(batch, tuple) else batch
-        batch["x"] = 2 * batch["x"]  # f has its own dict, in plain `jit` too
-        grads = jax.grad(loss_fn)(model.kernel, batch["x"])
-        if in_place:
-            model.kernel = model.kernel - grads
-        return model.kernel - grads
-
-    in_place = True
-    said = said_by(ValueError, jax.jit(fc.fast(step)), Model(KERNEL), {"x": X})
-    assert "f changes an argument in place" in said and "nnx.split" in said
-    returned = jax.jit(fc.fast(lambda model, batch: (step(model, batch), model.kernel)))
-    grads = GRADS(KERNEL, 2 * X)[1]
-    found = returned(Model(KERNEL), {"x": X})
-    assert_close(found, (KERNEL - 2 * grads, KERNEL - grads))
-    in_place = False
-    Rows = collections.namedtuple("Rows", "rows")
-    dicts = [
-        {"x": X},
-        collections.OrderedDict(x=X),
-        collections.defaultdict(int, x=X),
-    ]
-    for batch in dicts + [Rows({"x": X})]:
-        found = jax.jit(fc.fast(step))(Model(KERNEL), batch)
-        assert_close(found, KERNEL - grads)
-    assert all(batch["x"] is X for batch in dicts)
-
-
-VERSION = tuple(map(int, jaxlib.__version__.split(".")[:2]))
-TRIED = VERSION in ((0, 11), (0, 12))
-by_onednn = pytest.mark.skipif(not TRIED, reason="this jaxlib has none, or none tried")
-LEAST = os.environ.get("ONEDNN_MAX_CPU_ISA", "").startswith("AVX2")
-by_half = pytest.mark.skipif(LEAST, reason="oneDNN is told to have no bfloat16")
+@cases("name", "cuda", "rocm")
+def test_on_gpus_each_members_convolution_is_a_call_of_its_own(name):
+    kernels, images = twice([KERNEL, X])
+    grads = jax.grad(loss_fn, (0, 1))
+    plain = group_counts(name, jax.vmap(grads), (kernels, images))
+    apart = group_counts(name, jax.vmap(fc.fast(grads)), (kernels, images))
+    assert len(plain) == 2 * 3 and len(apart) == 2 * 2 * 3
+    assert set(plain) == {"1", "2"} and set(apart) == {"1"}
+    one_kernel = jax.vmap(fc.fast(dilated), (0, None))
+    shared = group_counts(name, one_kernel, (images, KERNEL))
+    assert shared == ["1", "1"]  # one call where the kernel is the same
 
 
 def compiled(f, args):
@@ -491,139 +756,6 @@ def compiled(f, args):
 
 def run_compiled(f, args):
     return compiled(f, args)(*args)
-
-
-@pytest.fixture
-def no_cache():
-    """Turn JAX's persistent cache off, which turns oneDNN on."""
-    folder = jax.config.jax_compilation_cache_dir
-    enabled = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()  # otherwise JAX goes on to keep programs
-    yield
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_enable_compilation_cache", enabled)
-    compilation_cache.reset_cache()
-
-
-SINGLE = {
-    fc._YNNPACK: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,"
-    "LIBRARY_FUSION_TYPE_INDIVIDUAL_CONVOLUTION"
-}
-PASSES = "onednn-ops-rewriter,simplify-fp-conversions"
-ONEDNN = {fc._ONEDNN: True, fc._YNNPACK: "", fc._LEFT_OUT: PASSES}
-REDUCE = ONEDNN | {fc._YNNPACK: "LIBRARY_FUSION_TYPE_REDUCE"}
-
-
-@cases(
-    "version, by_onednn, without",
-    ("0.10.2", SINGLE, SINGLE),
-    ("0.11.2", ONEDNN, SINGLE),
-    ("0.12.0.1", REDUCE, {}),
-    ("0.13.0", {}, {}),
-)
-def test_options_are_those_that_are_right_in_a_version(
-    version, by_onednn, without, no_cache, monkeypatch
-):
-    monkeypatch.setattr(jaxlib, "__version__", version)
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=true")
-    monkeypatch.setattr(platform, "machine", lambda: "AMD64")
-    assert fc.compiler_options("cpu") == fc.compiler_options() == by_onednn
-    assert fc.compiler_options("gpu") == fc.compiler_options("tpu") == {}
-    for flag in fc._ONEDNN, fc._YNNPACK:  # which then wins
-        monkeypatch.setenv("XLA_FLAGS", f"--{flag}=false")
-        rest = {name: value for name, value in by_onednn.items() if name != flag}
-        assert fc.compiler_options() == rest
-    monkeypatch.setenv("XLA_FLAGS", f"--{fc._LEFT_OUT}=cse")  # lacks what oneDNN needs
-    assert fc.compiler_options() == without
-    monkeypatch.delenv("XLA_FLAGS")
-    with mock.patch.object(platform, "machine", lambda: "arm64"):
-        assert fc.compiler_options() == without
-    jax.config.update("jax_compilation_cache_dir", "a folder")
-    assert fc.compiler_options() == without
-    jax.config.update("jax_enable_compilation_cache", False)
-    assert fc.compiler_options() == by_onednn
-
-
-@cases("value, hidden", ("=true", True), ("=false", False), ("", True))
-def test_products_are_hidden_where_a_flag_switches_onednn_on(
-    value, hidden, monkeypatch
-):
-    """Otherwise oneDNN would put the SiLU of a product in the product's place."""
-    monkeypatch.setenv("XLA_FLAGS", f"--{fc._ONEDNN}{value}")
-    text = jax.jit(fc.fast(jnp.matmul)).lower(*SQUARE).as_text()
-    assert (".hidden" in text) == hidden
-
-
-def test_this_version_knows_its_options(no_cache):
-    x = jnp.ones((64, 64))
-    for options in fc.compiler_options(), SINGLE:
-        found = jax.jit(jnp.matmul, compiler_options=options)(x, x)
-        assert (found == 64).all()
-
-
-@by_onednn
-def test_programs_have_the_options_of_the_cache_as_it_is_now(no_cache, tmp_path):
-    """JAX's persistent cache cannot keep programs with oneDNN, and would warn of it."""
-    step = fc.jit(jnp.matmul)
-    x, w = SQUARE
-    step = fc.jit(jnp.matmul)
-    trainer = pe.make_trainer(
-        lambda key: x, lambda w, x: (x @ w).mean(), SGD, members=1
-    )
-    for folder in None, str(tmp_path), None:
-        jax.config.update("jax_compilation_cache_dir", folder)
-        for lowered in step.lower(x, w), trainer.lower("update", w):
-            assert (".hidden" in lowered.as_text()) == (folder is None)
-
-
-def matrix_times_rows(x):
-    return jax.vmap(lambda row: jnp.square(jnp.eye(3) @ row).sum())(x)
-
-
-# Faults of YNNPACK's reductions in jaxlib 0.10 and 0.11: a race, whose result changes
-# from call to call; wrong rows; a crash for high ranks.
-ROWS = np.zeros((32769, 3), np.float32)
-ROWS[:, 1] = np.arange(32769) % 1000
-PAIR = randn(0, 3, 1, 2, 2, 8, 8, 8), randn(1, 3, 1, 2, 2, 8, 8, 8)
-OUTER = np.ones((10, 4, 6), np.float32), np.ones((10, 4, 6, 5, 5, 5, 5, 5), np.float32)
-
-
-def outer(x, y):
-    return jnp.log((x[..., None, None, None, None, None] * y).sum(2))
-
-
-# The functions, and their arguments.
-FAULTS = {
-    "broadcast": (
-        lambda x: jnp.broadcast_to(x, (2, 1024, 1024)).sum(),
-        (np.ones((1024, 1), np.float32),),
-    ),
-    "rows": (matrix_times_rows, (ROWS,)),
-    "rank of 7": (lambda x, y: (x * y).sum(3), PAIR),
-    "rank of 8": (outer, OUTER),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_reductions_are_right_in_steps_and_trainers(name, optimized):
-    f, args = FAULTS[name]
-    with jax.disable_jit():
-        expected = np.asarray(f(*args))
-    fast = fc.jit(f)
-    for _ in range(20):
-        assert_close(fast(*args), expected)
-
-    def loss_fn(params, args):
-        return params, f(*args)
-
-    trainer = pe.make_trainer(
-        jax.random.normal, loss_fn, SGD, members=2, devices=1, has_aux=True
-    )
-    state = trainer.init(jax.random.key(0))
-    for _ in range(10):
-        state, (_, aux) = trainer.update(state, args)
-        assert_close(aux, np.stack([expected, expected]))
 
 
 @by_onednn
@@ -647,22 +779,16 @@ def test_options_bring_onednn_for_convolutions_and_their_gradients(
     assert_same_results(found, jax.jit(plain), (x, kernel))
 
 
-def on(instructions):
+LEAST = os.environ.get("ONEDNN_MAX_CPU_ISA", "").startswith("AVX2")
+by_half = pytest.mark.skipif(LEAST, reason="oneDNN is told to have no bfloat16")
+
+
+def instruction_set(instructions):
     """Compile as for a processor with a set of instructions."""
     return mock.patch.object(fc, "_instructions", lambda: instructions)
 
 
-AMX = on({"amx_tile", "amx_bf16"})
-
-
-def of_kernel(x, kernel):
-    """Return the gradient of a kernel."""
-
-    def loss(kernel):
-        return dilated(x, kernel).astype(np.float32).sum()
-
-    return jax.grad(loss)(kernel)
-
+AMX = instruction_set({"amx_tile", "amx_bf16"})
 
 FACTORS = r"stablehlo\.(dot_general|convolution)\b.* : \(tensor<[^>]*x(\w+)>"
 
@@ -698,6 +824,15 @@ def test_with_amx_half_types_are_convolved_in_them_where_onednn_is_right(
     with AMX:
         assert types_of_factors(convolve, given) == {("convolution", made)}
         assert_close(run_compiled(convolve, given), convolve(*given), 0.02)
+
+
+def of_kernel(x, kernel):
+    """Return the gradient of a kernel."""
+
+    def loss(kernel):
+        return dilated(x, kernel).astype(np.float32).sum()
+
+    return jax.grad(loss)(kernel)
 
 
 # Convolutions of few channels, which oneDNN merges with windows or, for gradients of
@@ -773,7 +908,7 @@ def test_factors_are_bfloat16_where_the_outermost_call_asks_for_it(no_cache):
     in_single = {("dot_general", "f32"), ("convolution", "f32")}
 
     def run(f, instruction, expected, tolerance):
-        with on({instruction}):
+        with instruction_set({instruction}):
             types = types_of_factors(f, (kernel, w, x))
             found = run_compiled(f, (kernel, w, x))
         assert types == expected
@@ -804,7 +939,7 @@ def test_factors_are_bfloat16_where_the_outermost_call_asks_for_it(no_cache):
             SGD,
             members=1,
         )
-        with on({"amx_bf16"}):
+        with instruction_set({"amx_bf16"}):
             text = trainer.lower("update", x).as_text()
             assert set(re.findall(FACTORS, text)) == in_half
 
@@ -822,20 +957,12 @@ def test_integers_and_depthwise_kernels_stay_where_bfloat16_is_asked_for(no_cach
     def ragged(x, w):
         return jax.lax.ragged_dot(x, w[None], jnp.array([16]))
 
-    with on({"amx_bf16"}), jax.default_matmul_precision("bfloat16"):
+    with instruction_set({"amx_bf16"}), jax.default_matmul_precision("bfloat16"):
         assert_close(run_compiled(ragged, (left, w)), left @ w, 0.02)
         found = run_compiled(exact, (whole, whole))
         assert_array_equal(found, np.asarray(whole) @ np.asarray(whole))
         # Depthwise ones are faster without a cast.
         assert not types_of_factors(groups, (x, kernel[:, :, :1]))
-
-
-@by_onednn
-@pytest.mark.parametrize("seed", range(20))
-def test_random_convolutions_of_bfloat16_are_right_by_onednn(seed, no_cache):
-    """On a processor with AMX, this runs what the lowered programs above only show."""
-    _, error = convolutions.error(seed, "bfloat16")
-    assert error <= convolutions.LIMITS["bfloat16"]
 
 
 @by_onednn
@@ -869,15 +996,176 @@ def test_sums_of_half_types_stay_float32(no_cache):
     assert (gradient == expected[..., None, None]).all()
 
 
-@cases("dtype", jnp.bfloat16, jnp.float16)
-def test_sums_of_half_types_are_rounded_once(dtype):
-    """XLA rounds after each addition: a gradient of a bias would be 13,568."""
-    x = jnp.ones((3, 4096, 5), dtype)
-    step = fc.jit(jax.grad(lambda b: (x + b[None, None]).sum(dtype=jnp.float32)))
-    assert (step(jnp.zeros(5, dtype)) == 3 * 4096).all()
-    how = dict(window_dimensions=(1, 640, 1), window_strides=(1, 1, 1), padding="VALID")
-    pool = fc.jit(lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, **how))
-    assert (pool(x) == 640).all()
+@cases("f, x", (jnp.matmul, np.ones((256, 256))), (dilated, np.ones((3, 3, 256, 256))))
+def test_with_onednn_sums_of_float16_are_float32(f, x):
+    """oneDNN has only a reference for others; XLA may, but need not, avoid it."""
+    x = jnp.asarray(x, jnp.float16)
+    text = jax.jit(fc.fast(f, {fc._ONEDNN: True})).lower(x, x).as_text()
+    made = re.findall(r"(?:dot_general |convolution\().*->.*x(\w+)>", text)
+    assert made == ["f32"]
+
+
+def dots(text):
+    """Return the contracted axes of a program's products, and the result's type."""
+    found = r"contracting_dims = (\[.*?\] x \[.*?\]).*-> tensor<(\S+)xf32>"
+    return re.findall(found, text)
+
+
+def test_gradients_of_weights_sum_over_one_axis_and_are_not_transposed():
+    x, w = random_arrays((8, 16, 4), (4, 5))
+    gradient = jax.grad(lambda w, x: jnp.tanh(x @ w).sum())
+    # As PyTorch keeps weights, [O, I], the gradient is not transposed.
+    other = fc.fast(jax.grad(lambda w, x: jnp.tanh(x @ w.T).sum()))
+    fast = fc.fast(gradient)
+    axes = "[0] x [0]"
+    assert dots(text_for("cpu", fast, (w, x)))[-1] == (axes, "4x5")
+    assert dots(text_for("cpu", other, (w.T, x)))[-1] == (axes, "5x4")
+    for name in "cpu", "cuda", "tpu":
+        plain = dots(text_for(name, gradient, (w, x)))
+        found = dots(text_for(name, fast, (w, x)))
+        assert plain[-1] == ("[0, 1] x [0, 1]", "5x4")
+        assert (found == plain) == (name != "cpu")
+
+
+def affine(params, x):
+    return jnp.tanh(x @ params["w"] + params["b"][None, None])
+
+
+def affine_loss(params, x):
+    return jnp.square(affine(params, x)).mean()
+
+
+AFFINE = {"w": randn(1, 4, 5), "b": randn(2, 5)}
+INPUTS = randn(0, 32, 512, 4)
+STEPS_OF_TRAINERS = {
+    "K = D = 1": dict(members=1, devices=1),
+    "K = D = 2": dict(members=2, devices=2),
+    "K = 1 on D = 2": dict(members=1, devices=2),
+    "at once": dict(members=2, devices=1, at_once=2),
+    "shards": dict(members=1, devices=2, shards=2),
+    "sync": pe.make_sync_update,
+    "ensemble": pe.make_ensemble_update,
+}
+
+
+def lowered_steps(how):
+    """Yield the programs of a trainer, or of an update by hand, as text."""
+    if isinstance(how, dict):
+        how = how | dict(apply_fn=lambda params, x: affine(params, x).mean(1))
+        trainer = pe.make_trainer(lambda key: AFFINE, affine_loss, SGD, **how)
+        order = np.zeros((2, len(INPUTS)), np.int32)
+        for call in (
+            ("update", INPUTS),
+            ("epoch", (INPUTS,), order),
+            ("predict", INPUTS),
+        ):
+            yield trainer.lower(*call).as_text()
+    else:
+        state = pe.replicate(pe.train_state(AFFINE, SGD), 2)
+        stop = mock.patch.object(pe, "_run", side_effect=InterruptedError)
+        with stop as run, pytest.raises(InterruptedError):
+            how(affine_loss, SGD)(state, pe.split(INPUTS, 2))
+        program, _, *given = run.call_args.args
+        yield program.lower(*given).as_text()
+
+
+@pytest.mark.parametrize("name", STEPS_OF_TRAINERS)
+def test_trainers_products_and_sums_are_fast(name, monkeypatch):
+    """The programs are those that run: in `shard_map`, gradients name a mesh.
+
+    Shards keep their shardings, and XLA divides their products.
+    """
+    monkeypatch.setattr(fc, "_version", lambda: (0, 10))  # whose sums are of eighths
+    for text in lowered_steps(STEPS_OF_TRAINERS[name]):
+        made = dots(text)
+        assert made
+        if name != "shards":
+            assert not [shape for _, shape in made if shape.endswith("5x4")]
+            large = r"stablehlo.reduce\(.*\) : \(tensor<([\dx]+)xf32>"
+            for shape in re.findall(large, text):
+                assert math.prod(map(int, shape.split("x"))) < fc._LARGE
+
+
+@cases("axes", None, (0,), (1,), (2,), (0, 1), (1, 2), (0, 2))
+@cases("reduce", jnp.sum, jnp.max)
+def test_sums_of_eighths_are_the_sums(reduce, axes, monkeypatch):
+    monkeypatch.setattr(fc, "_version", lambda: (0, 11))  # from 0.12 on, none are made
+    x = randn(0, 67, 129, 65)
+    fast = jax.jit(fc.fast(functools.partial(reduce, axis=axes)))
+    in_a_row = axes != (0, 2)
+    eighths = fast.lower(x).as_text().count("stablehlo.slice") >= 8
+    assert eighths == in_a_row
+    exact = getattr(np, reduce.__name__)(x.astype(np.float64), axis=axes)
+    error = np.abs(np.float64(fast(x)) - exact).max()
+    bound = 2e-6 * np.sqrt(x.size / exact.size) if reduce is jnp.sum else 0
+    assert error <= bound
+    half = jnp.asarray(x, jnp.bfloat16)
+    assert_close(fast(half), reduce(half, axis=axes), 0.01)
+    assert fast(half).dtype == half.dtype
+    bad = x.copy()
+    bad[3, 5, 7] = np.nan
+    assert_array_equal(np.isnan(fast(bad)), np.isnan(reduce(bad, axis=axes)))
+    assert "stablehlo.slice" not in text_for("cuda", fast, (x,))
+    if in_a_row and reduce is jnp.max:  # whose ties would share gradients otherwise
+        said = said_by(ValueError, jax.grad(lambda x: fast(x).sum()), x)
+        assert "fast(jax.grad(f)) in place of jax.grad(fast(f))" in said
+
+
+@cases("dtype", bool, np.int8, jnp.bfloat16)
+def test_eighths_are_for_sums_near_half_types(dtype, monkeypatch):
+    monkeypatch.setattr(fc, "_version", lambda: (0, 12))  # others need none there
+    x = jnp.ones((2048, 16))
+    fast = jax.jit(fc.fast(lambda x, near: (x * near.astype(x.dtype)).sum(0)))
+    eighths = "stablehlo.slice" in fast.lower(x, x.astype(dtype)).as_text()
+    assert eighths == (dtype == jnp.bfloat16)
+
+
+def test_sums_of_casts_are_of_eighths_and_others_are_as_the_version_needs():
+    """YNNPACK would first copy half types to float32."""
+    for dtype in jnp.bfloat16, jnp.float32:
+        x = jnp.ones((512, 256), dtype)
+        fast = jax.jit(fc.fast(lambda x: x.sum(0, dtype=jnp.float32)))
+        text = fast.lower(x).as_text()
+        eighths = text.count("stablehlo.slice") >= 8
+        assert eighths == (dtype == jnp.bfloat16 or VERSION < (0, 12))
+
+
+POOLED_WINDOWS = {  # window, strides, padding of an array of four axes
+    "halves": ((1, 2, 2, 1), (1, 2, 2, 1), [(0, 0)] * 4),
+    "overlaps": ((1, 3, 3, 1), (1, 2, 1, 1), [(0, 0), (1, 1), (2, 1), (0, 0)]),
+    "gaps": ((1, 2, 1, 2), (1, 3, 2, 3), [(0, 0), (1, 0), (0, 0), (0, 1)]),
+}
+
+
+@pytest.mark.parametrize("name", POOLED_WINDOWS)
+def test_max_pools_gradients_are_where_the_first_maximum_is(name):
+    x = np.random.default_rng(0).integers(0, 4, (2, 7, 6, 5)).astype(float)
+    x[0, :4, :4] = -np.inf
+    x[1, [3, 6], [3, 5], 2] = np.nan
+    x[0, 1::2, 1:3] = -1e30
+    window, strides, padding = POOLED_WINDOWS[name]
+
+    def pool(x):
+        return jax.lax.reduce_window(x, -np.inf, jax.lax.max, window, strides, padding)
+
+    g = randn(1, *jax.eval_shape(pool, x).shape)
+    expected = np.zeros(x.shape)
+    lows = [low for low, _ in padding]
+    for place in np.ndindex(g.shape):
+        best = None
+        for entry in np.ndindex(window):
+            at = tuple(np.multiply(place, strides) + entry - lows)
+            inside = all(0 <= i < n for i, n in zip(at, x.shape))
+            if inside and (best is None or not x[best] >= x[at]):
+                best = at
+        expected[best] += g[place]
+    step = fc.jit(lambda x, g: jax.vjp(pool, x)[1](g)[0])
+    for dtype, tolerance in (np.float32, 1e-6), (jnp.bfloat16, 0.01):
+        least = np.where(x == -1e30, float(jnp.finfo(dtype).min), x)
+        least = least.astype(dtype)
+        cotangent = g.astype(dtype)
+        assert_close(step(least, cotangent), expected, tolerance)
+    assert "scatter" not in step.lower(least, cotangent).compile().as_text()
 
 
 # The functions that have arguments besides two arrays, or are in no public module.
@@ -945,87 +1233,185 @@ def test_operations_on_bfloat16_are_rounded_alone_and_in_company(optimized):
     assert "bitcast_convert" not in text_for("cuda", fc.fast(plainly), (x, y))
 
 
-@jax.custom_vjp
-def gated(x, y):
-    return x * y + x
+def test_equal_operations_are_traced_once():
+    def f(x, y):
+        for _ in range(5):
+            x = jnp.tanh(x * y)
+        return x
+
+    x = jnp.ones((4, 4), jnp.bfloat16)
+    text = jax.jit(fc.fast(f)).lower(x, x).as_text()
+    assert text.count("call @fast_cpu._round") == 10
+    assert text.count("func.func private @fast_cpu._round") == 2
 
 
-gated.defvjp(
-    lambda x, y: (gated(x, y), (x, y)),
-    lambda given, g: (g * given[1] + g, g * given[0]),
-)
-HALF = jnp.bfloat16
-ARITHMETIC = [jnp.add, jnp.subtract, jnp.multiply, jnp.maximum, jnp.minimum, gated]
-ARITHMETIC += [
-    lambda x, y: jnp.where(x > y, x, y * HALF(0.5)),
-    lambda x, y: (x + y) - x,
-    lambda x, y: jnp.square(x) - abs(y),
-    lambda x, y: x / HALF(3),
+@cases("value, hidden", ("=true", True), ("=false", False), ("", True))
+def test_products_are_hidden_where_a_flag_switches_onednn_on(
+    value, hidden, monkeypatch
+):
+    """Otherwise oneDNN would put the SiLU of a product in the product's place."""
+    monkeypatch.setenv("XLA_FLAGS", f"--{fc._ONEDNN}{value}")
+    text = jax.jit(fc.fast(jnp.matmul)).lower(*SQUARE).as_text()
+    assert (".hidden" in text) == hidden
+
+
+@by_onednn
+def test_programs_have_the_options_of_the_cache_as_it_is_now(no_cache, tmp_path):
+    """JAX's persistent cache cannot keep programs with oneDNN, and would warn of it."""
+    x, w = SQUARE
+    step = fc.jit(jnp.matmul)
+    trainer = pe.make_trainer(
+        lambda key: x, lambda w, x: (x @ w).mean(), SGD, members=1
+    )
+    for folder in None, str(tmp_path), None:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        for lowered in step.lower(x, w), trainer.lower("update", w):
+            assert (".hidden" in lowered.as_text()) == (folder is None)
+
+
+def and_silu(multiply):
+    """Return a function that returns a product, and an activation of it."""
+
+    def f(x, w):
+        y = multiply(x, w)
+        return y, jax.nn.silu(y)
+
+    return f
+
+
+with_silu = and_silu(jnp.matmul)
+
+PLACES_OF_PRODUCTS = {
+    "alone": jnp.matmul,
+    "vmap": lambda x, w: jax.vmap(jnp.matmul, (0, None))(x[None], w)[0],
+    "scan": lambda x, w: jax.lax.scan(lambda y, _: (y @ w, 0), x, None, 1)[0],
+    # This one is for a platform, by its author.
+    "branch": lambda x, w: jax.lax.platform_dependent(x, w, default=jnp.matmul),
+    "checkpoint": jax.checkpoint(jnp.matmul),
+    "ragged": lambda x, w: jax.lax.ragged_dot(x, w[None], jnp.array([256])),
+}
+
+
+@by_onednn
+@pytest.mark.parametrize("name", PLACES_OF_PRODUCTS)
+def test_activations_are_right_wherever_products_are(name, no_cache, optimized):
+    """XLA puts silu(y) in the place of y for its other users too."""
+    x, w = SQUARE
+    y = np.float64(x) @ w
+    found = fc.jit(and_silu(PLACES_OF_PRODUCTS[name]))(x, w)
+    assert_close(found, (y, y / (1 + np.exp(-y))))
+
+
+def _multiply(x, w):  # a user's function, named as one of `fast_cpu`
+    return with_silu(x, w)
+
+
+@by_onednn
+def test_products_are_hidden_in_programs_of_all_kinds(no_cache, optimized):
+    def solve(f, b):
+        return jax.lax.custom_linear_solve(f, b, lambda f, b: f(f(b)))
+
+    kinds = {
+        "composite": jax.lax.composite(with_silu, "own.name"),
+        "solve": lambda x, w: with_silu(solve(lambda y: y @ w, x), w),
+        "while": lambda x, w: jax.lax.while_loop(
+            lambda y: y[0].sum() < -9, lambda y: with_silu(y[0], w), with_silu(x, w)
+        ),
+        "reused": lambda x, w: jax.jit(fc.fast(with_silu))(x, w),  # without options
+        "name": lambda x, w: jax.jit(_multiply)(x, w),
+    }
+    for f in kinds.values():
+        assert_same_results(fc.jit(f), jax.jit(f), SQUARE)
+
+
+def exported_call(f):
+    def call(x, y):
+        return export.export(jax.jit(f), platforms=["cpu"])(x, y).call(x, y)
+
+    return call
+
+
+def remat3(x, w):
+    jax.config.update("jax_remat3", True)
+    try:
+        return jax.jit(jax.checkpoint(with_silu))(x, w)
+    finally:
+        jax.config.update("jax_remat3", False)
+
+
+own = core.Primitive("own")
+own.multiple_results = True
+own.def_abstract_eval(lambda x, w: [x, x])
+mlir.register_lowering(own, mlir.lower_fun(with_silu, multiple_results=True))
+BFLOAT16 = [
+    jnp.asarray(np.tril(x[:64, :64]) + np.eye(64), jnp.bfloat16) for x in SQUARE
 ]
-CURVES = [jnp.power, lambda x, y: jnp.exp(-abs(x)), lambda x, y: jnp.log(x)]
-CURVES += [lambda x, y: x**3, lambda x, y: jax.lax.rsqrt(x * x - y * y)]
-CURVES += [lambda x, y: jax.nn.sigmoid(x) / y, lambda x, y: jnp.tanh(x) - jnp.sqrt(y)]
+# Functions whose products `fast` does not see.
+OPAQUE = {
+    "export": exported_call(with_silu),
+    "primitive": lambda x, w: own.bind(x, w),
+    "remat3": remat3,
+    "sparse": and_silu(lambda x, w: sparse.BCOO.fromdense(x, nse=9) @ w),
+    "symmetric": lambda x, w: jax.lax.linalg.symmetric_product(x, w),
+    "solver": lambda x, w: jax.lax.linalg.triangular_solve(*BFLOAT16, left_side=True),
+}
 
 
-def operations(seed, ways):
-    """Return a random program of bfloat16, with its gradients."""
-    rng = np.random.default_rng(seed)
-    steps = [
-        (rng.integers(len(ways)), rng.random(2)) for _ in range(rng.integers(3, 9))
-    ]
-    names = [f"y{i}" for i in range(len(steps))]
-    saved = [x for x in names if rng.random() < 0.5]
-    form = rng.integers(3)
+@by_onednn
+@pytest.mark.parametrize("name", OPAQUE)
+def test_where_a_part_cannot_be_entered_there_is_no_onednn(name, no_cache, optimized):
+    x, w = SQUARE
 
-    def apply(x, y):
-        values = [x, y]
-        for name, (way, shares) in zip(names, steps):
-            a, b = (values[int(share * len(values))] for share in shares)
-            values.append(checkpoint_name(ways[way](a, b), name))
-        return values[2:]
+    def f(x, w):
+        return OPAQUE[name](x, w), x @ w
 
-    def scan(x, y):
-        def step(x, _):
-            return x + apply(x, y)[-1] * HALF(0.1), x
-
-        return jax.lax.scan(step, x, None, length=3)
-
-    policy = jax.checkpoint_policies.save_only_these_names(*saved)
-    program = [apply, scan, jax.checkpoint(apply, policy=policy)][form]
-
-    def both(x, y):
-        made, turn = jax.vjp(program, x, y)
-        return made, turn(jax.tree.map(jnp.cos, made))
-
-    return both
+    fast = fc.jit(f)
+    for _ in range(2):
+        assert_same_results(fast, jax.jit(f), SQUARE, 1e-3)
+    assert "__onednn" not in fast.lower(x, w).compile().as_text()
+    said = said_by(ValueError, fc.fast(f, fc.compiler_options()), x, w)
+    assert re.match(r"fast\(f, options\) cannot hide .* compile by fast_cpu.jit", said)
+    trainer = pe.make_trainer(
+        jax.random.normal,
+        lambda params, x, w: (params, jax.tree.leaves(f(x, w))[1]),
+        SGD,
+        members=1,
+        devices=1,
+        has_aux=True,
+    )
+    assert "__onednn" not in trainer.lower("update", x, w).compile().as_text()
 
 
-def kinds_of(y):
-    """Return nan where there is nan, the signs of infinities, and 0 elsewhere."""
-    y = np.float32(y)
-    return np.sign(y) * np.isinf(y) + np.where(y == y, 0, np.nan)
+# Primitives that hold programs: `rewrite` enters the first; others mean no oneDNN.
+# fmt: off
+ENTERED = {
+    "composite", "cond", "custom_jvp_call", "custom_linear_solve", "custom_vjp_call",
+    "custom_vmap_call", "eval_jaxpr", "jit", "reduce", "reduce_window", "remat2",
+    "run_state", "scan", "scatter", "shard_map", "while", "xla_metadata_call",
+}
+NOT_ENTERED = {
+    "cudnn_fusion", "custom_partitioning", "linear_call", "mpmd_map", "pallas_call",
+    "program_order", "remat_opt", "run_scoped",
+}
+# fmt: on
 
 
-@pytest.mark.parametrize("ways", [ARITHMETIC, ARITHMETIC + CURVES])
-def test_programs_of_bfloat16_have_the_numbers_of_their_operations(ways):
-    """The reference has each operation compiled by itself, where it is rounded once.
-
-    A whole program by `jax.jit` does not round each: without optimization, on a
-    processor with instructions for bfloat16, and in gradients of `scan`.  Sums,
-    products and comparisons have the same bits, others the same nan and infinities.
-    """
-    x, y = (jnp.asarray(array, HALF) for array in random_arrays((64,), (64,)))
-    programs = [operations(seed, ways) for seed in range(6)]
-
-    def run_all(x, y):
-        return [f(x, y) for f in programs]
-
-    found = fc.jit(run_all)(x, y)
-    with jax.disable_jit():
-        right = run_all(x, y)
-    numbers = np.float32 if ways is ARITHMETIC else kinds_of
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(right)):
-        assert_array_equal(numbers(a), numbers(b))
+@by_onednn
+def test_primitives_that_hold_programs_are_entered_or_mean_no_onednn():
+    modules = "experimental.pallas experimental.custom_partitioning scipy.linalg export"
+    for name in modules.split():
+        importlib.import_module(f"jax.{name}")
+    found = [x for x in gc.get_objects() if isinstance(x, core.Primitive)]
+    for primitive in found:
+        if "[" in primitive.name or primitive is own:  # a trace's, and this file's
+            continue
+        members = list(vars(primitive).values()) + list(vars(type(primitive)).values())
+        functions = filter(inspect.isfunction, map(inspect.unwrap, members))
+        text = "".join(map(inspect.getsource, functions))
+        if "jaxpr" in text or type(primitive) is not core.Primitive:
+            assert primitive.name in ENTERED | NOT_ENTERED, "enter it, or keep it apart"
+            eqn = mock.Mock(primitive=primitive, invars=[])
+            assert fc._is_known(eqn) == (primitive.name in ENTERED)
 
 
 TYPES = [jnp.float32, HALF] * 3 + [jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2]
@@ -1117,7 +1503,7 @@ def drawn_sum(pick, kind, step, width):
     return pick(total, whole, functools.partial(jnp.max, axis=axes))
 
 
-def drawn(seed):
+def drawn_operation(seed):
     """Return a random operation that may be replaced, and the forms of its arrays."""
     rng = np.random.default_rng(seed)
 
@@ -1180,638 +1566,12 @@ def test_forms_are_those_without_fast(first):
     """No way fails, since the tests let none: arrays are empty, sizes are symbols."""
     taken = 0
     for seed in range(first, first + 100):
-        f, arrays = drawn(seed)
+        f, arrays = drawn_operation(seed)
         expected = forms(f, arrays)
         if expected:
             taken += 1
+            assert forms(fc.fast(f), arrays) == expected, seed
     assert taken > 70
-
-
-POOLS = {  # window, strides, padding of an array of four axes
-    "halves": ((1, 2, 2, 1), (1, 2, 2, 1), [(0, 0)] * 4),
-    "overlaps": ((1, 3, 3, 1), (1, 2, 1, 1), [(0, 0), (1, 1), (2, 1), (0, 0)]),
-    "gaps": ((1, 2, 1, 2), (1, 3, 2, 3), [(0, 0), (1, 0), (0, 0), (0, 1)]),
-}
-
-
-@pytest.mark.parametrize("name", POOLS)
-def test_max_pools_gradients_are_where_the_first_maximum_is(name):
-    x = np.random.default_rng(0).integers(0, 4, (2, 7, 6, 5)).astype(float)
-    x[0, :4, :4] = -np.inf
-    x[1, [3, 6], [3, 5], 2] = np.nan
-    x[0, 1::2, 1:3] = -1e30
-    window, strides, padding = POOLS[name]
-
-    def pool(x):
-        return jax.lax.reduce_window(x, -np.inf, jax.lax.max, window, strides, padding)
-
-    g = randn(1, *jax.eval_shape(pool, x).shape)
-    expected = np.zeros(x.shape)
-    lows = [low for low, _ in padding]
-    for place in np.ndindex(g.shape):
-        best = None
-        for entry in np.ndindex(window):
-            at = tuple(np.multiply(place, strides) + entry - lows)
-            inside = all(0 <= i < n for i, n in zip(at, x.shape))
-            if inside and (best is None or not x[best] >= x[at]):
-                best = at
-        expected[best] += g[place]
-    step = fc.jit(lambda x, g: jax.vjp(pool, x)[1](g)[0])
-    for dtype, tolerance in (np.float32, 1e-6), (jnp.bfloat16, 0.01):
-        least = np.where(x == -1e30, float(jnp.finfo(dtype).min), x)
-        least = least.astype(dtype)
-        cotangent = g.astype(dtype)
-        assert_close(step(least, cotangent), expected, tolerance)
-    assert "scatter" not in step.lower(least, cotangent).compile().as_text()
-
-
-def test_sums_of_casts_are_of_eighths_and_others_are_as_the_version_needs():
-    """YNNPACK would first copy half types to float32."""
-    for dtype in jnp.bfloat16, jnp.float32:
-        x = jnp.ones((512, 256), dtype)
-        fast = jax.jit(fc.fast(lambda x: x.sum(0, dtype=jnp.float32)))
-        text = fast.lower(x).as_text()
-        eighths = text.count("stablehlo.slice") >= 8
-        assert eighths == (dtype == jnp.bfloat16 or VERSION < (0, 12))
-
-
-# With options, XLA gives oneDNN what follows a product too: without barriers 32, in
-# float32, and 83, in bfloat16, err.
-@by_onednn
-@cases("seed", 32, 83)
-def test_programs_with_onednn_are_those_without(seed, no_cache, optimized):
-    """This is a short form of benchmarks/convolutions.py --programs."""
-    assert fc.compiler_options()
-    with jax.numpy_rank_promotion("allow"):
-        assert not convolutions.is_wrong(*convolutions.difference(seed))
-
-
-@cases("f, x", (jnp.matmul, np.ones((256, 256))), (dilated, np.ones((3, 3, 256, 256))))
-def test_with_onednn_sums_of_float16_are_float32(f, x):
-    """oneDNN has only a reference for others; XLA may, but need not, avoid it."""
-    x = jnp.asarray(x, jnp.float16)
-    text = jax.jit(fc.fast(f, {fc._ONEDNN: True})).lower(x, x).as_text()
-    made = re.findall(r"(?:dot_general |convolution\().*->.*x(\w+)>", text)
-    assert made == ["f32"]
-
-
-def and_silu(multiply):
-    """Return a function that returns a product, and an activation of it."""
-
-    def f(x, w):
-        y = multiply(x, w)
-        return y, jax.nn.silu(y)
-
-    return f
-
-
-with_silu = and_silu(jnp.matmul)
-SQUARE = randn(0, 256, 256), randn(1, 256, 256) / 16
-PLACES = {
-    "alone": jnp.matmul,
-    "vmap": lambda x, w: jax.vmap(jnp.matmul, (0, None))(x[None], w)[0],
-    "scan": lambda x, w: jax.lax.scan(lambda y, _: (y @ w, 0), x, None, 1)[0],
-    # This one is for a platform, by its author.
-    "branch": lambda x, w: jax.lax.platform_dependent(x, w, default=jnp.matmul),
-    "checkpoint": jax.checkpoint(jnp.matmul),
-    "ragged": lambda x, w: jax.lax.ragged_dot(x, w[None], jnp.array([256])),
-}
-
-
-@by_onednn
-@pytest.mark.parametrize("name", PLACES)
-def test_activations_are_right_wherever_products_are(name, no_cache, optimized):
-    """XLA puts silu(y) in the place of y for its other users too."""
-    x, w = SQUARE
-    y = np.float64(x) @ w
-    found = fc.jit(and_silu(PLACES[name]))(x, w)
-    assert_close(found, (y, y / (1 + np.exp(-y))))
-
-
-def rounding(p, u):  # of an addition, as compensated optimizers take it
-    new = p + u
-    return u - (new - p), u - (2 * jnp.maximum(p + u, 0) - 2 * p) / 2
-
-
-def high_part(x):  # of as many digits as half of bfloat16 (Dekker 1971)
-    y = x * 17
-    return y - (y - x)
-
-
-def overflow(x):
-    return jax.nn.softmax(x.at[:, 1].set(jnp.inf))
-
-
-def quantized(x, w):
-    y = jax.lax.dot_general(x, w, (((1,), (0,)), ((), ())), **FLOAT) / 100
-    return y, jax.nn.gelu(y)
-
-
-def quantized_images(x, kernel):
-    names = ("NHWC", "HWIO", "NHWC")
-    how = dict(dimension_numbers=names, **FLOAT)
-    y = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", **how) / 1000
-    return y, jax.nn.silu(y)
-
-
-FLOAT = dict(preferred_element_type=jnp.float32)
-INTEGERS = (np.arange(256**2) % 181 - 90).astype(np.int8)
-HALVES = jnp.ones(8, jnp.bfloat16), jnp.full(8, 2.0**-12, jnp.bfloat16)
-IMAGES = INTEGERS[:4608].reshape(8, 12, 12, 4), INTEGERS[:288].reshape(3, 3, 4, 8)
-# oneDNN's option alone makes them wrong: functions, and their arguments.
-CHANGED = {
-    "rounding": (rounding, HALVES),
-    "high part": (high_part, [jnp.arange(100, 200).astype(jnp.bfloat16)]),
-    "softmax": (overflow, [randn(0, 8, 3)]),
-    "integers": (quantized, [SQUARE[0], INTEGERS.reshape(256, 256)]),
-    "images": (quantized_images, IMAGES),
-}
-
-
-@by_onednn
-@pytest.mark.parametrize("name", CHANGED)
-def test_onednn_changes_nothing_but_products(name, no_cache, optimized):
-    f, args = CHANGED[name]
-    right = jax.jit(f)(*args)
-    assert_close(fc.jit(f)(*args), right)
-    options = ONEDNN | {fc._LEFT_OUT: ""}
-    wrong = jax.jit(f, compiler_options=options)(*args)
-    with pytest.raises(AssertionError):
-        assert_close(wrong, right)
-    trainer = pe.make_trainer(
-        lambda key, _: jax.random.normal(key),
-        lambda params, _, args: (params, f(*args)),
-        SGD,
-        members=1,
-        devices=1,
-        has_aux=True,
-        frozen=args,
-    )
-    _, (_, aux) = trainer.update(trainer.init(jax.random.key(0)), np.ones(1))
-    assert_close(jax.tree.map(lambda x: x[0], aux), right)
-
-
-def remat3(x, w):
-    jax.config.update("jax_remat3", True)
-    try:
-        return jax.jit(jax.checkpoint(with_silu))(x, w)
-    finally:
-        jax.config.update("jax_remat3", False)
-
-
-own = core.Primitive("own")
-own.multiple_results = True
-own.def_abstract_eval(lambda x, w: [x, x])
-mlir.register_lowering(own, mlir.lower_fun(with_silu, multiple_results=True))
-BFLOAT16 = [
-    jnp.asarray(np.tril(x[:64, :64]) + np.eye(64), jnp.bfloat16) for x in SQUARE
-]
-# Functions whose products `fast` does not see.
-OPAQUE = {
-    "export": exported(with_silu),
-    "primitive": lambda x, w: own.bind(x, w),
-    "remat3": remat3,
-    "sparse": and_silu(lambda x, w: sparse.BCOO.fromdense(x, nse=9) @ w),
-    "symmetric": lambda x, w: jax.lax.linalg.symmetric_product(x, w),
-    "solver": lambda x, w: jax.lax.linalg.triangular_solve(*BFLOAT16, left_side=True),
-}
-
-
-@by_onednn
-@pytest.mark.parametrize("name", OPAQUE)
-def test_where_a_part_cannot_be_entered_there_is_no_onednn(name, no_cache, optimized):
-    x, w = SQUARE
-
-    def f(x, w):
-        return OPAQUE[name](x, w), x @ w
-
-    fast = fc.jit(f)
-    for _ in range(2):
-        assert_same_results(fast, jax.jit(f), SQUARE, 1e-3)
-    assert "__onednn" not in fast.lower(x, w).compile().as_text()
-    said = said_by(ValueError, fc.fast(f, fc.compiler_options()), x, w)
-    assert re.match(r"fast\(f, options\) cannot hide .* compile by fast_cpu.jit", said)
-    trainer = pe.make_trainer(
-        jax.random.normal,
-        lambda params, x, w: (params, jax.tree.leaves(f(x, w))[1]),
-        SGD,
-        members=1,
-        devices=1,
-        has_aux=True,
-    )
-    assert "__onednn" not in trainer.lower("update", x, w).compile().as_text()
-
-
-# Primitives that hold programs: `rewrite` enters the first; others mean no oneDNN.
-# fmt: off
-ENTERED = {
-    "composite", "cond", "custom_jvp_call", "custom_linear_solve", "custom_vjp_call",
-    "custom_vmap_call", "eval_jaxpr", "jit", "reduce", "reduce_window", "remat2",
-    "run_state", "scan", "scatter", "shard_map", "while", "xla_metadata_call",
-}
-NOT_ENTERED = {
-    "cudnn_fusion", "custom_partitioning", "linear_call", "mpmd_map", "pallas_call",
-    "program_order", "remat_opt", "run_scoped",
-}
-# fmt: on
-
-
-@by_onednn
-def test_primitives_that_hold_programs_are_entered_or_mean_no_onednn():
-    modules = "experimental.pallas experimental.custom_partitioning scipy.linalg export"
-    for name in modules.split():
-        importlib.import_module(f"jax.{name}")
-    found = [x for x in gc.get_objects() if isinstance(x, core.Primitive)]
-    for primitive in found:
-        if "[" in primitive.name or primitive is own:  # a trace's, and this file's
-            continue
-        members = list(vars(primitive).values()) + list(vars(type(primitive)).values())
-        functions = filter(inspect.isfunction, map(inspect.unwrap, members))
-        text = "".join(map(inspect.getsource, functions))
-        if "jaxpr" in text or type(primitive) is not core.Primitive:
-            assert primitive.name in ENTERED | NOT_ENTERED, "enter it, or keep it apart"
-            eqn = mock.Mock(primitive=primitive, invars=[])
-            assert fc._is_known(eqn) == (primitive.name in ENTERED)
-
-
-@by_onednn
-def test_products_are_hidden_in_programs_of_all_kinds(no_cache, optimized):
-    def solve(f, b):
-        return jax.lax.custom_linear_solve(f, b, lambda f, b: f(f(b)))
-
-    kinds = {
-        "composite": jax.lax.composite(with_silu, "own.name"),
-        "solve": lambda x, w: with_silu(solve(lambda y: y @ w, x), w),
-        "while": lambda x, w: jax.lax.while_loop(
-            lambda y: y[0].sum() < -9, lambda y: with_silu(y[0], w), with_silu(x, w)
-        ),
-        "reused": lambda x, w: jax.jit(fc.fast(with_silu))(x, w),  # without options
-        "name": lambda x, w: jax.jit(_multiply)(x, w),
-    }
-    for f in kinds.values():
-        assert_same_results(fc.jit(f), jax.jit(f), SQUARE)
-
-
-def _multiply(x, w):  # a user's function, named as one of `fast_cpu`
-    return with_silu(x, w)
-
-
-# Products, and the factors' shapes.
-PRODUCTS = {
-    "bti,io->bto": ((2, 3, 4), (4, 5)),
-    "bti,oi->bto": ((2, 3, 4), (5, 4)),
-    "bti,ihd->bthd": ((2, 3, 4), (4, 2, 3)),  # attention
-    "bthd,hdo->bto": ((2, 4, 2, 3), (2, 3, 5)),
-    "bthd,bshd->bhts": ((2, 3, 2, 4), (2, 5, 2, 4)),
-    "kbti,kio->kbto": ((2, 3, 2, 4), (2, 4, 5)),
-    "kbi,kio->kbo": ((2, 13, 4), (2, 4, 12)),  # not small
-    "nij,jkn->kni": ((5, 3, 4), (4, 2, 5)),
-    "ni,ni->n": ((5, 3), (5, 3)),
-    "abc,cb->a": ((2, 3, 4), (4, 3)),  # not in a row
-    "abcd,bce->aed": ((2, 3, 4, 5), (3, 4, 2)),
-    "abk,abk->k": ((2, 3, 4), (2, 3, 4)),
-}
-UNDER = {
-    "gradients": lambda f: jax.grad(loss_of(f), (0, 1)),
-    "checkpoint": lambda f: UNDER["gradients"](jax.checkpoint(f)),
-    "vmap": lambda f: lambda a, b: jax.vmap(UNDER["gradients"](f))(*twice([a, b])),
-    "Hessian": lambda f: jax.hessian(loss_of(f), (0, 1)),
-}
-
-
-@cases("onednn", False, True)
-@pytest.mark.parametrize("spec", PRODUCTS)
-def test_products_and_their_gradients_are_right(spec, onednn):
-    args = random_arrays(*PRODUCTS[spec])
-    functions = [way(functools.partial(jnp.einsum, spec)) for way in UNDER.values()]
-
-    def plain(a, b):
-        halves = jnp.asarray(a, jnp.bfloat16), jnp.asarray(b, jnp.bfloat16)
-        wide = jnp.einsum(spec, *halves, preferred_element_type=jnp.float32)
-        return [f(a, b) for f in functions], wide
-
-    options = {fc._ONEDNN: onednn}  # the same forms, with barriers
-    fast = fc.fast(plain, options)
-    found = jax.jit(fast)(*args)
-    assert_close(found, jax.jit(plain)(*args))
-    mapped = jax.jit(jax.vmap(fast))(*twice(args))
-    assert_close(jax.tree.map(lambda x: x[0], mapped), found)
-    with jax.enable_x64(True):
-        args = [x.astype(np.float64) for x in args]
-        f = functions[0]
-        assert_same_results(jax.jit(fc.fast(f, options)), jax.jit(f), args, 1e-14)
-
-
-def dots(text):
-    """Return the contracted axes of a program's products, and the result's type."""
-    found = r"contracting_dims = (\[.*?\] x \[.*?\]).*-> tensor<(\S+)xf32>"
-    return re.findall(found, text)
-
-
-def test_gradients_of_weights_sum_over_one_axis_and_are_not_transposed():
-    x, w = random_arrays((8, 16, 4), (4, 5))
-    gradient = jax.grad(lambda w, x: jnp.tanh(x @ w).sum())
-    # As PyTorch keeps weights, [O, I], the gradient is not transposed.
-    other = fc.fast(jax.grad(lambda w, x: jnp.tanh(x @ w.T).sum()))
-    fast = fc.fast(gradient)
-    axes = "[0] x [0]"
-    assert dots(text_for("cpu", fast, (w, x)))[-1] == (axes, "4x5")
-    assert dots(text_for("cpu", other, (w.T, x)))[-1] == (axes, "5x4")
-    for name in "cpu", "cuda", "tpu":
-        plain = dots(text_for(name, gradient, (w, x)))
-        found = dots(text_for(name, fast, (w, x)))
-        assert plain[-1] == ("[0, 1] x [0, 1]", "5x4")
-        assert (found == plain) == (name != "cpu")
-
-
-def affine(params, x):
-    return jnp.tanh(x @ params["w"] + params["b"][None, None])
-
-
-def affine_loss(params, x):
-    return jnp.square(affine(params, x)).mean()
-
-
-AFFINE = {"w": randn(1, 4, 5), "b": randn(2, 5)}
-ROWS = randn(0, 32, 512, 4)
-LAYOUTS = {
-    "K = D = 1": dict(members=1, devices=1),
-    "K = D = 2": dict(members=2, devices=2),
-    "K = 1 on D = 2": dict(members=1, devices=2),
-    "at once": dict(members=2, devices=1, at_once=2),
-    "shards": dict(members=1, devices=2, shards=2),
-    "sync": pe.make_sync_update,
-    "ensemble": pe.make_ensemble_update,
-}
-
-
-def lowered_steps(how):
-    """Yield the programs of a trainer, or of an update by hand, as text."""
-    if isinstance(how, dict):
-        how = how | dict(apply_fn=lambda params, x: affine(params, x).mean(1))
-        trainer = pe.make_trainer(lambda key: AFFINE, affine_loss, SGD, **how)
-        order = np.zeros((2, len(ROWS)), np.int32)
-        for call in ("update", ROWS), ("epoch", (ROWS,), order), ("predict", ROWS):
-            yield trainer.lower(*call).as_text()
-    else:
-        state = pe.replicate(pe.train_state(AFFINE, SGD), 2)
-        stop = mock.patch.object(pe, "_run", side_effect=InterruptedError)
-        with stop as run, pytest.raises(InterruptedError):
-            how(affine_loss, SGD)(state, pe.split(ROWS, 2))
-        program, _, *given = run.call_args.args
-        yield program.lower(*given).as_text()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_trainers_products_and_sums_are_fast(layout, monkeypatch):
-    """The programs are those that run: in `shard_map`, gradients name a mesh.
-
-    Shards keep their shardings, and XLA divides their products.
-    """
-    monkeypatch.setattr(fc, "_version", lambda: (0, 10))  # whose sums are of eighths
-    for text in lowered_steps(LAYOUTS[layout]):
-        made = dots(text)
-        assert made
-        if layout != "shards":
-            assert not [shape for _, shape in made if shape.endswith("5x4")]
-            large = r"stablehlo.reduce\(.*\) : \(tensor<([\dx]+)xf32>"
-            for shape in re.findall(large, text):
-                assert math.prod(map(int, shape.split("x"))) < fc._LARGE
-
-
-@cases("axes", None, (0,), (1,), (2,), (0, 1), (1, 2), (0, 2))
-@cases("reduce", jnp.sum, jnp.max)
-def test_sums_of_eighths_are_the_sums(reduce, axes, monkeypatch):
-    monkeypatch.setattr(fc, "_version", lambda: (0, 11))  # from 0.12 on, none are made
-    x = randn(0, 67, 129, 65)
-    fast = jax.jit(fc.fast(functools.partial(reduce, axis=axes)))
-    in_a_row = axes != (0, 2)
-    eighths = fast.lower(x).as_text().count("stablehlo.slice") >= 8
-    assert eighths == in_a_row
-    exact = getattr(np, reduce.__name__)(x.astype(np.float64), axis=axes)
-    error = np.abs(np.float64(fast(x)) - exact).max()
-    bound = 2e-6 * np.sqrt(x.size / exact.size) if reduce is jnp.sum else 0
-    assert error <= bound
-    half = jnp.asarray(x, jnp.bfloat16)
-    assert_close(fast(half), reduce(half, axis=axes), 0.01)
-    assert fast(half).dtype == half.dtype
-    bad = x.copy()
-    bad[3, 5, 7] = np.nan
-    assert_array_equal(np.isnan(fast(bad)), np.isnan(reduce(bad, axis=axes)))
-    assert "stablehlo.slice" not in text_for("cuda", fast, (x,))
-    if in_a_row and reduce is jnp.max:  # whose ties would share gradients otherwise
-        said = said_by(ValueError, jax.grad(lambda x: fast(x).sum()), x)
-        assert "fast(jax.grad(f)) in place of jax.grad(fast(f))" in said
-
-
-@cases("dtype", bool, np.int8, jnp.bfloat16)
-def test_eighths_are_for_sums_near_half_types(dtype, monkeypatch):
-    monkeypatch.setattr(fc, "_version", lambda: (0, 12))  # others need none there
-    x = jnp.ones((2048, 16))
-    fast = jax.jit(fc.fast(lambda x, near: (x * near.astype(x.dtype)).sum(0)))
-    eighths = "stablehlo.slice" in fast.lower(x, x.astype(dtype)).as_text()
-    assert eighths == (dtype == jnp.bfloat16)
-
-
-def test_equal_operations_are_traced_once():
-    def f(x, y):
-        for _ in range(5):
-            x = jnp.tanh(x * y)
-        return x
-
-    x = jnp.ones((4, 4), jnp.bfloat16)
-    text = jax.jit(fc.fast(f)).lower(x, x).as_text()
-    assert text.count("call @fast_cpu._round") == 10
-    assert text.count("func.func private @fast_cpu._round") == 2
-
-
-def test_jit_is_fast_and_takes_the_arguments_of_jit():
-    def step(kernel, images, power):
-        """A step."""
-        return jax.grad(loss_fn)(kernel, images, power), power
-
-    with mock.patch.object(jax, "default_backend", side_effect=AssertionError):
-        fast = fc.jit(step, static_argnames="power")  # asks for no backend yet
-    assert fast.__doc__ == "A step." and is_fast(fast.lower(KERNEL, X, power=3))
-    gradient, power = fast(KERNEL, X, power=3)
-    assert power == 3
-    assert_close(gradient, jax.grad(loss_fn)(KERNEL, X, 3))
-
-
-Color = enum.Enum("Color", "RED")
-Numbers = dataclasses.make_dataclass("Numbers", ["n"], frozen=True)
-Mutable = dataclasses.make_dataclass("Mutable", ["n"])
-like_array = type("Like", (), {"__array__": lambda self: X, "__eq__": dict.__eq__})
-for_jax = type("ForJax", (), {"__jax_array__": lambda self: X})
-
-
-@cases("f", jax.nn.relu, jnp.abs, np.abs, abs, functools.partial(jnp.power, 2.0))
-@cases("value", True, "a", None, Color.RED, Numbers(2), np.float32, np.dtype(int), math)
-def test_jit_takes_functions_and_values(f, value):
-    def step(x, f, *, value):
-        assert value is given["value"] or value == given["value"]
-        return f(2.0) + x, value
-
-    given = dict(f=f, value=value)
-    found, made = fc.jit(step)(X, **given)
-    assert_close(found, f(2.0) + X)
-    assert made == value
-
-
-@cases("x", object(), like_array(), for_jax(), Mutable(2))
-def test_objects_that_may_change_and_are_no_values_are_refused(x):
-    kind = f"is a {type(x).__name__}"
-    for jit in fc.jit, fc.fast:
-        first = jit(lambda x, y=0, w=0: x)
-        said = said_by(ValueError, first, X, {"w": x})
-        assert said.startswith(f"args[1]['w'] {kind}, neither an array")
-        said = said_by(ValueError, first, X, w=x)
-        assert said.startswith(f"kwargs['w'] {kind}, neither an array")
-        said = said_by(ValueError, jit(lambda _: {"a": x}), X)
-        assert said.startswith(f"result['a'] {kind}") and said.count("\n") == 0
-
-
-class Scale:
-    def __init__(self, factor):
-        self.factor = factor
-
-    def apply(self, x):
-        return x * self.factor
-
-
-class Shared:  # its objects have the class's factor
-    apply = Scale.apply
-
-
-def shared(factor):
-    Shared.factor = factor
-    return Shared()
-
-
-class Computed(Scale):
-    @property
-    def offset(self):
-        return 1.0
-
-
-class Slotted:
-    __slots__ = ("factor",)
-    apply = Scale.apply
-
-
-class Around:  # an object that wraps a function
-    def __init__(self, function, factor):
-        functools.update_wrapper(self, function)
-        self.factor = factor
-
-    def __call__(self, x):
-        return self.__wrapped__(x=x) * self.factor
-
-
-def slotted(factor):
-    made = Slotted()
-    made.factor = factor
-    return made
-
-
-class Nested(Scale):
-    def apply(self, x):
-        return self.factor.apply(x=x)
-
-
-def scaled(factor, x):
-    return x * factor
-
-
-HOLDERS = {
-    "method": lambda scale: scale.apply,
-    "partial of a method": lambda scale: functools.partial(scale.apply),
-    "partial of an object": lambda scale: functools.partial(Scale.apply, scale),
-    "by name": lambda scale: functools.partial(scaled, factor=scale.factor),
-    "method of an object in an object": lambda scale: Nested(scale).apply,
-    "method of a class with values": lambda scale: shared(scale.factor).apply,
-    "wrapper": lambda scale: Around(scale.apply, 1.0),
-}
-
-
-@pytest.mark.parametrize("name", HOLDERS)
-def test_functions_are_compared_by_what_they_hold(name):
-    traces = []
-
-    def step(f, x):
-        traces.append(f)
-        return f(x=x)
-
-    fast = fc.jit(step)
-    scale = Scale(2.0)
-    for factor in 2.0, 2.0, 5.0, 2, 2.0:  # an integer makes other types
-        scale.factor = factor
-        function = HOLDERS[name](scale)
-        assert_close(fast(function, X), factor * X)
-    assert len(traces) == 3
-
-
-MAY_CHANGE = {
-    "partial of an array": functools.partial(scaled, np.ones(1)),
-    "partial of a JAX array": functools.partial(scaled, jnp.ones(1)),
-    "partial of a list": functools.partial(scaled, ([2.0],)),
-    "partial of a dict": functools.partial(scaled, factor={"a": 2.0}),
-    "partial of a partial": functools.partial(functools.partial(scaled, {2.0})),
-    "method": Scale([2.0]).apply,
-    "method of an object that holds an array": Nested(Scale(np.ones(1))).apply,
-    "method of an object with properties": Computed(2.0).apply,
-    "method of slots": slotted(2.0).apply,
-    "method of a dict": {"a": 2.0}.get,
-    "method of a generator": np.random.default_rng(0).normal,
-    "wrapper": Around(abs, [2.0]),
-    "what jit returns": jax.jit(Scale(np.ones(1)).apply),
-}
-
-
-@pytest.mark.parametrize("name", MAY_CHANGE)
-def test_functions_that_hold_what_may_change_are_refused(name):
-    said = said_by(ValueError, fc.jit(lambda f, x: x), MAY_CHANGE[name], X)
-    assert said.startswith(f"args[0] is a {type(MAY_CHANGE[name]).__name__}, neither")
-
-
-def test_what_was_lowered_takes_and_returns_what_the_function_does():
-    def step(x, negative, *, name):
-        return {"y": -x if negative else x, "negative": negative, "name": name}
-
-    lowered = fc.jit(step).lower(X, True, name="net")
-    assert "func.func public @main" in lowered.as_text()
-    program = lowered.compile()
-    found = program(X, True, name="net")
-    assert_array_equal(found.pop("y"), -X)
-    assert found == {"negative": True, "name": "net"}
-    assert program.memory_analysis().output_size_in_bytes == X.nbytes
-    with pytest.raises(TypeError, match="value=True.* given .*value=False"):
-        program(X, False, name="net")
-
-
-def test_jit_is_lowered_for_forms():
-    form = jax.ShapeDtypeStruct(X.shape, X.dtype)
-    key = jax.random.key(0)
-    keys = jax.ShapeDtypeStruct((), key.dtype)
-
-    def step(x, kernel=KERNEL, key=None, name="a"):
-        noise = 0 if key is None else jax.random.normal(key)
-        return dilated(x, kernel) + noise
-
-    for given, how, arrays, named in (
-        ((form,), {}, (X,), {}),
-        ((), dict(x=form), (), dict(x=X)),
-        ((form, KERNEL), dict(key=keys), (X, KERNEL), dict(key=key)),
-    ):
-        right = step(*arrays, **named)
-        for options in {}, dict(donate_argnums=0), dict(static_argnames="name"):
-            fast = fc.jit(step, **options)
-            program = fast.lower(*given, **how)
-            assert is_fast(program)
-            made = jax.eval_shape(fast, *given, **how)
-            assert (made.shape, made.dtype) == (right.shape, right.dtype)
-            args, kwargs = jax.tree.map(jnp.copy, (arrays, named))
-            assert_close(program.compile()(*args, **kwargs), right)
 
 
 @pytest.mark.skipif(VERSION != (0, 10), reason="others lower it with a GPU alone")
@@ -1829,37 +1589,6 @@ def test_kernels_of_pallas_stay_as_they_are():
     assert fc.rewrite(plain) is plain
     assert "platform_index" not in str(jax.make_jaxpr(fc.fast(f))(x))
     jax.jit(fc.fast(f)).trace(x).lower(lowering_platforms=("cuda",))
-
-
-INSIDE = {
-    "scan": lambda f: lambda x: jax.lax.scan(lambda x, _: (f(x), ()), x, length=2)[0],
-    "jit": lambda f: jax.jit(lambda x: f(x)),
-    "a constant": lambda f: jax.jit(lambda x: x + f(SQUARE[0])),
-    "itself": lambda f: fc.jit(lambda x: f(x)),
-    "gradient": lambda f: jax.grad(lambda x: jnp.square(f(x)).sum()),
-}
-
-
-@pytest.mark.parametrize("name", INSIDE)
-def test_jit_inside_of_a_trace_is_fast_without_options(name, no_cache):
-    def step(x):
-        return jnp.tanh(x @ SQUARE[1])
-
-    around = INSIDE[name]
-    assert_same_results(around(fc.jit(step)), around(jax.jit(step)), SQUARE[:1])
-
-
-@cases("dtype", jnp.bfloat16, jnp.float16)
-def test_strict_promotion_of_types_is_kept(dtype, no_cache):
-    args = jnp.asarray(X, dtype), jnp.asarray(KERNEL, dtype)
-
-    def f(x, kernel):
-        return dilated(x, kernel).sum((1, 2))
-
-    for instructions in set(), {"amx_tile"}:
-        strict = jax.numpy_dtype_promotion("strict")
-        with strict, on(instructions):
-            assert_same_results(fc.jit(f), jax.jit(f), args, 0.01)
 
 
 @cases("kind", "Auto", "Explicit")
@@ -1902,22 +1631,368 @@ def test_functions_under_a_mesh_are_those_without_fast(kind, no_cache):
             assert_same_results(fc.jit(f), jax.jit(f), args)
 
 
-def group_counts(platform, f, args):
-    """Return the numbers of groups of a program's convolutions on a platform."""
-    return re.findall(r"_group_count = (\d+)", text_for(platform, f, args))
+@cases("dtype", jnp.bfloat16, jnp.float16)
+def test_strict_promotion_of_types_is_kept(dtype, no_cache):
+    args = jnp.asarray(X, dtype), jnp.asarray(KERNEL, dtype)
+
+    def f(x, kernel):
+        return dilated(x, kernel).sum((1, 2))
+
+    for instructions in set(), {"amx_tile"}:
+        strict = jax.numpy_dtype_promotion("strict")
+        with strict, instruction_set(instructions):
+            assert_same_results(fc.jit(f), jax.jit(f), args, 0.01)
 
 
-@cases("name", "cuda", "rocm")
-def test_on_gpus_each_members_convolution_is_a_call_of_its_own(name):
-    kernels, images = twice([KERNEL, X])
-    grads = jax.grad(loss_fn, (0, 1))
-    plain = group_counts(name, jax.vmap(grads), (kernels, images))
-    apart = group_counts(name, jax.vmap(fc.fast(grads)), (kernels, images))
-    assert len(plain) == 2 * 3 and len(apart) == 2 * 2 * 3
-    assert set(plain) == {"1", "2"} and set(apart) == {"1"}
-    one_kernel = jax.vmap(fc.fast(dilated), (0, None))
-    shared = group_counts(name, one_kernel, (images, KERNEL))
-    assert shared == ["1", "1"]  # one call where the kernel is the same
+PLAIN = GRADS(KERNEL, X)
+
+
+def is_fast(lowered):
+    """Whether no kernel's gradient is in XLA's form."""
+    form = "[f, 0, 1, b]x[i, 0, 1, o]->[0, 1, b, f]"
+    return form not in find_forms(lowered.as_text())
+
+
+def test_a_step_compiles_once_and_takes_arguments_by_name_and_static_ones():
+    traced = []
+
+    def step(kernel, batch, *, power, flag, activation, name=None):
+        traced.append(name)
+        assert flag is True and activation is jnp.tanh
+        loss, grads = GRADS(kernel, batch["x"], power)
+        return {"loss": loss, "new": kernel - 0.1 * grads, "of": activation, "a": name}
+
+    fast = fc.fast(functools.partial(step, power=2))
+    assert fast.__wrapped__.func is step
+    how = dict(batch={"x": X}, flag=True, activation=jnp.tanh)
+    for x in X, X + 1:  # by itself, it is compiled too
+        found = fast(KERNEL, **how | dict(name="a", batch={"x": x}))
+        loss, grads = GRADS(KERNEL, x)
+        expected = {"loss": loss, "new": KERNEL - 0.1 * grads}
+        assert (found.pop("of"), found.pop("a")) == (jnp.tanh, "a")
+        assert_close(found, expected)
+    assert traced == ["a"]
+
+    def array(kernel, batch):
+        return fast(kernel, batch, flag=True, activation=jnp.tanh)["new"]
+
+    given = jnp.asarray(KERNEL)
+    lowered = jax.jit(array, donate_argnums=0).lower(given, {"x": X})
+    assert is_fast(lowered)
+    plain = jax.jit(GRADS).lower(KERNEL, X)
+    assert not is_fast(plain)
+    assert_close(lowered.compile()(given, {"x": X}), KERNEL - 0.1 * PLAIN[1])
+    assert given.is_deleted()
+
+
+def on_two_devices(f):
+    mesh = jax.sharding.Mesh(jax.devices()[:2], "d")
+
+    def mean(kernel, x):
+        return jax.lax.pmean(f(kernel, x), "d")
+
+    return jax.shard_map(mean, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
+
+
+def scanning(f):
+    return lambda k, x: jax.lax.scan(lambda k, x: (k - f(k, x)[1], ()), k, x[:, None])
+
+
+TRANSFORMED = {
+    "vmap": lambda f: lambda k, x: jax.vmap(f, (None, 0))(k, x[:, None]),
+    "scan": scanning,
+    "checkpoint": jax.checkpoint,
+    "shard_map": on_two_devices,
+    "export": exported_call,
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_a_fast_step_works_in_other_transformations(name):
+    transformed = TRANSFORMED[name]
+    lowered = jax.jit(transformed(fc.fast(GRADS))).lower(KERNEL, X)
+    assert is_fast(lowered)
+    assert_same_results(lowered.compile(), jax.jit(transformed(GRADS)), (KERNEL, X))
+
+
+def test_jit_is_fast_and_takes_the_arguments_of_jit():
+    def step(kernel, images, power):
+        """A step."""
+        return jax.grad(loss_fn)(kernel, images, power), power
+
+    with mock.patch.object(jax, "default_backend", side_effect=AssertionError):
+        fast = fc.jit(step, static_argnames="power")  # asks for no backend yet
+    assert fast.__doc__ == "A step." and is_fast(fast.lower(KERNEL, X, power=3))
+    gradient, power = fast(KERNEL, X, power=3)
+    assert power == 3
+    assert_close(gradient, jax.grad(loss_fn)(KERNEL, X, 3))
+
+
+def test_jit_is_lowered_for_forms():
+    form = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    key = jax.random.key(0)
+    keys = jax.ShapeDtypeStruct((), key.dtype)
+
+    def step(x, kernel=KERNEL, key=None, name="a"):
+        noise = 0 if key is None else jax.random.normal(key)
+        return dilated(x, kernel) + noise
+
+    for given, how, arrays, named in (
+        ((form,), {}, (X,), {}),
+        ((), dict(x=form), (), dict(x=X)),
+        ((form, KERNEL), dict(key=keys), (X, KERNEL), dict(key=key)),
+    ):
+        right = step(*arrays, **named)
+        for options in {}, dict(donate_argnums=0), dict(static_argnames="name"):
+            fast = fc.jit(step, **options)
+            program = fast.lower(*given, **how)
+            assert is_fast(program)
+            made = jax.eval_shape(fast, *given, **how)
+            assert (made.shape, made.dtype) == (right.shape, right.dtype)
+            args, kwargs = jax.tree.map(jnp.copy, (arrays, named))
+            assert_close(program.compile()(*args, **kwargs), right)
+
+
+class Scale:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def apply(self, x):
+        return x * self.factor
+
+
+class Shared:  # its objects have the class's factor
+    apply = Scale.apply
+
+
+def shared(factor):
+    Shared.factor = factor
+    return Shared()
+
+
+class Around:  # an object that wraps a function
+    def __init__(self, function, factor):
+        functools.update_wrapper(self, function)
+        self.factor = factor
+
+    def __call__(self, x):
+        return self.__wrapped__(x=x) * self.factor
+
+
+class Nested(Scale):
+    def apply(self, x):
+        return self.factor.apply(x=x)
+
+
+def scaled(factor, x):
+    return x * factor
+
+
+HOLDERS = {
+    "method": lambda scale: scale.apply,
+    "partial of a method": lambda scale: functools.partial(scale.apply),
+    "partial of an object": lambda scale: functools.partial(Scale.apply, scale),
+    "by name": lambda scale: functools.partial(scaled, factor=scale.factor),
+    "method of an object in an object": lambda scale: Nested(scale).apply,
+    "method of a class with values": lambda scale: shared(scale.factor).apply,
+    "wrapper": lambda scale: Around(scale.apply, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_functions_are_compared_by_what_they_hold(name):
+    traces = []
+
+    def step(f, x):
+        traces.append(f)
+        return f(x=x)
+
+    fast = fc.jit(step)
+    scale = Scale(2.0)
+    for factor in 2.0, 2.0, 5.0, 2, 2.0:  # an integer makes other types
+        scale.factor = factor
+        function = HOLDERS[name](scale)
+        assert_close(fast(function, X), factor * X)
+    assert len(traces) == 3
+
+
+# ---------------------------------------------------------------------------------
+# Functions
+# ---------------------------------------------------------------------------------
+
+
+@cases(
+    "function, shapes",
+    (nchw, ((2, 3, 5, 4), (3, 3, 3, 2))),
+    (jnp.matmul, ((2, 3, 4), (4, 5))),
+)
+def test_functions_are_the_same_with_jit_disabled(function, shapes):
+    x, y = random_arrays(*shapes)
+    plain = jax.value_and_grad(loss_of(function), (0, 1))
+    with jax.disable_jit():
+        found = alone_and_mapped(fc.fast(plain))(x, y)
+    assert_close(found, alone_and_mapped(plain)(x, y))
+
+
+@cases(
+    "differentiate",
+    lambda f: jax.jit(jax.grad(lambda k: f(X, k).sum())),
+    lambda f: jax.grad(lambda k: jax.vmap(f, (0, None))(X[:, None], k).sum()),
+    lambda f: jax.grad(lambda k: fc.fast(lambda x: dilated(x, k))(X).sum()),
+    lambda f: lambda k: jax.jvp(lambda k: f(X, k), (k,), (k,)),
+    lambda f: jax.grad(lambda k: jax.checkpoint(f)(X, k).sum()),
+)
+def test_whoever_differentiates_fast_cpu_is_told_to_wrap_more(differentiate):
+    said = said_by(ValueError, differentiate(fc.fast(dilated)), KERNEL)
+    assert "wrap the outermost function: fast(jax.grad(f))" in said
+
+
+def test_what_no_convolution_depends_on_has_gradients():
+    def scaled(scale):
+        return (scale * fc.fast(dilated)(X, KERNEL) + fc.fast(jnp.square)(scale)).sum()
+
+    y = dilated(X, KERNEL)
+    assert_close(jax.grad(scaled)(3.0), y.sum() + 6 * y.size)
+
+
+def test_a_function_that_changes_an_object_in_place_is_refused():
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Model:
+        kernel: jax.Array
+
+    def step(model, batch):
+        batch = batch[0] if isinstance(batch, tuple) else batch
+        batch["x"] = 2 * batch["x"]  # f has its own dict, in plain `jit` too
+        grads = jax.grad(loss_fn)(model.kernel, batch["x"])
+        if in_place:
+            model.kernel = model.kernel - grads
+        return model.kernel - grads
+
+    in_place = True
+    said = said_by(ValueError, jax.jit(fc.fast(step)), Model(KERNEL), {"x": X})
+    assert "f changes an argument in place" in said and "nnx.split" in said
+    returned = jax.jit(fc.fast(lambda model, batch: (step(model, batch), model.kernel)))
+    grads = GRADS(KERNEL, 2 * X)[1]
+    found = returned(Model(KERNEL), {"x": X})
+    assert_close(found, (KERNEL - 2 * grads, KERNEL - grads))
+    in_place = False
+    Rows = collections.namedtuple("Rows", "rows")
+    dicts = [
+        {"x": X},
+        collections.OrderedDict(x=X),
+        collections.defaultdict(int, x=X),
+    ]
+    for batch in dicts + [Rows({"x": X})]:
+        found = jax.jit(fc.fast(step))(Model(KERNEL), batch)
+        assert_close(found, KERNEL - grads)
+    assert all(batch["x"] is X for batch in dicts)
+
+
+Color = enum.Enum("Color", "RED")
+Numbers = dataclasses.make_dataclass("Numbers", ["n"], frozen=True)
+Mutable = dataclasses.make_dataclass("Mutable", ["n"])
+like_array = type("Like", (), {"__array__": lambda self: X, "__eq__": dict.__eq__})
+for_jax = type("ForJax", (), {"__jax_array__": lambda self: X})
+
+
+@cases("f", jax.nn.relu, jnp.abs, np.abs, abs, functools.partial(jnp.power, 2.0))
+@cases("value", True, "a", None, Color.RED, Numbers(2), np.float32, np.dtype(int), math)
+def test_jit_takes_functions_and_values(f, value):
+    def step(x, f, *, value):
+        assert value is given["value"] or value == given["value"]
+        return f(2.0) + x, value
+
+    given = dict(f=f, value=value)
+    found, made = fc.jit(step)(X, **given)
+    assert_close(found, f(2.0) + X)
+    assert made == value
+
+
+@cases("x", object(), like_array(), for_jax(), Mutable(2))
+def test_objects_that_may_change_and_are_no_values_are_refused(x):
+    kind = f"is a {type(x).__name__}"
+    for jit in fc.jit, fc.fast:
+        first = jit(lambda x, y=0, w=0: x)
+        said = said_by(ValueError, first, X, {"w": x})
+        assert said.startswith(f"args[1]['w'] {kind}, neither an array")
+        said = said_by(ValueError, first, X, w=x)
+        assert said.startswith(f"kwargs['w'] {kind}, neither an array")
+        said = said_by(ValueError, jit(lambda _: {"a": x}), X)
+        assert said.startswith(f"result['a'] {kind}") and said.count("\n") == 0
+
+
+class Computed(Scale):
+    @property
+    def offset(self):
+        return 1.0
+
+
+class Slotted:
+    __slots__ = ("factor",)
+    apply = Scale.apply
+
+
+def slotted(factor):
+    made = Slotted()
+    made.factor = factor
+    return made
+
+
+MAY_CHANGE = {
+    "partial of an array": functools.partial(scaled, np.ones(1)),
+    "partial of a JAX array": functools.partial(scaled, jnp.ones(1)),
+    "partial of a list": functools.partial(scaled, ([2.0],)),
+    "partial of a dict": functools.partial(scaled, factor={"a": 2.0}),
+    "partial of a partial": functools.partial(functools.partial(scaled, {2.0})),
+    "method": Scale([2.0]).apply,
+    "method of an object that holds an array": Nested(Scale(np.ones(1))).apply,
+    "method of an object with properties": Computed(2.0).apply,
+    "method of slots": slotted(2.0).apply,
+    "method of a dict": {"a": 2.0}.get,
+    "method of a generator": np.random.default_rng(0).normal,
+    "wrapper": Around(abs, [2.0]),
+    "what jit returns": jax.jit(Scale(np.ones(1)).apply),
+}
+
+
+@pytest.mark.parametrize("name", MAY_CHANGE)
+def test_functions_that_hold_what_may_change_are_refused(name):
+    said = said_by(ValueError, fc.jit(lambda f, x: x), MAY_CHANGE[name], X)
+    assert said.startswith(f"args[0] is a {type(MAY_CHANGE[name]).__name__}, neither")
+
+
+def test_what_was_lowered_takes_and_returns_what_the_function_does():
+    def step(x, negative, *, name):
+        return {"y": -x if negative else x, "negative": negative, "name": name}
+
+    lowered = fc.jit(step).lower(X, True, name="net")
+    assert "func.func public @main" in lowered.as_text()
+    program = lowered.compile()
+    found = program(X, True, name="net")
+    assert_array_equal(found.pop("y"), -X)
+    assert found == {"negative": True, "name": "net"}
+    assert program.memory_analysis().output_size_in_bytes == X.nbytes
+    with pytest.raises(TypeError, match="value=True.* given .*value=False"):
+        program(X, False, name="net")
+
+
+INSIDE = {
+    "scan": lambda f: lambda x: jax.lax.scan(lambda x, _: (f(x), ()), x, length=2)[0],
+    "jit": lambda f: jax.jit(lambda x: f(x)),
+    "a constant": lambda f: jax.jit(lambda x: x + f(SQUARE[0])),
+    "itself": lambda f: fc.jit(lambda x: f(x)),
+    "gradient": lambda f: jax.grad(lambda x: jnp.square(f(x)).sum()),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_jit_inside_of_a_trace_is_fast_without_options(name, no_cache):
+    def step(x):
+        return jnp.tanh(x @ SQUARE[1])
+
+    around = INSIDE[name]
+    assert_same_results(around(fc.jit(step)), around(jax.jit(step)), SQUARE[:1])
 
 
 # ---------------------------------------------------------------------------------
