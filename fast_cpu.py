@@ -1088,7 +1088,7 @@ def _way_to_multiply(eqn, here, target, around):
         x = eqn.invars[0].aval
         made = eqn.outvars[0].aval
         (contracted, other), (batch, _) = eqn.params["dimension_numbers"]
-        # XLA lacks products of half types with wider results in some forms.
+        # XLA lacks some of the others (fault `wide_results_of_half_products`).
         same = x.dtype == made.dtype != np.float16
         joined = same and _in_a_row(contracted) and _in_a_row(other)
         several = joined and len(contracted) > 1

@@ -47,7 +47,7 @@ class Fault(NamedTuple):
     guard: str  # the name in the code, or the page, that has to do with it
     probe: Callable[[], bool]  # returns whether it shows, or ends the process
     needs: str  # instructions of the processor, as Linux names them
-    rare: bool  # whether it may stay away, as a race does
+    rare: bool  # whether it may stay away, as a race, or on some processors
 
 
 FAULTS: dict[str, Fault] = {}
@@ -180,6 +180,21 @@ def negative_padding():
     shifted = jax.jit(lambda x, kernel: convolve(x, kernel, [(-2, 2), (0, 0)]))
     expected = jax.jit(lambda x, kernel: convolve(x, kernel, "VALID"))(cut, kernel)
     return is_far(shifted(x, kernel), expected)
+
+
+@fault(ALL, "fast_cpu._way_to_multiply", rare=True)
+def wide_results_of_half_products():
+    """Products of half types with wider results are an error in some forms."""
+    x = jnp.ones((2, 12, 5), jnp.bfloat16)
+    y = jnp.ones((12, 2), jnp.bfloat16)
+    how = dict(preferred_element_type=jnp.float32)
+    multiply = jax.jit(
+        lambda x, y: lax.dot_general(y, x, (((0,), (1,)), ((), ())), **how)
+    )
+    try:
+        return float(multiply(x, y)[0, 0, 0]) != 12
+    except jax.errors.JaxRuntimeError:
+        return True
 
 
 @fault(ALL, "pjax_ensemble._by_itself", rare=True)

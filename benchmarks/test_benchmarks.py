@@ -4,6 +4,7 @@ import argparse
 import concurrent.futures
 import functools
 import importlib.util
+import itertools
 import json
 import math
 import re
@@ -26,7 +27,7 @@ import speed
 import states
 import tables
 from numpy.testing import assert_array_equal
-from trials import devices, faults, interrupts
+from trials import devices, faults, interrupts, mutants
 
 import pjax_ensemble as pe
 from conftest import ENVIRONMENT, HERE, cases, linux, posix, said_by
@@ -346,6 +347,73 @@ for seed in range(int(sys.argv[3]), int(sys.argv[1]) + int(sys.argv[3])):
     assert convolutions.compare(3, args)["verdict"] == "refused"
     monkeypatch.setattr(convolutions, "error", lambda *_: ("bfloat16", math.nan))
     assert convolutions.compare(3, args)["verdict"] == "wrong"
+
+
+MODULE = """
+class Box:
+    def area(self, width, height=1):
+        \"\"\"Return 2 * 3.\"\"\"
+        def half(x: int = 4) -> int:
+            return x / 2
+        if width < 0 and not height:
+            raise ValueError(f"{width + 1}")
+        return width * height, half(1)
+
+def unseen():
+    return -1
+"""
+TEST = """
+import box
+
+def test_area():
+    assert box.Box().area(2, 3)[0] == 6
+
+def test_half():
+    assert box.Box().area(1)[1] == 0.5
+"""
+
+
+def test_mutants_meet_the_tests_that_enter_their_function(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "box.py").write_text(MODULE)
+    (tmp_path / "test_box.py").write_text(TEST)
+    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    found = mutants.mutants("box.py")
+    changes = {
+        name: {(mutant.before, mutant.after) for mutant in each}
+        for name, each in found.items()
+    }
+    area = {("width < 0", "width <= 0"), ("not height", "height"), ("0", "1")}
+    assert area < changes["Box.area"]
+    assert ("x / 2", "x") in changes["Box.area.<locals>.half"]
+    texts = {text for each in changes.values() for text, _ in each}
+    assert not texts & {"int", "x: int", "width + 1", "2 * 3"}
+    for mutant in itertools.chain(*found.values()):
+        compile(mutant.source(), "box.py", "exec")
+        assert mutant.source() != MODULE
+
+    (tmp_path / "entered").mkdir()
+    enters = [["box.py", "Box.area", 3]], [["box.py", "Box.area.<locals>.half", 5]]
+    rows = [
+        {"test": f"test_box.py::test_{name}", "seconds": seconds, "entered": entered}
+        for name, seconds, entered in zip(("area", "half"), (1, 2), enters)
+    ]
+    lines = "\n".join(map(json.dumps, rows))
+    (tmp_path / "entered" / "1.jsonl").write_text(lines)
+    monkeypatch.setattr(mutants, "MODULES", ["box.py"])
+    argv = ["mutants.py", str(tmp_path / "entered"), "5", "--seed", "22"]
+    monkeypatch.setattr(sys, "argv", argv)
+    assert mutants.main() == 1  # some live, and no test enters the others
+    said = capsys.readouterr().out
+    for start in (
+        "killed by test_box.py::test_area: box.py:9 Box.area: width * height -> ",
+        "LIVES after 1 tests: box.py:7 Box.area: ",
+        "no test enters box.py:12 unseen: ",
+    ):
+        assert f"\n{start}" in f"\n{said}"
+    assert "\n-    return -1\n+    return " in said
+    assert re.search("[1-3] killed, [1-3] live, [1-3] that no test enters\n$", said)
 
 
 def test_parameters_take_steps_by_trainers_and_by_hand():

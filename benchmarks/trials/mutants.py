@@ -159,14 +159,17 @@ def mutants(module: str) -> dict[str, list[Mutant]]:
 
 
 def draw(modules: list[str], count: int, seed: int) -> list[Mutant]:
-    """Draw mutants, no expression twice."""
+    """Draw so many mutants, or one of each expression if there are fewer."""
     rng = random.Random(seed)
-    by_function = [each for module in modules for each in mutants(module).values()]
+    left = [each for module in modules for each in mutants(module).values()]
     drawn: list[Mutant] = []
-    while len(drawn) < count:
-        mutant = rng.choice(rng.choice(by_function))
-        if mutant[:4] not in [other[:4] for other in drawn]:
-            drawn.append(mutant)
+    while len(drawn) < count and left:
+        several = rng.choice(left)
+        mutant = rng.choice(several)
+        drawn.append(mutant)
+        several[:] = [other for other in several if other[:4] != mutant[:4]]
+        if not several:
+            left.remove(several)
     return drawn
 
 
