@@ -1065,10 +1065,9 @@ def _check_form(what, tree, like, remedy="", first=0, typed=True) -> None:
 
     structure: Any = jax.tree.structure(tree)
     expected: Any = jax.tree.structure(like)
-    found = list(map(shape_and_type, jax.tree.leaves(tree)))
-    if structure == expected and found == list(
-        map(shape_and_type, jax.tree.leaves(like))
-    ):
+    found = [shape_and_type(x) for x in jax.tree.leaves(tree)]
+    wanted = [shape_and_type(x) for x in jax.tree.leaves(like)]
+    if structure == expected and found == wanted:
         return  # without names, which take longer
     theirs = dict(_named(_described(tree, first, typed)))
     ours = dict(_named(_described(like, first, typed)))
@@ -2675,9 +2674,10 @@ class _Predictions:
 
         def bring(x):
             x = _gather_devices(x)
-            _, chunks, chunk, *rest = x.shape
-            x = x.reshape(-1, replicas, chunks, chunk, *rest).swapaxes(1, 2)
-            x = x.reshape(-1, chunks * replicas * chunk, *rest)
+            slots, chunks, chunk, *rest = x.shape
+            groups = slots // replicas  # members, and slots that repeat the last one
+            x = x.reshape(groups, replicas, chunks, chunk, *rest).swapaxes(1, 2)
+            x = x.reshape(groups, chunks * replicas * chunk, *rest)
             return x[:members, : block.num_rows]
 
         return jax.tree.map(bring, block.outputs)
@@ -2994,11 +2994,9 @@ class Trainer:
         Leaves are `jax.ShapeDtypeStruct`; nothing is computed.  The state's key has the
         kind of `key`, by default the kind of `jax.random.key(0)`.
         """
-        form = (
-            self._state_form
-            if key is None
-            else self._programs.result_form(self._work_of_init(key))
-        )
+        form = self._state_form
+        if key is not None:
+            form = self._programs.result_form(self._work_of_init(key))
         return jax.tree.map(lambda x: _like(x, self.members), form)
 
     def scatter(self, gathered: TrainState) -> TrainState:
@@ -3042,13 +3040,11 @@ class Trainer:
 
         if method != "init":
             args, options = jax.tree.map(zeros, (args, options))
-            state = self._places.put(
-                self._state_form, self._places.by_slot, divide=True
-            )
+            places = self._places
+            state = places.put(self._state_form, places.by_slot, divide=True)
             args = (state, *args)
-        return self._programs.lower(
-            getattr(self, f"_work_of_{method}")(*args, **options)
-        )
+        work_of = getattr(self, f"_work_of_{method}")
+        return self._programs.lower(work_of(*args, **options))
 
     # Training
 
