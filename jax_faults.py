@@ -293,7 +293,7 @@ def activation_in_place_of_a_product():
     rare=True,
 )
 def sums_rounded_to_half_types():
-    """What is added to a product of half types is rounded to their type."""
+    """A sum of a product of half types and another number is rounded to their type."""
     x = jnp.ones((8, 8, 8, 16), jnp.bfloat16)
     kernel = jnp.ones((3, 3, 16, 16), jnp.bfloat16)
 

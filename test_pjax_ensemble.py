@@ -656,6 +656,10 @@ LAYER_MISFITS = {
         lambda: pe.avg_pool(ONES, 6),
         r"6x6 does not fit .* \(1, 5, 5, 2\); use a small",
     ),
+    "max_pool of images narrower than its window": (
+        lambda: pe.max_pool(ONES, (1, 6)),
+        "a window of 1x6 does not fit",
+    ),
     "max_pool with a window of three axes": (
         lambda: pe.max_pool(ONES, (1, 2, 3)),
         r"window is \(1, 2, 3\)",
@@ -2265,6 +2269,7 @@ def test_lower_takes_shapes_alone_and_moves_no_data():
     assert trainer.latest is None
     vars(trainer._places)["absent"] = True  # as with a topology's devices
     assert "are a topology's; use T" in said_by(ValueError, trainer.init, KEY)
+    assert isinstance(trainer.place(np.ones(3)), jax.ShapeDtypeStruct)
 
 
 def test_a_loop_of_one_turn_is_none_in_a_program():
@@ -2710,8 +2715,10 @@ def test_a_prediction_does_not_depend_on_the_other_rows(members, devices):
     mean = trainer.predict(state, images)
     each = trainer.predict_members(state, images)
     with mock.patch.object(pe, "_BLOCK_CHUNKS", 2):  # several blocks, one partial
-        assert leaves_equal(trainer.predict(state, images), mean)
-        assert leaves_equal(trainer.predict_members(state, images), each)
+        by_block = net_trainer.__wrapped__(members, devices, chunk=3)
+        assert len(list(by_block.predict_blocks(state, images))) > 9
+        assert leaves_equal(by_block.predict(state, images), mean)
+        assert leaves_equal(by_block.predict_members(state, images), each)
     # A chunk of one may round differently.
     assert_close(trainer.predict_members(state, images[17:18]), each[:, 17:18])
     inputs = {"images": images, "none": np.ones((len(images), 0))}
@@ -2762,6 +2769,14 @@ def test_outputs_that_depend_on_other_examples_are_refused(members, devices):
     trainer = net_trainer.__wrapped__(members, devices, apply_fn=rounded, output=None)
     trainer.predict(state, np.zeros_like(images))  # a warm-up, whose rows are equal
     assert "train=False" in said_by(ValueError, trainer.predict, state, images)
+
+    def by_width(params, x):  # wide rows depend on each other
+        return centered(params, x[:, :64]) if x.shape[1] > 64 else net(params, x)
+
+    trainer = net_trainer.__wrapped__(members, devices, apply_fn=by_width, output=None)
+    trainer.predict(state, images)
+    wide = np.concatenate([images, images], axis=1)
+    assert "train=False" in said_by(ValueError, trainer.predict, state, wide)
     nan = jnp.array([[jnp.nan, jnp.inf, 0, 0]])
     # A draw of its own for each row.
     predict(17, lambda p, x: net(p, x) + jax.random.normal(KEY, (8, 4))[: len(x)] + nan)
