@@ -117,7 +117,8 @@ def on_audit(event, _):
 
 if sys.version_info >= (3, 12):
     MONITORING = sys.monitoring
-    TOOL, START = MONITORING.COVERAGE_ID, MONITORING.events.PY_START
+    TOOL = 4  # which no debugger, profiler or measure of coverage takes
+    START = MONITORING.events.PY_START
     MONITORING.use_tool_id(TOOL, "tests")
     MONITORING.register_callback(TOOL, START, on_start)
     sys.addaudithook(on_audit)

@@ -594,7 +594,8 @@ def verdict(name: str, found: str, version: str) -> tuple[bool, str]:
     if tried and not known and shows:
         return fault.rare, "is not known here: enter the version"
     if _release(version) > _release(TRIED[-1]) and found == ABSENT:
-        return True, f"is mended: {fault.guard} may go once {version} is the oldest JAX"
+        guard = "the warning" if fault.guard == PAGE else fault.guard
+        return True, f"is mended: {guard} may go once {version} is the oldest JAX"
     return True, ""
 
 
