@@ -2010,7 +2010,7 @@ hide = jax.lax.optimization_barrier
 f = lambda x: (hide(jnp.outer(x, x)) * hide(jnp.outer(x + 1, x))).sum()
 step, x = fast_cpu.jit(f), jnp.ones(5100)
 assert step.lower(x).compile().memory_analysis().temp_size_in_bytes > 100e6
-for _ in range(8):
+for _ in range(16):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step(x).block_until_ready()
     print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
@@ -2023,8 +2023,8 @@ def test_calls_make_no_pages_where_memory_is_kept():
         [int(pages) for pages in run_python(PAGES, name).split()]
         for name in ("kept", "given back")
     )
-    # Now and then, a call cannot have the last one's block, and makes another.
-    assert np.median(kept[3:]) < 100 < 10_000 < np.median(given_back[3:])
+    # On a busy machine, many calls cannot have the last one's block, and make another.
+    assert min(kept[3:]) < 100 < 10_000 < min(given_back[3:])
 
 
 def test_memory_is_kept_by_glibc_and_where_it_is_asked_for(monkeypatch):
