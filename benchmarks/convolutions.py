@@ -1,11 +1,15 @@
 """Compare random convolutions of any form, and their gradients, with sums in float64.
 
     python benchmarks/convolutions.py [300] [--first 0] [--programs] [--dtype TYPE]
-                                      [--isa AVX2] [--processes 1]
+                                      [--rates] [--isa AVX2] [--processes 1]
 
 With --programs, it compares random programs: products and convolutions followed by
 biases, residuals, activations, norms, casts, sums and attention, with several users of
 each value; and their gradients.  A compiler's options change all of these.
+
+With --rates, it compares times with `jax.jit`'s instead, for convolutions as layers
+have them, forward and with gradients: a form is wrong if it takes more than 1.2 times
+as long.
 
 A seed determines each case, and with --dtype, which also draws larger forms, the type
 does.  The script compares as many cases as it is told, from the first seed on, prints
@@ -22,6 +26,7 @@ import itertools
 import json
 import os
 import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
@@ -178,6 +183,82 @@ def error(seed, dtype=None):
             unit = size * (ours + single * np.sqrt(count))
             worst = max(worst, (off / unit).max(initial=0))
     return args[0].dtype.name, float(worst)
+
+
+# ---------------------------------------------------------------------------------
+# Rates: convolutions as layers have them
+# ---------------------------------------------------------------------------------
+
+LIMIT = 1.2  # times `jax.jit`'s time
+AXES = "W", "HW", "DHW"
+
+
+def draw_layer(seed):
+    """Return images and kernel of a random layer, and the convolution's options."""
+    rng = np.random.default_rng([seed, 3])
+
+    def pick(*options):
+        return options[rng.integers(len(options))]
+
+    while True:
+        axes = pick(1, 1, 2, 2, 2, 3)
+        kind = pick("plain", "plain", "depthwise", "groups")
+        ins, outs = (pick(1, 3, 8, 16, 32, 64, 128) for _ in "io")
+        if kind == "depthwise":
+            ins = outs = pick(8, 32, 96)
+        groups = {"plain": 1, "depthwise": ins, "groups": pick(2, 4)}[kind]
+        length = pick(*{1: (64, 256, 2048), 2: (7, 14, 28, 56), 3: (8, 16)}[axes])
+        more = {1: (9, 33, 128), 2: (5, 7, 11), 3: (5,)}[axes] * (kind == "depthwise")
+        width = pick(1, 2, 3, 3, 4, *more)
+        batch = pick(1, 1, 4, 32)
+        work = batch * length**axes * width**axes * ins * outs / groups
+        if ins % groups == outs % groups == 0 and 1e6 < work < 1e8:
+            break
+    names = AXES[axes - 1]
+    how = dict(
+        window_strides=(pick(1, 1, 2),) * axes,
+        rhs_dilation=(pick(1, 1, 1, 2) if width < length // 4 else 1,) * axes,
+        lhs_dilation=(1,) * axes,
+        padding=[(width // 2, width - 1 - width // 2)] * axes,
+        dimension_numbers=(f"N{names}C", f"{names}IO", f"N{names}C"),
+        feature_group_count=groups,
+    )
+    if pick(True, False, False, False):  # a transposed convolution
+        how |= dict(window_strides=(1,) * axes, lhs_dilation=(2,) * axes)
+    x = rng.normal(size=(batch, *[length] * axes, ins))
+    kernel = rng.normal(size=(*[width] * axes, ins // groups, outs))
+    return jnp.asarray(x, np.float32), jnp.asarray(kernel, np.float32), how
+
+
+def rates(seed, rounds=7):
+    """Return times divided by `jax.jit`'s: forward, with gradients, of the processor.
+
+    The first two are of the clock.  The processor's is the larger one of both programs:
+    it counts all threads, also those of oneDNN that wait in a program below 1 ms.
+    """
+    x, kernel, how = draw_layer(seed)
+
+    def convolve(x, kernel):
+        return lax.conv_general_dilated(x, kernel, **how)
+
+    def gradients(x, kernel):
+        return jax.grad(lambda *args: jnp.sin(convolve(*args)).sum(), (0, 1))(x, kernel)
+
+    found = []
+    for f in convolve, gradients:
+        ways = jax.jit(f), fc.jit(f)
+        times = []
+        for _ in range(rounds + 1):
+            for way in ways:
+                begun = np.array([time.perf_counter(), time.process_time()])
+                for _ in range(3):
+                    jax.block_until_ready(way(x, kernel))
+                now = np.array([time.perf_counter(), time.process_time()])
+                times.append(now - begun)
+        by_jax, by_fast_cpu = np.min(np.reshape(times, (-1, 2, 2))[1:], axis=0)
+        found.append(by_fast_cpu / by_jax)
+    (forward, of_forward), (both, of_both) = found
+    return float(forward), float(both), float(max(of_forward, of_both))
 
 
 # ---------------------------------------------------------------------------------
@@ -453,6 +534,9 @@ def form_of(seed, args) -> str:
     """Describe a case."""
     if args.programs:
         return f"a program with {kind_of(seed)}"
+    if args.rates:
+        x, kernel, how = draw_layer(seed)
+        return f"{x.shape} by {kernel.shape}, {how}"
     (x, kernel, _), how = draw(seed, args.dtype)
     return f"{x.dtype} {x.shape} by {kernel.shape}, {how}"
 
@@ -466,6 +550,14 @@ def compare(seed, args) -> dict:
                 is_wrong(name, off, plain),
                 f"{off:.2g}, and {plain:.2g} by jit",
             )
+        elif args.rates:
+            forward, both, processor = rates(seed)
+            off = max(forward, both)
+            wrong = off > LIMIT
+            words = (
+                f"{forward:.2f} forward, {both:.2f} with gradients, {processor:.2f} "
+            )
+            words += "of the processor"
         else:
             name, off = error(seed, args.dtype)
             wrong, words = not off <= LIMITS[name], f"{off:.1f} times the unit"
@@ -493,15 +585,16 @@ def compare_apart(seeds: range, options: str, env: dict) -> list[dict]:
     return found
 
 
-def environment(isa: str) -> dict[str, str]:
+def environment(args) -> dict[str, str]:
     """Return variables for XLA and oneDNN, and one that fills new memory with 0x7f."""
+    isa = args.isa
     names = {"AVX512": "AVX512_CORE", "SSE4_2": "SSE41"}
     theirs = isa
     for ours, other in names.items():
         theirs = theirs.replace(ours, other)
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa={isa}"
     limits = dict(XLA_FLAGS=flags, ONEDNN_MAX_CPU_ISA=theirs) if isa else {}
-    return dict(MALLOC_PERTURB_="128", **limits)
+    return limits if args.rates else dict(MALLOC_PERTURB_="128", **limits)
 
 
 def main() -> None:
@@ -509,6 +602,7 @@ def main() -> None:
     parser.add_argument("count", type=int, nargs="?", default=300)
     parser.add_argument("--first", type=int, default=0, metavar="SEED")
     parser.add_argument("--programs", action="store_true")
+    parser.add_argument("--rates", action="store_true", help="beside jax.jit")
     parser.add_argument("--dtype", choices=LIMITS)
     parser.add_argument("--isa", default="", help="SSE4_2, AVX2, AVX512 and others")
     parser.add_argument("--processes", type=int, default=1, help="so many at once")
@@ -519,10 +613,11 @@ def main() -> None:
         for seed in seeds:
             print(json.dumps(compare(seed, args)), flush=True)
         return
-    options = "--programs" * args.programs + f" --dtype {args.dtype}" * bool(args.dtype)
+    options = "--programs " * args.programs + "--rates " * args.rates
+    options += f"--dtype {args.dtype}" * bool(args.dtype)
     size = min(AT_ONCE, -(-args.count // args.processes))
     parts = [seeds[i : i + size] for i in range(0, args.count, size)]
-    run = functools.partial(compare_apart, options=options, env=environment(args.isa))
+    run = functools.partial(compare_apart, options=options, env=environment(args))
     verdicts, worst = {"wrong": [], "ended": [], "refused": []}, 0.0
     with ThreadPoolExecutor(args.processes) as pool:
         for case in itertools.chain.from_iterable(pool.map(run, parts)):

@@ -12,6 +12,7 @@ import sys
 from unittest import mock
 
 import accelerators
+import calls
 import cheaper
 import cifar10
 import convolutions
@@ -338,15 +339,39 @@ for seed in range(int(sys.argv[3]), int(sys.argv[1]) + int(sys.argv[3])):
     first, last = capsys.readouterr().out.splitlines()
     assert first.startswith("seed 2 is ended: the process ended with status -6: ")
     assert last == "7 cases; wrong none; ended [2]; refused none; largest error 0"
-    isa = convolutions.environment("AVX512_BF16")
+    args = argparse.Namespace(isa="AVX512_BF16", rates=False)
+    isa = convolutions.environment(args)
     assert "=AVX512_BF16" in isa["XLA_FLAGS"]
     assert isa["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_BF16"
-    args = argparse.Namespace(programs=False, dtype="bfloat16")
+    args = argparse.Namespace(programs=False, rates=False, dtype="bfloat16")
     assert convolutions.compare(3, args)["verdict"] == "right"
-    args = argparse.Namespace(programs=False, dtype="int8")  # which has no normal draws
+    args = argparse.Namespace(
+        programs=False, rates=False, dtype="int8"
+    )  # which has no normal draws
     assert convolutions.compare(3, args)["verdict"] == "refused"
     monkeypatch.setattr(convolutions, "error", lambda *_: ("bfloat16", math.nan))
     assert convolutions.compare(3, args)["verdict"] == "wrong"
+
+
+def test_layers_that_take_longer_than_by_jit_are_told(monkeypatch):
+    args = argparse.Namespace(programs=False, rates=True, isa="")
+    assert convolutions.environment(args) == {}
+    x, kernel, how = convolutions.draw_layer(3)
+    assert x.shape[-1] == kernel.shape[-2] * how["feature_group_count"]
+    assert min(convolutions.rates(3, rounds=1)) > 0
+    for times, verdict in ((1.1, 1.19, 9.0), "right"), ((1.0, 1.21, 1.0), "wrong"):
+        monkeypatch.setattr(convolutions, "rates", lambda _, times=times: times)
+        assert convolutions.compare(3, args)["verdict"] == verdict
+    assert convolutions.form_of(3, args).startswith(str(x.shape))
+
+
+def test_calls_of_both_jits_are_timed(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["calls.py", "--rounds", "1"])
+    calls.main()
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head == "arrays  jax.jit  fast_cpu.jit"
+    assert [row.split()[0] for row in rows] == ["2", "50", "300"]
+    assert all(float(x) > 0 for row in rows for x in row.split()[1:])
 
 
 MODULE = """
