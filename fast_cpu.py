@@ -43,10 +43,7 @@ JAX that have each one, and a probe.
 from __future__ import annotations
 
 import collections
-import contextlib
 import ctypes
-import dataclasses
-import enum
 import functools
 import inspect
 import itertools
@@ -54,9 +51,10 @@ import math
 import operator
 import os
 import platform
+import time
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -74,7 +72,9 @@ if jax.__version_info__ < (0, 10):
         "python -m pip install -U jax"
     )
 
-__all__ = ["compiler_options", "Program", "rewrite", "fast", "jit", "keep_memory"]
+__all__ = """
+    compiler_options rewrite Program fast jit explain compare keep_memory
+""".split()
 
 
 _config: Any = jax.config  # the types of JAX 0.10 do not name its attributes
@@ -287,7 +287,7 @@ def _library(x, kernel, axes, how):
 
 def _padded(x, axes):
     """Pad x, and return it with axes that have no padding left."""
-    return _pad(x, axes), [axis._replace(low=0, high=0) for axis in axes]
+    return _pad(x, axes), [axis._replace(low=0, high=0, between=0) for axis in axes]
 
 
 def _for_xla(x, kernel, axes, groups, sums):
@@ -353,14 +353,39 @@ def _for_onednn(x, kernel, axes, groups, sums):
     return x, lax.optimization_barrier(kernel), axes, sums
 
 
+_VIEWS = 64  # up to so many are added in one loop; of more, XLA makes several
+
+
+def _block(window) -> int:
+    """Return how many entries of a depthwise window's first axis to take at a time."""
+    return _divisor(window[0], max(1, _VIEWS // math.prod(window[1:])))
+
+
+def _reached(x, axis, num_windows, first, count):
+    """Return the entries of padded x that meet `count` entries of windows."""
+    span = (num_windows - 1) * axis.stride + (count - 1) * axis.dilation + 1
+    return lax.dynamic_slice_in_dim(x, first * axis.dilation, span, 1)
+
+
 def _depthwise(x, kernel, axes):
     """Convolve each channel with its kernel [kh, kw, C], as a sum of products of views.
 
-    XLA has no fast routine for it.
+    XLA has no fast routine for it.  A loop takes blocks of long windows.
     """
     wide = _wide(x.dtype)
     window = kernel.shape[:-1]
     size = list(map(_Axis.num_windows, axes, x.shape[1:], window))
+    block = _block(window)
+    if block < window[0]:
+        x, axes = _padded(x, axes)
+
+        def add(total, first):
+            seen = _reached(x, axes[0], size[0], first, block)
+            entries = lax.dynamic_slice_in_dim(kernel, first, block)
+            return total + _depthwise(seen, entries, axes), None
+
+        zeros = lax.full_like(x, 0, wide, (len(x), *size, x.shape[-1]))
+        return lax.scan(add, zeros, jnp.arange(0, window[0], block))[0]
     shape = [-1] + [1] * (x.ndim - 1) + [kernel.shape[-1]]
     weights = kernel.astype(wide).reshape(shape)
     views = _entries(x, axes, window, size)
@@ -373,6 +398,16 @@ def _depthwise_gradient(x, g, size, axes):
     The loop is over examples, so that each stays in a core's cache.  Parts of one, such
     as quarters, are added first: sums of all outputs would not fit.
     """
+    block = _block(size)
+    if block < size[0]:
+        x, axes = _padded(x, axes)
+
+        def part(first):
+            seen = _reached(x, axes[0], g.shape[1], first, block)
+            return _depthwise_gradient(seen, g, [block] + size[1:], axes)
+
+        kernel = lax.map(part, jnp.arange(0, size[0], block))
+        return kernel.reshape(*size, -1)
     parts = _divisor(g.shape[1], 4)
 
     def add(totals, example):
@@ -510,13 +545,13 @@ def _planes(x, kernel, axes, how):
 def _forward(x, kernel, axes, how):
     """Convolve images in the fastest way for their form.
 
-    - Depthwise, with windows of up to 64 entries: a sum of products.
+    - Depthwise: a sum of products.
     - With zeros between the images' entries: by phases.
     - Along three axes or more (four with oneDNN): by planes.
     - All others: by XLA's routine, or oneDNN's.
     """
-    *window, ins, outs = kernel.shape
-    if ins == 1 < outs == how.groups and math.prod(window) <= 64:
+    ins, outs = kernel.shape[-2:]
+    if ins == 1 < outs == how.groups:
         return _depthwise(x, kernel[..., 0, :], axes)
     if any(axis.between for axis in axes):
         return _phases(x, kernel, axes, how)
@@ -668,9 +703,10 @@ def _is_kernel_gradient(lhs, rhs, size, spec, batch_groups, feature_groups) -> b
     batch, features = spec.lhs_spec[:2]
     out, _, *window = spec.rhs_spec
     outputs = math.prod(size)
-    if batch_groups > 1:
-        return lhs.shape[batch] == rhs.shape[out] == batch_groups and outputs <= 64
     entries = math.prod(rhs.shape[i] for i in window)
+    if batch_groups > 1:
+        depthwise = lhs.shape[batch] == rhs.shape[out] == batch_groups
+        return depthwise and outputs <= max(64, entries)
     return features < batch and feature_groups == 1 and outputs < entries
 
 
@@ -736,11 +772,16 @@ def _one_by_one(convolve):
     return each
 
 
+class _NoGradients(ValueError):
+    def __init__(self):
+        super().__init__(
+            "fast(f) has no gradients, since its operations are replaced already; wrap "
+            "the outermost function: fast(jax.grad(f)) in place of jax.grad(fast(f))"
+        )
+
+
 def _refuse(primals, tangents):
-    raise ValueError(
-        "fast(f) has no gradients, since its operations are replaced already; wrap "
-        "the outermost function: fast(jax.grad(f)) in place of jax.grad(fast(f))"
-    )
+    raise _NoGradients
 
 
 # ---------------------------------------------------------------------------------
@@ -975,16 +1016,22 @@ def compiler_options(backend: str | None = None) -> dict[str, bool | str]:
       passes that come with it are left out (faults `softmax_without_nan` and
       `roundings_that_are_dropped`).
 
-    An option that XLA_FLAGS names is left to XLA_FLAGS.
+    An option that XLA_FLAGS names is left to XLA_FLAGS, but for the environment's
+    FAST_CPU and FAST_CPU_LEAVE, with which there is no oneDNN: see `jit`.
     """
-    return _options(backend, onednn=not _keeps_programs())
+    return _options(backend, {}, onednn=True)
+
+
+def _flags() -> dict[str, str]:
+    """Return the options that XLA_FLAGS names."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    return dict(flag.lstrip("-").partition("=")[::2] for flag in flags)
 
 
 def _has_onednn(options: dict) -> bool:
     """Return whether programs have oneDNN, by these options or by XLA_FLAGS."""
-    flags = os.environ.get("XLA_FLAGS", "")
-    by_flag = _ONEDNN in flags and f"{_ONEDNN}=false" not in flags
-    return by_flag or bool(options.get(_ONEDNN))
+    named = {_ONEDNN: False} | _flags() | options
+    return str(named[_ONEDNN]).lower() not in ("false", "0")
 
 
 def _keeps_programs() -> bool:
@@ -993,53 +1040,59 @@ def _keeps_programs() -> bool:
     return bool(folder and _config.jax_enable_compilation_cache)
 
 
-def _options(backend: str | None, onednn: bool) -> dict:
+def _is_off() -> bool:
+    return os.environ.get("FAST_CPU") == "0"
+
+
+def _switch() -> str:
+    """Return the variable of the environment by which operations stay, or ""."""
+    leave = "FAST_CPU_LEAVE" if os.environ.get("FAST_CPU_LEAVE") else ""
+    return "FAST_CPU=0" if _is_off() else leave
+
+
+def _obstacle(backend: str | None, asked: dict) -> str:
+    """Return the reason why a program has no oneDNN, or "" where it may have it."""
+    backend = backend or jax.default_backend()
+    machine = platform.machine()
+    if backend != "cpu":
+        return f"the backend is {backend}"
+    if machine.lower() not in ("x86_64", "amd64"):
+        return f"the processor is {machine}"
+    if _version() not in ((0, 11), (0, 12)):
+        return f"it was not tried with jaxlib {jaxlib.__version__}"
+    if _switch():
+        return f"the environment has {_switch()}"
+    if _keeps_programs():
+        return "JAX's persistent cache cannot keep programs with it"
+    for where, named in ("XLA_FLAGS", _flags()), ("compiler_options", asked):
+        if _LEFT_OUT in named:
+            return f"{where} names {_LEFT_OUT}"
+        if _ONEDNN in named and not _has_onednn(named):
+            return f"{where} switches it off"
+    return ""
+
+
+def _options(backend: str | None, asked: dict, onednn: bool) -> dict:
+    """Return the options beside those that are asked for, with oneDNN if it may be."""
     version = _version()
-    on_cpu = (backend or jax.default_backend()) == "cpu"
-    flags = os.environ.get("XLA_FLAGS", "")
+    flags = _flags()
     options: dict = {}
-    if on_cpu and version in ((0, 10), (0, 11)):
-        options = {_YNNPACK: _SINGLE}
-    on_cpu = on_cpu and platform.machine().lower() in ("x86_64", "amd64")
-    onednn = onednn and on_cpu and _LEFT_OUT not in flags
-    if onednn and version in ((0, 11), (0, 12)):
+    if (backend or jax.default_backend()) != "cpu":
+        return options
+    if _switch() and _has_onednn({}):  # XLA_FLAGS would give it products that stay
+        options = {_ONEDNN: False}
+        flags.pop(_ONEDNN)
+    if _is_off():
+        return options
+    if version in ((0, 10), (0, 11)):
+        options[_YNNPACK] = _SINGLE
+    if onednn and not _obstacle(backend, asked):
         options = {
             _ONEDNN: True,
             _YNNPACK: "" if version == (0, 11) else "LIBRARY_FUSION_TYPE_REDUCE",
             _LEFT_OUT: "onednn-ops-rewriter,simplify-fp-conversions",
         }
     return {name: value for name, value in options.items() if name not in flags}
-
-
-class Program:
-    """A program with options that fit: with oneDNN, if `fast` can enter all of it.
-
-    `make` is a function of options that returns a result of `jax.jit`.  It is
-    called when arguments come; once more, without oneDNN, where that has to be, or when
-    JAX's persistent cache has been set.
-    """
-
-    def __init__(self, make: Callable[[dict], Any], backend: str | None = None):
-        self._make = make
-        self._backend = backend
-        self._enters = True  # whether `fast` can, as far as is known
-        self._made: dict = {}  # with and without oneDNN
-
-    def _do(self, name: str, /, *args, **kwargs) -> Any:
-        onednn = self._enters and not _keeps_programs()
-        if onednn not in self._made:
-            self._made[onednn] = self._make(_options(self._backend, onednn))
-        try:
-            return getattr(self._made[onednn], name)(*args, **kwargs)
-        except _CannotEnter:
-            if not onednn:
-                raise
-            self._enters = False
-            return self._do(name, *args, **kwargs)
-
-    __call__ = functools.partialmethod(_do, "__call__")
-    lower = functools.partialmethod(_do, "lower")
-    eval_shape = functools.partialmethod(_do, "eval_shape")
 
 
 # ---------------------------------------------------------------------------------
@@ -1075,13 +1128,32 @@ def _look_around(eqns: list) -> _Around:
     return _Around(uses, orders, widened)
 
 
-def _way_to_convolve(eqn, here, target, around):
-    if _are_inexact(eqn):
-        return functools.partial(_convolve, target=target)
-    return _way_to_multiply(eqn, False, target, around)
+class _Way(NamedTuple):
+    """How a CPU computes some operations.  All that is said of a way stands here.
+
+    options(eqn, here, target, around) returns the options of `compute`, or None where
+    the way does not fit.  `here` is whether the equation names no sharding of its own.
+    """
+
+    compute: Callable  # (made, *arrays, **options, **the equation's parameters)
+    options: Callable
+    has_products: bool = (
+        False  # which with oneDNN must not stay, so that all are hidden
+    )
+    refuses_gradients: bool = True  # as for ways whose derivative is another number
+    drops_sharding: bool = False  # `vmap` could not map groups with one
+    on_gpu: Callable | None = None  # given the operation, what GPUs compute
+
+    @property
+    def name(self) -> str:
+        return self.compute.__name__.strip("_")
 
 
-def _way_to_multiply(eqn, here, target, around):
+def _to_convolve(eqn, here, target, around):
+    return dict(target=target) if _are_inexact(eqn) else None
+
+
+def _to_multiply(eqn, here, target, around):
     joined = several = small = False
     left = range(0)
     if here and eqn.primitive is lax.dot_general_p and _are_inexact(eqn):
@@ -1101,10 +1173,10 @@ def _way_to_multiply(eqn, here, target, around):
     if not (target.onednn or several or small):
         return None
     how = dict(primitive=eqn.primitive, joined=joined, left=left, small=small)
-    return functools.partial(_multiply, target=target, **how)
+    return how | dict(target=target)
 
 
-def _way_to_reduce(eqn, here, target, around):
+def _to_reduce(eqn, here, target, around):
     if not (here and _are_inexact(eqn)):
         return None
     x = eqn.invars[0].aval
@@ -1115,31 +1187,40 @@ def _way_to_reduce(eqn, here, target, around):
     slow = x.shape in around.widened or _version() < (0, 12)
     eighths = slow and _in_a_row(axes) and isinstance(x.size, int) and x.size >= _LARGE
     eighths = bool(eighths and math.prod(x.shape[i] for i in axes) >= _FEW)
-    way = functools.partial(_add_up, primitive=eqn.primitive, eighths=eighths)
-    return way if narrow or eighths else None
+    how = dict(primitive=eqn.primitive, eighths=eighths)
+    return how if narrow or eighths else None
 
 
-def _way_to_place(eqn, here, target, around):
+def _to_place(eqn, here, target, around):
     few = math.prod(eqn.params["window_dimensions"]) <= 64
     is_max = eqn.params["select_prim"] is lax.ge_p and _are_inexact(eqn)
-    return functools.partial(_max_pool_gradient) if here and few and is_max else None
+    return {} if here and few and is_max else None
 
 
-def _way_to_round(eqn, here, target, around):
+def _to_round(eqn, here, target, around):
     several = around.uses[id(eqn.outvars[0])] > 1
-    way = functools.partial(_round, primitive=eqn.primitive, several=several)
-    return way if eqn.outvars[0].aval.dtype == jnp.bfloat16 else None
+    half = eqn.outvars[0].aval.dtype == jnp.bfloat16
+    return dict(primitive=eqn.primitive, several=several) if half else None
 
 
-# By the name of a primitive: the function that chooses how a CPU computes it, or None.
-_WAYS = dict.fromkeys(_ELEMENTWISE, _way_to_round) | {
-    "conv_general_dilated": _way_to_convolve,
-    "dot_general": _way_to_multiply,
-    "ragged_dot_general": _way_to_multiply,
-    "reduce_sum": _way_to_reduce,
-    "reduce_max": _way_to_reduce,
-    "reduce_window_sum": _way_to_reduce,
-    "select_and_scatter_add": _way_to_place,
+_CONVOLVE = _Way(
+    _convolve, _to_convolve, has_products=True, drops_sharding=True, on_gpu=_one_by_one
+)
+_MULTIPLY = _Way(_multiply, _to_multiply, has_products=True, refuses_gradients=False)
+_SUM = _Way(_add_up, _to_reduce, refuses_gradients=False)
+_MAX = _SUM._replace(refuses_gradients=True)  # eighths share a tie's gradient unevenly
+_POOL = _Way(_max_pool_gradient, _to_place, refuses_gradients=False)
+_ROUND = _Way(_round, _to_round)
+
+# By the name of a primitive: its ways, of which the first that has options is taken.
+_WAYS = dict.fromkeys(_ELEMENTWISE, (_ROUND,)) | {
+    "conv_general_dilated": (_CONVOLVE, _MULTIPLY),  # the second for integers
+    "dot_general": (_MULTIPLY,),
+    "ragged_dot_general": (_MULTIPLY,),
+    "reduce_sum": (_SUM,),
+    "reduce_max": (_MAX,),
+    "reduce_window_sum": (_SUM,),
+    "select_and_scatter_add": (_POOL,),
 }
 
 
@@ -1147,45 +1228,95 @@ class _CannotEnter(ValueError):
     """Raised with oneDNN's options for an equation that may hold unhidden products."""
 
     def __init__(self, part: str):
+        self.part = part
         super().__init__(
             f"fast(f, options) cannot hide {part} from oneDNN; compile by "
             "fast_cpu.jit, or without options for fast and for jax.jit"
         )
 
 
-_STRICT = False  # whether a way that does not fit raises its error: in tests
+_STRICT = False  # whether a way that fails raises its error: in tests
+
+
+_TOLD: set[str] = set()  # primitives of which a warning told
+
+
+def _warn(text: str) -> None:
+    """Warn at the line of the user that is being run."""
+    files = [os.path.basename(call.filename) for call in inspect.stack(0)]
+    ours = [i for i, x in enumerate(files) if x in ("fast_cpu.py", "pjax_ensemble.py")]
+    warnings.warn(text, stacklevel=ours[-1] + 2)
+
+
+def _is_left(primitive: str) -> bool:
+    """Return whether the environment says that a primitive stays."""
+    names = os.environ.get("FAST_CPU_LEAVE", "").split(",")
+    unknown = {*names} - {*_WAYS, ""}
+    if unknown:
+        raise ValueError(f"FAST_CPU_LEAVE names {unknown}; expected some of {[*_WAYS]}")
+    return _is_off() or primitive in names
+
+
+_EMPTY = "an array is empty"
+
+
+class _Choice(NamedTuple):
+    """The equation that takes an equation's place, or the reason why it stays."""
+
+    new: Any  # or None
+    reason: str
+
+
+def _choose(eqn: Any, target: _Target, around: _Around) -> _Choice:
+    """Choose how to compute an equation of `_WAYS`: the one door to all ways.
+
+    Arrays that are empty or have explicit shardings stay as they are, and so does an
+    equation whose way cannot be traced: most ways need sizes that are numbers, not
+    symbols.
+    """
+    name = eqn.primitive.name
+    sizes = {n for v in eqn.invars + eqn.outvars for n in v.aval.shape}
+    numbers = {n for n in sizes if isinstance(n, int)}
+    if 0 in numbers:
+        return _Choice(None, _EMPTY)
+    if _is_left(name):
+        return _Choice(None, f"the environment has {_switch()}")
+    if jax.sharding.AxisType.Explicit in _mesh(eqn).axis_types:
+        return _Choice(None, "its shardings are explicit")
+    params = dict(eqn.params)
+    sharding = params.get("out_sharding")
+    # Inside of `shard_map`, gradients name a mesh that leaves nothing to place.
+    here = sharding is None or sharding.mesh.are_all_axes_manual
+    for way in _WAYS[name]:
+        try:
+            options = way.options(eqn, here, target, around)
+            if options is None:
+                continue
+            if sharding and (here or way.drops_sharding):
+                params["out_sharding"] = None
+            return _Choice(_call(way, options, params, eqn, target), way.name)
+        except Exception as error:
+            if sizes != numbers:
+                return _Choice(None, "its sizes are symbols")
+            if _STRICT:
+                raise
+            cause = f"'{way.name}' fails with JAX {jax.__version__}: {error!r}"
+            if name not in _TOLD:
+                _TOLD.add(name)
+                _warn(f"fast_cpu leaves {name} to XLA, which may be slow: {cause}")
+            return _Choice(None, cause)
+    return _Choice(None, "no way is faster")
 
 
 def _replace(eqn: Any, target: _Target, around: _Around) -> Any:
     """Replace an equation of `_WAYS` by a call, where that is faster and fits.
 
-    This is the one door to all ways.  Arrays that are empty or have explicit shardings
-    stay as they are, and so does an equation whose way cannot be traced: most ways need
-    sizes that are numbers, not symbols.  With oneDNN every product is replaced, so that
-    a barrier stands behind it.
+    With oneDNN every product is replaced, so that a barrier stands behind it.
     """
-    choose = _WAYS[eqn.primitive.name]
-    new = None
-    sizes = {n for v in eqn.invars + eqn.outvars for n in v.aval.shape}
-    numbers = {n for n in sizes if isinstance(n, int)}
-    if 0 in numbers:
-        return eqn
-    how = dict(eqn.params)
-    sharding = how.get("out_sharding")
-    # Inside of `shard_map`, gradients name a mesh that leaves nothing to place.  And
-    # `vmap` could not map groups of a convolution's gradient with one.
-    here = sharding is None or sharding.mesh.are_all_axes_manual
-    if sharding and (here or (choose is _way_to_convolve and _are_inexact(eqn))):
-        how["out_sharding"] = None
-    if jax.sharding.AxisType.Explicit not in _mesh(eqn).axis_types:
-        try:
-            way = choose(eqn, here, target, around)
-            new = way and _call(way, how, eqn, target)
-        except Exception:
-            if _STRICT and sizes == numbers:
-                raise
-    if target.onednn and new is None and choose in (_way_to_convolve, _way_to_multiply):
-        raise _CannotEnter(f"{eqn.primitive} of these arrays")
+    new, reason = _choose(eqn, target, around)
+    must = target.onednn and _WAYS[eqn.primitive.name][-1].has_products
+    if must and new is None and reason != _EMPTY:
+        raise _CannotEnter(f"{eqn.primitive} of these arrays ({reason})")
     return new or eqn
 
 
@@ -1199,11 +1330,11 @@ def _form(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
-def _call(way: functools.partial, how: dict, eqn: Any, target: _Target) -> Any:
+def _call(way: _Way, options: dict, params: dict, eqn: Any, target: _Target) -> Any:
     """Return `eqn` with a call of `way` in its place, for the same shape and types."""
     form = _form(eqn.outvars[0].aval)
-    options = tuple(way.keywords.items()), tuple(how.items())
-    call = _shared(eqn.primitive, way.func, *options, form, target.onednn)
+    how = tuple(options.items()), tuple(params.items())
+    call = _shared(eqn.primitive, way, *how, form, target.onednn)
     in_mesh = jax.sharding.use_abstract_mesh(_mesh(eqn))
     # A convolution without precision stays without.
     with jax.disable_jit(False), in_mesh, jax.default_matmul_precision(None):
@@ -1215,25 +1346,26 @@ def _call(way: functools.partial, how: dict, eqn: Any, target: _Target) -> Any:
     return eqn.replace(primitive=inner.primitive, params=inner.params)
 
 
-_HIDDEN = ".hidden"  # ends the name of a call behind which a barrier stands
+_OURS = "fast_cpu."  # begins the name of a call that replaced an equation
+_HIDDEN = ".hidden"  # ends it where a barrier stands behind the call
 
 
 @functools.cache
 def _shared(
-    primitive: Any, way: Callable, options: tuple, how: tuple, made: Any, onednn: bool
+    primitive: Any, way: _Way, options: tuple, params: tuple, made: Any, onednn: bool
 ) -> Callable:
     """Return a function that equal operations share, so that JAX traces it once.
 
-    On a CPU it computes way(made, *arrays, ...), elsewhere the operation itself.
+    On a CPU it computes the way, elsewhere the operation itself.
     """
-    as_it_is = functools.partial(primitive.bind, **dict(how))
-    on_cpu = functools.partial(way, made, **dict(options), **dict(how))
+    as_it_is = functools.partial(primitive.bind, **dict(params))
+    on_cpu = functools.partial(way.compute, made, **dict(options), **dict(params))
     ways: dict = dict(cpu=on_cpu, default=as_it_is)
-    if way is _convolve:
-        ways |= dict.fromkeys(("cuda", "rocm"), _one_by_one(as_it_is))
+    if way.on_gpu:
+        ways |= dict.fromkeys(("cuda", "rocm"), way.on_gpu(as_it_is))
     compute: Any = functools.partial(lax.platform_dependent, **ways)
-    # Where numbers are equal, eighths would share a maximum's gradient unevenly.
-    if way in (_convolve, _round) or primitive is lax.reduce_max_p:
+    # Products in gradients would not be hidden from oneDNN.
+    if way.refuses_gradients or (onednn and way.has_products):
         compute = jax.custom_jvp(compute)
         compute.defjvp(_refuse)
 
@@ -1244,7 +1376,7 @@ def _shared(
             y = lax.convert_element_type_p.bind(y, **weak)
         return y
 
-    call.__name__ = f"fast_cpu.{way.__name__}{_HIDDEN if onednn else ''}"
+    call.__name__ = f"{_OURS}{way.name}.{primitive.name}{_HIDDEN if onednn else ''}"
     return jax.jit(call)
 
 
@@ -1301,133 +1433,92 @@ def _rewrite(x: Any, target: _Target, around: _Around) -> Any:
     """Rewrite a jaxpr, an equation of the program around it, or a parameter of one."""
     closed = getattr(core, "ClosedJaxpr", core.Jaxpr)  # from JAX 0.11 on, one class
     if isinstance(x, core.JaxprEqn):
-        if x.primitive.name in _WAYS:
-            return _replace(x, target, around)
-        called = str(x.params.get("name"))
-        hidden = called.endswith(_HIDDEN) or not target.onednn
-        if called.startswith("fast_cpu.") and hidden:
-            return x  # a call that replaced an equation
-        if not _is_known(x):  # such as a kernel
-            if target.onednn:
-                raise _CannotEnter(f"the primitive {x.primitive.name}")
-            return x
-        name = "params"
-    elif isinstance(x, core.Jaxpr):
-        name = "eqns"
-        around = _look_around(x.eqns)
-    elif isinstance(x, closed):
-        name = "jaxpr"
-    else:
-        return x
+        return _rewrite_equation(x, target, around)
+    if isinstance(x, core.Jaxpr):
+        new = _rewrite_parts(x, "eqns", target, _look_around(x.eqns))
+        # With JAX's flag `jax_custom_jvp3`, a new call may be of JAX's new kind.
+        return new if new is x else new.replace(is_high=any(map(_is_high, new.eqns)))
+    if isinstance(x, closed):
+        return _rewrite_parts(x, "jaxpr", target, around)
+    return x
+
+
+_HIGH = "call_hi_primitive"  # JAX 0.12's new kind
+
+
+def _is_high(eqn: Any) -> bool:
+    return eqn.primitive.is_high(*[v.aval for v in eqn.invars], **eqn.params)
+
+
+def _rewrite_parts(x: Any, name: str, target: _Target, around: _Around) -> Any:
+    """Rewrite all parts of an attribute of x, by this name."""
     parts, treedef = jax.tree.flatten(getattr(x, name))
     new = [_rewrite(part, target, around) for part in parts]
     same = all(map(operator.is_, new, parts))
     return x if same else x.replace(**{name: jax.tree.unflatten(treedef, new)})
 
 
-# ---------------------------------------------------------------------------------
-# Functions
-# ---------------------------------------------------------------------------------
+def _rewrite_equation(eqn: Any, target: _Target, around: _Around) -> Any:
+    name = eqn.primitive.name
+    called = str(eqn.params.get("name"))
+    if name in _WAYS:
+        return _replace(eqn, target, around)
+    if called.startswith(_OURS) and (called.endswith(_HIDDEN) or not target.onednn):
+        return eqn
+    if name == _HIGH:
+        return _expand(eqn, target)
+    if not _is_known(eqn):  # such as a kernel
+        if target.onednn:
+            raise _CannotEnter(f"the primitive {name}")
+        return eqn
+    eqn = _rewrite_parts(eqn, "params", target, around)
+    if name == "custom_vmap_call":  # its rule is traced when `vmap` comes
+        rule = _rewritten(eqn.params["rule"], {_ONEDNN: target.onednn})
+        eqn = eqn.replace(params=eqn.params | dict(rule=rule))
+    return eqn
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """A leaf that `jit` does not trace, such as a function."""
+def _expand(eqn: Any, target: _Target) -> Any:
+    """Rewrite an equation of JAX 0.12's new kind, which says what it does by others.
 
-    key: Any = dataclasses.field(repr=False)  # two leaves are equal if their keys are
-    value: Any = dataclasses.field(compare=False)
-
-
-# Leaves that `jit` traces: arrays and their forms, and numbers.
-_ARRAYS = jax.Array, jax.core.Tracer, np.ndarray, np.generic, jax.ShapeDtypeStruct
-_NUMBERS = _ARRAYS + (int, float, complex)
-# Constants, whose classes do not say when two are equal.
-_CONSTANTS = (
-    type(None),
-    enum.Enum,
-    type,
-    types.ModuleType,
-    np.generic,
-    np.ufunc,
-    type(np.dot),
-)
-_MAKERS = "builtins", "functools", "jax", "jaxlib"  # of functions and their wrappers
-
-
-def _key(x: Any, is_leaf: bool = False) -> Any:
-    """Return the key by which a static leaf, or a part of one, is compared.
-
-    The key holds all parts, at any depth: a partial's function and arguments, the
-    attributes of a method's object.  Raises TypeError for an object that may change
-    while its key stays, such as NumPy's arrays, and for a leaf that is a plain object.
+    It stays where nothing in these is replaced, so that its own rules stay too.
     """
-    kind = type(x)
-    parts: Any
-    if isinstance(x, _CONSTANTS):
-        return kind, x
-    if isinstance(x, functools.partial):
-        parts = x.func, x.args, tuple(x.keywords.items())
-    elif isinstance(x, tuple):
-        parts = x
-    elif callable(x) and kind.__module__.partition(".")[0] in _MAKERS:
-        # A method has an object, and a function that wraps another has that.
-        parts = getattr(x, "__self__", None), getattr(x, "__wrapped__", None)
-        kind = getattr(x, "__func__", x)
-    elif hasattr(kind, "__array__") or hasattr(kind, "__jax_array__"):
-        raise TypeError
-    elif kind.__eq__ is not object.__eq__:
-        return kind, x
-    elif is_leaf and not hasattr(x, "__wrapped__"):
-        raise TypeError
-    else:
-        parts = []
-        for name in dir(x):
-            value = inspect.getattr_static(x, name)
-            if name == "__wrapped__" or not name.startswith("__"):
-                if inspect.isdatadescriptor(value):  # a property, or a slot
-                    raise TypeError
-                parts.append((name, value))
-    return kind, *map(_key, parts)
+    (high,) = eqn.params.values()  # a `HiPrim` of `jax.experimental.hijax`
+    try:
+        program = jax.make_jaxpr(high.expand)(*high.in_avals)
+    except Exception as error:
+        if target.onednn:
+            raise _CannotEnter(f"the primitive {high}") from error
+        return eqn
+    new = _rewrite(program, target, _look_around([]))
+    if new is program:
+        return eqn
+    call = jax.jit(core.jaxpr_as_fun(new))
+    inner = jax.make_jaxpr(call)(*[v.aval for v in eqn.invars]).eqns[0]
+    return eqn.replace(primitive=inner.primitive, params=inner.params)
 
 
-def _hold(tree: Any, name: str) -> Any:
-    """Wrap all leaves but arrays and numbers, so that `jit` takes and returns them.
+def _is_traced(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer)
 
-    These leaves are static, so they are functions or values.
+
+def _only_traced(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x if _is_traced(x) else None, tree)
+
+
+def _joining(tree: Any) -> Callable:
+    """Return a function that puts other leaves in the place of those that are traced.
+
+    All other leaves are static: they are in its result as they are.
     """
-    held = {
-        kind
-        for kind in set(map(type, jax.tree.leaves(tree)))
-        if issubclass(kind, (bool, enum.Enum)) or not issubclass(kind, _NUMBERS)
-    }
-    if not held:
-        return tree
+    leaves, treedef = jax.tree.flatten(tree)
+    static = [None if _is_traced(x) else x for x in leaves]
 
-    def wrap(path, x):
-        if type(x) not in held:
-            return x
-        # Keys of lists have no hash, objects in a circle no end.
-        with contextlib.suppress(TypeError, RecursionError, AttributeError):
-            static = _Static(_key(x, is_leaf=True), x)
-            hash(static)
-            return static
-        raise ValueError(
-            f"{name}{jax.tree_util.keystr(path)} is a {type(x).__name__}, neither an "
-            "array nor a constant; pass its arrays, or register the class by "
-            "jax.tree_util"
-        )
+    def join(traced):
+        new = iter(traced)  # no leaf is None
+        return treedef.unflatten(next(new) if x is None else x for x in static)
 
-    return jax.tree_util.tree_map_with_path(wrap, tree)
-
-
-def _is_held(x: Any) -> bool:
-    return isinstance(x, _Static)
-
-
-def _release(tree: Any) -> Any:
-    """Undo `_hold`."""
-    return jax.tree.map(lambda x: x.value if _is_held(x) else x, tree, is_leaf=_is_held)
+    return join
 
 
 def _is_object(x: Any) -> bool:
@@ -1436,56 +1527,134 @@ def _is_object(x: Any) -> bool:
 
 
 def _rewritten(f: Callable, options: dict | None) -> Callable:
-    """Return f rewritten, of arguments that are held, and with a result that is."""
+    """Return f rewritten, to be traced.
 
-    def traced(args, kwargs):
-        args, kwargs = _release((args, kwargs))
-        objects = jax.tree.leaves((args, kwargs), is_leaf=_is_object)
-        before = jax.tree.leaves(objects)
-        result = f(*args, **kwargs)
-        known = set(map(id, before + jax.tree.leaves(result)))
-        if not known.issuperset(map(id, jax.tree.leaves(objects))):
-            raise ValueError(
-                "f changes an argument in place, which fast(f) would lose; return the "
-                "change (in Flax NNX, by nnx.split, nnx.merge and nnx.state)"
-            )
-        return _hold(result, "result")
+    While JAX traces f, a leaf of its arguments or results that is no tracer is static,
+    such as a value that `static_argnums` names.  It is left as it is.
+    """
 
-    @functools.partial(jax.jit, inline=True)
     @functools.wraps(f)
     def run(*args, **kwargs):
-        both = args, kwargs
-        # A new function each time, since JAX caches traces by function.
-        trace = jax.make_jaxpr(functools.partial(traced), return_shape=True)
-        program, made = trace(*both)
-        leaves = core.jaxpr_as_fun(rewrite(program, options))(*jax.tree.leaves(both))
-        return jax.tree.unflatten(jax.tree.structure(made), leaves)
+        if _config.jax_disable_jit:
+            return f(*args, **kwargs)
+        join = _joining((args, kwargs))
+        joins = []  # of the result
+
+        @functools.wraps(f)
+        def traced(*args, **kwargs):
+            args, kwargs = join(jax.tree.leaves((args, kwargs)))
+            objects = jax.tree.leaves((args, kwargs), is_leaf=_is_object)
+            before = jax.tree.leaves(objects)
+            result = f(*args, **kwargs)
+            known = set(map(id, before + jax.tree.leaves(result)))
+            if not known.issuperset(map(id, jax.tree.leaves(objects))):
+                raise ValueError(
+                    "f changes an argument in place, which fast(f) would lose; return "
+                    "the change (in Flax NNX, by nnx.split, nnx.merge and nnx.state)"
+                )
+            joins.append(_joining(result))
+            return _only_traced(result)
+
+        # The arguments are those of f, so that errors of JAX have its names.
+        args, kwargs = _only_traced((args, kwargs))
+        program = jax.make_jaxpr(traced)(*args, **kwargs)
+        run_program = core.jaxpr_as_fun(rewrite(program, options))
+        return joins[0](run_program(*jax.tree.leaves((args, kwargs))))
 
     return run
 
 
-@dataclasses.dataclass
-class _Outside:
-    """A program of arguments and results that are held, as it is seen from outside.
+# ---------------------------------------------------------------------------------
+# Functions
+# ---------------------------------------------------------------------------------
 
-    Lowered or compiled, it has the function's arguments and results too; all else is as
-    in `jax.stages`.
+
+class Explanation(NamedTuple):
+    """How the operations of a program are computed; it prints as a table."""
+
+    operations: dict  # the number of those with equal (primitive, result, way)
+    no_onednn: str  # the reason why the program has no oneDNN, or ""
+
+    def __str__(self) -> str:
+        rows = [("times", "primitive", "result", "way")]
+        rows += [(count, *row) for row, count in self.operations.items()]
+        lines = ["{:>5}  {:22}  {:26}  {}".format(*row) for row in rows]
+        onednn = f"off: {self.no_onednn}" if self.no_onednn else "on"
+        return "\n".join([*lines, f"oneDNN is {onednn}"])
+
+
+def _operations(program: Any, target: _Target) -> Iterator[tuple]:
+    """Yield (primitive, result, way) of all operations that ways are for, or may be.
+
+    In place of a way, there is the reason why an operation of `program` stays.
+    """
+    for eqn in program.eqns:
+        name = eqn.primitive.name
+        forms = [str(v.aval) for v in eqn.outvars]
+        called = str(eqn.params.get("name"))
+        if called.startswith(_OURS):
+            _, way, replaced, *_ = called.split(".")
+            yield replaced, forms[0], way
+        elif not _is_known(eqn) and name != _HIGH:
+            yield name, ", ".join(forms), "stays: fast cannot enter it"
+        elif name in _WAYS and (name not in _ELEMENTWISE or "bfloat16" in forms[0]):
+            choice = _choose(eqn, target, _look_around(program.eqns))
+            yield name, forms[0], f"stays: {choice.reason}"
+        for part in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(part, "eqns") and not called.startswith(_OURS):
+                yield from _operations(part, target)
+
+
+class Program:
+    """A program with options that fit: with oneDNN, if `fast` can enter all of it.
+
+    `make` is a function of options that returns a result of `jax.jit`.  It is
+    called when arguments come; once more, without oneDNN, where that has to be, or when
+    JAX's persistent cache has been set.  `asked` are options that it adds.
     """
 
-    program: Any
+    def __init__(
+        self,
+        make: Callable[[dict], Any],
+        backend: str | None = None,
+        asked: dict | None = None,
+    ):
+        self._make = make
+        self._backend = backend
+        self._asked = asked or {}
+        self._closed = ""  # the part that `fast` cannot enter, as far as is known
+        self._made: dict = {}  # with and without oneDNN
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.program, name)
+    def _do(self, name: str, /, *args, **kwargs) -> Any:
+        onednn = not (self._closed or _keeps_programs())
+        if onednn not in self._made:
+            options = _options(self._backend, self._asked, onednn)
+            self._made[onednn] = self._make(options)
+        try:
+            return getattr(self._made[onednn], name)(*args, **kwargs)
+        except _CannotEnter as error:
+            if not onednn:
+                raise
+            self._closed = f"fast cannot enter {error.part}"
+            return self._do(name, *args, **kwargs)
 
     def __call__(self, *args, **kwargs) -> Any:
-        return _release(self.program(*_hold(args, "args"), **_hold(kwargs, "kwargs")))
+        return self._do("__call__", *args, **kwargs)
 
-    def lower(self, *args, **kwargs) -> _Outside:
-        lower = self.program.lower
-        return _Outside(lower(*_hold(args, "args"), **_hold(kwargs, "kwargs")))
+    lower = functools.partialmethod(_do, "lower")
+    trace = functools.partialmethod(_do, "trace")
+    eval_shape = functools.partialmethod(_do, "eval_shape")
 
-    def compile(self, *args, **kwargs) -> _Outside:
-        return _Outside(self.program.compile(*args, **kwargs))
+    def clear_cache(self) -> None:
+        self._made.clear()
+
+    def explain(self, *args, **kwargs) -> Explanation:
+        """Explain the program of these arguments, which may be forms."""
+        program = self.trace(*args, **kwargs).jaxpr
+        no_onednn = self._closed or _obstacle(self._backend, self._asked)
+        target = _Target(onednn=not no_onednn, half=False)
+        operations = collections.Counter(_operations(program, target))
+        return Explanation(operations, no_onednn)
 
 
 def fast(f: Callable, options: dict | None = None) -> Callable:
@@ -1493,54 +1662,146 @@ def fast(f: Callable, options: dict | None = None) -> Callable:
 
     f is the outermost function that you compile, such as a training step that takes
     gradients.  It takes and returns any trees, by position or by name.  Leaves that are
-    functions or values (flags, strings, types) are static; a number that f needs to
-    know is fixed before: `fast(functools.partial(f, num_steps=2))`.  `options` are
-    those with which the result is compiled, by `compiler_options`: ways differ.
+    no arrays when JAX traces the result are static, such as flags that `static_argnums`
+    names.  `options` are those with which the result is compiled, by
+    `compiler_options`: ways differ.
 
     The result equals f's to rounding.  It works in `scan`, `vmap`, `shard_map` and
     `jax.export`, and with donated arguments.  It raises ValueError if it is
-    differentiated where an operation was replaced, for leaves that are other objects,
-    and if f changes an argument in place and does not return the change: see
-    docs/fast.md for Flax NNX.
+    differentiated where an operation was replaced, and if f changes an argument in
+    place and does not return the change: see docs/fast.md for Flax NNX.
     """
-    rewritten = _Outside(_rewritten(f, options))
+    rewritten = _rewritten(f, options)
+    compiled = jax.jit(rewritten, inline=True)
 
     @functools.wraps(f)
     def call(*args, **kwargs):
-        return rewritten(*args, **kwargs)
+        leaves = jax.tree.leaves((args, kwargs))
+        arrays = all(isinstance(x, (jax.Array, np.ndarray)) for x in leaves)
+        return (compiled if arrays else rewritten)(*args, **kwargs)
 
     return call
 
 
-def jit(f: Callable, **how: Any) -> Callable:
+class _Jitted(Program):
+    """A result of `jit`."""
+
+    def __init__(self, f: Callable, how: dict):
+        self._plain = jax.jit(f, **how)  # raises what `jax.jit` does
+        functools.update_wrapper(self, self._plain)
+        asked = how.get("compiler_options") or {}
+
+        def make(options: dict):
+            both = options | asked
+            return jax.jit(_rewritten(f, both), **how | dict(compiler_options=both))
+
+        super().__init__(make, asked=asked)
+        self._inside: Any = jax.jit(_rewritten(f, asked), **how)
+
+    def __call__(self, *args, **kwargs) -> Any:
+        try:
+            return self._do("__call__", *args, **kwargs)
+        except ValueError as error:
+            inside = "can only be passed to top-level" in str(error)  # of a trace
+            if not (inside or isinstance(error, _NoGradients)):
+                raise
+        return self._inside(*args, **kwargs)
+
+    def clear_cache(self) -> None:
+        super().clear_cache()
+        self._inside.clear_cache()
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return repr(self._plain)
+
+
+def jit(f: Callable | None = None, /, **how: Any) -> Any:
     """Compile f to be fast on CPUs, by oneDNN where that was tried.
 
         step = fast_cpu.jit(step, donate_argnums=0)
 
+        @fast_cpu.jit(static_argnames="train")
+        def step(params, batch, train): ...
+
     It is `jax.jit(fast(f, options), compiler_options=options, **how)`, with options for
     JAX's default backend, which is asked for in the first call, and without oneDNN if f
-    holds parts that `fast` cannot enter.  f is as in `fast`.  The result has the method
-    `lower` of `jax.jit`.  Inside of another `jit` or a `scan`, it is `fast(f)`, as
-    options are for whole programs: compile the outermost function by `fast_cpu.jit`.
+    holds parts that `fast` cannot enter.  Arguments, results and errors are those of
+    `jax.jit`; its `compiler_options` win over ours, and may switch oneDNN off.  The
+    result has the methods of `jax.jit`'s, and `explain`.  Inside of another `jit`, a
+    `scan` or a gradient, it is `fast(f)`, as options are for whole programs: compile
+    the outermost function by `fast_cpu.jit`.
+
+    With FAST_CPU=0 in the environment, it is `jax.jit`.  FAST_CPU_LEAVE=exp,reduce_max
+    leaves these primitives of JAX as they are.  With either, there is no oneDNN.
     """
+    return _Jitted(f, how) if f is not None else functools.partial(jit, **how)
 
-    def make(options: dict | None):
-        return jax.jit(_rewritten(f, options), compiler_options=options, **how)
 
-    program = _Outside(Program(make))
-    inside = _Outside(make(None))
+def explain(f: Callable) -> Callable:
+    """Return a function of f's arguments that explains how `jit(f)` computes them.
 
-    @functools.wraps(f)
-    def call(*args, **kwargs):
-        try:
-            return program(*args, **kwargs)
-        except ValueError as error:  # JAX's, of a call inside of a trace
-            if "can only be passed to top-level" not in str(error):
-                raise
-            return inside(*args, **kwargs)
+        print(fast_cpu.explain(step)(params, batch))
 
-    vars(call)["lower"] = program.lower
-    return call
+    It returns an `Explanation`: the operations that were replaced, by which way, those
+    that stay, and why; and whether oneDNN is on, or the reason why it is not.  f may be
+    a result of `jit`.  Arguments may be forms, `jax.ShapeDtypeStruct`.
+    """
+    return f.explain if isinstance(f, Program) else jit(f).explain
+
+
+class Comparison(NamedTuple):
+    """Medians of ms per call, and how far the results differ, leaf by leaf."""
+
+    by_jax: float
+    by_fast_cpu: float
+    differences: Any  # relative to the largest number; of integers, 1.0 for any
+    rounding: Any  # relative, of the type
+
+
+def _difference(x: jax.Array, y: jax.Array) -> float:
+    if not jnp.issubdtype(x.dtype, jnp.inexact):  # integers, flags, random keys
+        return float((x != y).any())
+    a, b = (np.asarray(z).astype(complex) for z in (x, y))
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    apart = np.abs(np.where(same, 0, a) - np.where(same, 0, b)).max(initial=0)
+    largest = np.abs(a[np.isfinite(a)]).max(initial=0)
+    return float(apart / (largest or 1))
+
+
+def _rounding(x: jax.Array) -> float:
+    return (
+        float(jnp.finfo(x.dtype).eps) if jnp.issubdtype(x.dtype, jnp.inexact) else 0.0
+    )
+
+
+def compare(f: Callable, rounds: int = 20, **how: Any) -> Callable:
+    """Return a function of f's arguments that compares `jit` with `jax.jit`.
+
+        print(fast_cpu.compare(step)(params, batch))
+
+    It calls both in turn, for so many rounds after one that compiles, and returns a
+    `Comparison`.  Each call takes the same arguments, so donate none; `how` is as in
+    `jit`.
+    """
+    ways = jax.jit(f, **how), jit(f, **how)
+
+    def compared(*args, **kwargs) -> Comparison:
+        times = []
+        for _ in range(rounds + 1):
+            results = []
+            for way in ways:
+                begun = time.perf_counter()
+                results.append(jax.block_until_ready(way(*args, **kwargs)))
+                times.append(1000 * (time.perf_counter() - begun))
+        by_jax, by_fast_cpu = np.median(np.reshape(times, (-1, 2))[1:], axis=0)
+        differences = jax.tree.map(_difference, *results)
+        rounding = jax.tree.map(_rounding, results[0])
+        return Comparison(float(by_jax), float(by_fast_cpu), differences, rounding)
+
+    return compared
 
 
 # ---------------------------------------------------------------------------------

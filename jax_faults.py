@@ -183,7 +183,7 @@ def negative_padding():
     return is_far(shifted(x, kernel), expected)
 
 
-@fault(ALL, "fast_cpu._way_to_multiply", rare=True)
+@fault(ALL, "fast_cpu._to_multiply", rare=True)
 def wide_results_of_half_products():
     """Products of half types with wider results are an error in some forms."""
     x = jnp.ones((2, 12, 5), jnp.bfloat16)

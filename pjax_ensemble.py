@@ -1801,7 +1801,17 @@ def _make_update(axis: str, member: _Member) -> Callable:
     def on_device(state, *batch):
         return member.step(state, batch, part=lax.axis_index(axis) if meet else 0)
 
-    pmapped = jax.pmap(_fast_cpu.fast(on_device), axis_name=axis, donate_argnums=0)
+    def make(options):
+        # `jax.pmap` takes no options, so `jax.jit` does.  Of several processes, inside
+        # of `jax.jit` each would map over its own devices alone.
+        whole = jax.process_count() == 1
+        fast = _fast_cpu.fast(on_device, options if whole else None)
+        pmapped = jax.pmap(fast, axis_name=axis, donate_argnums=0)
+        if whole:
+            return jax.jit(pmapped, donate_argnums=0, compiler_options=options)
+        return pmapped
+
+    mapped = _fast_cpu.Program(make, None)
 
     def fit(state):
         _check_axes("state", state, expected=alike)
@@ -1817,7 +1827,7 @@ def _make_update(axis: str, member: _Member) -> Callable:
         state = _let_in(update, state, batch, fit)
         _check_axes("state and the batch", (state, batch), expected=alike)
         alone = meet and jax.default_backend() == "cpu"
-        program = functools.partial(_run, pmapped, alone)
+        program = functools.partial(_run, mapped, alone)
         batch = _private("batch", batch)
         state, metrics = _run_consuming(update, program, state, *batch)
         # Metrics wait for copies of the batch.
@@ -2506,12 +2516,12 @@ class _Programs:
         num_bytes = sum(map(_num_bytes, jax.tree.leaves(aux)))
         return max(1, min(_STEPS, _AUX_BYTES // max(1, num_bytes)))
 
-    def lower(self, work: _Work) -> jax.stages.Lowered:
-        """Lower the program of some work, whose arguments may be forms."""
+    def without_running(self, do: str, work: _Work) -> Any:
+        """Lower or explain the program of some work, whose arguments may be forms."""
         # Keys have forms too.
         of_slot, of_all = jax.eval_shape(lambda *x: x, work.of_slot, work.of_all)
         program, args = self._program(work._replace(of_slot=of_slot, of_all=of_all))
-        return _apart(program.lower, *args)
+        return _apart(getattr(program, do), *args)
 
     def result_form(self, work: _Work) -> PyTree:
         """Return the form of the result; nothing is computed."""
@@ -3025,6 +3035,21 @@ class Trainer:
 
         Raises ValueError as the method does, and for another method.
         """
+        work = self._work_of_forms(method, args, options)
+        return self._programs.without_running("lower", work)
+
+    def explain(self, method: str, *args: PyTree, **options: Any) -> Any:
+        """Explain how a CPU computes the program, as `fast_cpu.explain` does.
+
+        It takes the arguments of `lower`, and raises ValueError as `lower` does, and
+        without fast_cpu.py.
+        """
+        if not hasattr(_fast_cpu, "explain"):
+            raise ValueError("explain needs fast_cpu.py beside pjax_ensemble.py")
+        work = self._work_of_forms(method, args, options)
+        return self._programs.without_running("explain", work)
+
+    def _work_of_forms(self, method, args, options):
         if method not in ("init", "update", "epoch", "predict"):
             raise ValueError(
                 f"method is {method!r}; expected 'init', 'update', 'epoch' or 'predict'"
@@ -3043,8 +3068,7 @@ class Trainer:
             places = self._places
             state = places.put(self._state_form, places.by_slot, divide=True)
             args = (state, *args)
-        work_of = getattr(self, f"_work_of_{method}")
-        return self._programs.lower(work_of(*args, **options))
+        return getattr(self, f"_work_of_{method}")(*args, **options)
 
     # Training
 

@@ -3,7 +3,6 @@
 import collections
 import ctypes
 import dataclasses
-import enum
 import functools
 import gc
 import importlib
@@ -13,6 +12,7 @@ import os
 import platform
 import re
 import runpy
+import types
 from unittest import mock
 
 import convolutions
@@ -33,6 +33,7 @@ from numpy.testing import assert_array_equal
 import fast_cpu as fc
 import pjax_ensemble as pe
 from conftest import SGD, assert_close, cases, dilated, randn, run_python, said_by
+from helpers import assert_refuses
 
 # ---------------------------------------------------------------------------------
 # Convolutions of other libraries, random arrays and comparisons
@@ -70,7 +71,7 @@ CONVOLUTIONS = {
         (3, 2, 1, 3),
         dict(strides=(2, 1), rhs_dilation=(1, 2), feature_group_count=3),
     ),
-    "wide": (
+    "depthwise wide": (
         (1, 9, 5, 2),
         (65, 1, 1, 2),
         dict(padding=[(30, 40), (0, 0)], feature_group_count=2),
@@ -417,12 +418,18 @@ def test_options_are_those_that_are_right_in_a_version(
     monkeypatch.setattr(platform, "machine", lambda: "AMD64")
     assert fc.compiler_options("cpu") == fc.compiler_options() == by_onednn
     assert fc.compiler_options("gpu") == fc.compiler_options("tpu") == {}
-    for flag in fc._ONEDNN, fc._YNNPACK:  # which then wins
+    for flag, found in (fc._ONEDNN, without), (fc._YNNPACK, by_onednn):  # the flag wins
         monkeypatch.setenv("XLA_FLAGS", f"--{flag}=false")
-        rest = {name: value for name, value in by_onednn.items() if name != flag}
+        rest = {name: value for name, value in found.items() if name != flag}
         assert fc.compiler_options() == rest
     monkeypatch.setenv("XLA_FLAGS", f"--{fc._LEFT_OUT}=cse")  # lacks what oneDNN needs
     assert fc.compiler_options() == without
+    for name, value in ("FAST_CPU", "0"), ("FAST_CPU_LEAVE", "max"):
+        for flags, off in ("", {}), (f"--{fc._ONEDNN}=true", {fc._ONEDNN: False}):
+            monkeypatch.setenv("XLA_FLAGS", flags)
+            with mock.patch.dict(os.environ, {name: value}):
+                rest = {} if name == "FAST_CPU" else without
+                assert fc.compiler_options() == rest | off
     monkeypatch.delenv("XLA_FLAGS")
     with mock.patch.object(platform, "machine", lambda: "arm64"):
         assert fc.compiler_options() == without
@@ -485,6 +492,12 @@ def test_reductions_are_right_in_steps_and_trainers(name, optimized):
     for _ in range(10):
         state, (_, aux) = trainer.update(state, args)
         assert_close(aux, np.stack([expected, expected]))
+    for make in pe.make_sync_update, pe.make_ensemble_update:
+        update = make(loss_fn, SGD, has_aux=True)
+        state = pe.replicate(pe.train_state(np.float32(1), SGD), 2)
+        for _ in range(5):
+            state, (_, aux) = update(state, pe.replicate(args, 2))
+            assert_close(aux, np.stack([expected, expected]))
 
 
 # With options, XLA gives oneDNN what follows a product too: without barriers 32, in
@@ -1165,7 +1178,8 @@ def test_max_pools_gradients_are_where_the_first_maximum_is(name):
         least = least.astype(dtype)
         cotangent = g.astype(dtype)
         assert_close(step(least, cotangent), expected, tolerance)
-    assert "scatter" not in step.lower(least, cotangent).compile().as_text()
+    text = step.lower(least, cotangent).compile().as_text()
+    assert " scatter(" not in text and "-scatter(" not in text
 
 
 # The functions that have arguments besides two arrays, or are in no public module.
@@ -1241,8 +1255,8 @@ def test_equal_operations_are_traced_once():
 
     x = jnp.ones((4, 4), jnp.bfloat16)
     text = jax.jit(fc.fast(f)).lower(x, x).as_text()
-    assert text.count("call @fast_cpu._round") == 10
-    assert text.count("func.func private @fast_cpu._round") == 2
+    assert text.count("call @fast_cpu.round") == 10
+    assert text.count("func.func private @fast_cpu.round") == 2
 
 
 @cases("value, hidden", ("=true", True), ("=false", False), ("", True))
@@ -1331,14 +1345,6 @@ def exported_call(f):
     return call
 
 
-def remat3(x, w):
-    jax.config.update("jax_remat3", True)
-    try:
-        return jax.jit(jax.checkpoint(with_silu))(x, w)
-    finally:
-        jax.config.update("jax_remat3", False)
-
-
 own = core.Primitive("own")
 own.multiple_results = True
 own.def_abstract_eval(lambda x, w: [x, x])
@@ -1350,7 +1356,6 @@ BFLOAT16 = [
 OPAQUE = {
     "export": exported_call(with_silu),
     "primitive": lambda x, w: own.bind(x, w),
-    "remat3": remat3,
     "sparse": and_silu(lambda x, w: sparse.BCOO.fromdense(x, nse=9) @ w),
     "symmetric": lambda x, w: jax.lax.linalg.symmetric_product(x, w),
     "solver": lambda x, w: jax.lax.linalg.triangular_solve(*BFLOAT16, left_side=True),
@@ -1380,6 +1385,131 @@ def test_where_a_part_cannot_be_entered_there_is_no_onednn(name, no_cache, optim
         has_aux=True,
     )
     assert "__onednn" not in trainer.lower("update", x, w).compile().as_text()
+
+
+def with_rule(x, w):
+    """Return a product and its SiLU, by a rule of its own under `vmap`."""
+    both = jax.custom_batching.custom_vmap(with_silu)
+
+    @both.def_vmap
+    def rule(size, batched, x, w):
+        x, w = (z if b else jnp.stack([z] * size) for z, b in zip((x, w), batched))
+        return jax.vmap(with_silu)(x, w), (True, True)
+
+    return both(x, w)
+
+
+RULES = {
+    "inside": lambda: fc.jit(jax.vmap(with_rule, (0, None))),
+    "around": lambda: jax.jit(
+        jax.vmap(fc.fast(with_rule, OPTIONS), (0, None)), compiler_options=OPTIONS
+    ),
+    "sequential": lambda: fc.jit(
+        jax.vmap(jax.custom_batching.sequential_vmap(with_silu), (0, None))
+    ),
+    "none": lambda: fc.jit(lambda x, w: [y[None] for y in with_rule(x[0], w)]),
+}
+OPTIONS = {}
+
+
+@by_onednn
+@pytest.mark.parametrize("name", RULES)
+def test_products_are_hidden_in_rules_that_vmap_traces(name, no_cache, optimized):
+    OPTIONS.update(fc.compiler_options())
+    x, w = SQUARE
+    y = np.float64(x) @ w
+    program = RULES[name]()
+    assert_close(program(x[None], w), (y[None], (y / (1 + np.exp(-y)))[None]))
+    assert "__onednn" in program.lower(x[None], w).compile().as_text()
+
+
+@by_onednn
+def test_a_trainers_members_at_once_have_the_rules_of_their_layers(no_cache, optimized):
+    x, w = SQUARE
+    trainer = pe.make_trainer(
+        lambda key: w,
+        lambda w, x: jnp.square(x @ w).mean(),
+        SGD,
+        members=2,
+        devices=1,
+        at_once=2,
+        apply_fn=lambda w, x: with_rule(x, w),
+        output=None,
+    )
+    state = trainer.init(jax.random.key(0))
+    product, _ = trainer.predict_members(state, x)
+    assert_close(product, np.stack([np.float64(x) @ w] * 2))
+
+
+HIGH = {
+    "searchsorted": lambda y: jnp.searchsorted(jnp.linspace(0, 1, 9), y[0]),
+    "interp": lambda y: jnp.interp(y[0], jnp.linspace(0, 1, 9), jnp.arange(9.0)),
+    "nonzero": lambda y: jnp.nonzero(y[0] > 0, size=9)[0],
+    "unique": lambda y: jnp.unique(jnp.round(y[0]), size=9),
+    "ldexp": lambda y: jnp.ldexp(y[0], 2),
+    "choice": lambda y: jax.random.choice(jax.random.key(0), 9, p=jnp.ones(9) / 9),
+    "in a loop": lambda y: jax.lax.map(lambda y: jnp.searchsorted(y, 0.5), y),
+    "mapped": jax.vmap(lambda y: jnp.searchsorted(y, 0.5)),
+}
+
+
+@by_onednn
+@pytest.mark.parametrize("name", HIGH)
+def test_high_primitives_are_entered(name, no_cache):
+    def f(x, w):
+        return x @ w, HIGH[name](x)
+
+    fast = fc.jit(f)
+    assert_same_results(fast, jax.jit(f), SQUARE)
+    assert "__onednn" in fast.lower(*SQUARE).compile().as_text()
+
+
+def silu_with_rules(kind):
+    """Return a product and its SiLU, with derivatives of one's own."""
+    if kind == "jvp":
+        both = jax.custom_jvp(with_silu)
+        both.defjvp(lambda primals, tangents: jax.jvp(with_silu, primals, tangents))
+    else:
+        both = jax.custom_vjp(with_silu)
+        both.defvjp(lambda x, w: jax.vjp(with_silu, x, w), lambda turn, g: turn(g))
+    return lambda x, w: sum(both(x, w)).sum()
+
+
+def scanned_layers(x, w):
+    layer = jax.checkpoint(silu_with_rules("vjp"))
+
+    def step(y, _):
+        y = jax.lax.cond(y.sum() > 0, lambda: jnp.tanh(y), lambda: y @ w)
+        return y, layer(y, w)
+
+    return jax.lax.scan(step, x, length=2)[1].sum()
+
+
+SWITCHES = {
+    "jax_remat3": lambda x, w: jax.checkpoint(lambda *z: sum(with_silu(*z)).sum())(
+        x, w
+    ),
+    "jax_custom_jvp3": silu_with_rules("jvp"),
+    "jax_custom_vjp3": silu_with_rules("vjp"),
+    "all": scanned_layers,
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_new_kinds_of_checkpoints_and_rules_are_entered(name, no_cache, optimized):
+    f = jax.value_and_grad(SWITCHES[name], (0, 1))
+    expected = jax.jit(f)(*SQUARE)
+    names = [n for n in SWITCHES if name in (n, "all") and hasattr(jax.config, n)]
+    for switch in names:
+        jax.config.update(switch, True)
+    try:
+        fast = fc.jit(f)
+        assert_close(fast(*SQUARE), expected, 1e-3)
+        text = fast.lower(*SQUARE).compile().as_text()
+        assert ("__onednn" in text) == bool(fc.compiler_options().get(fc._ONEDNN))
+    finally:
+        for switch in names:
+            jax.config.update(switch, False)
 
 
 # Primitives that hold programs: `rewrite` enters the first; others mean no oneDNN.
@@ -1653,28 +1783,24 @@ def is_fast(lowered):
     return form not in find_forms(lowered.as_text())
 
 
-def test_a_step_compiles_once_and_takes_arguments_by_name_and_static_ones():
+def test_a_fast_step_compiles_once_and_takes_arguments_by_name():
     traced = []
 
-    def step(kernel, batch, *, power, flag, activation, name=None):
-        traced.append(name)
-        assert flag is True and activation is jnp.tanh
+    def step(kernel, batch, *, power):
+        traced.append(power)
         loss, grads = GRADS(kernel, batch["x"], power)
-        return {"loss": loss, "new": kernel - 0.1 * grads, "of": activation, "a": name}
+        return {"loss": loss, "new": kernel - 0.1 * grads}
 
     fast = fc.fast(functools.partial(step, power=2))
     assert fast.__wrapped__.func is step
-    how = dict(batch={"x": X}, flag=True, activation=jnp.tanh)
     for x in X, X + 1:  # by itself, it is compiled too
-        found = fast(KERNEL, **how | dict(name="a", batch={"x": x}))
         loss, grads = GRADS(KERNEL, x)
-        expected = {"loss": loss, "new": KERNEL - 0.1 * grads}
-        assert (found.pop("of"), found.pop("a")) == (jnp.tanh, "a")
-        assert_close(found, expected)
-    assert traced == ["a"]
+        found = fast(KERNEL, batch={"x": x})
+        assert_close(found, {"loss": loss, "new": KERNEL - 0.1 * grads})
+    assert traced == [2]
 
     def array(kernel, batch):
-        return fast(kernel, batch, flag=True, activation=jnp.tanh)["new"]
+        return fast(kernel, batch)["new"]
 
     given = jnp.asarray(KERNEL)
     lowered = jax.jit(array, donate_argnums=0).lower(given, {"x": X})
@@ -1715,17 +1841,29 @@ def test_a_fast_step_works_in_other_transformations(name):
     assert_same_results(lowered.compile(), jax.jit(transformed(GRADS)), (KERNEL, X))
 
 
-def test_jit_is_fast_and_takes_the_arguments_of_jit():
+def test_jit_is_fast_and_has_the_methods_of_jit():
+    traced = []
+
     def step(kernel, images, power):
         """A step."""
+        traced.append(power)
         return jax.grad(loss_fn)(kernel, images, power), power
 
     with mock.patch.object(jax, "default_backend", side_effect=AssertionError):
         fast = fc.jit(step, static_argnames="power")  # asks for no backend yet
+    plain = jax.jit(step, static_argnames="power")
+    assert repr(fast) == repr(plain) and inspect.unwrap(fast) is step
     assert fast.__doc__ == "A step." and is_fast(fast.lower(KERNEL, X, power=3))
-    gradient, power = fast(KERNEL, X, power=3)
-    assert power == 3
-    assert_close(gradient, jax.grad(loss_fn)(KERNEL, X, 3))
+    for _ in range(2):
+        assert_close(fast(KERNEL, X, power=3), plain(KERNEL, X, power=3))
+    assert fast.eval_shape(KERNEL, X, power=3) == plain.eval_shape(KERNEL, X, power=3)
+    assert fast.trace(KERNEL, X, power=3).out_info == fast.eval_shape(
+        KERNEL, X, power=3
+    )
+    assert len(traced) == 2  # by each of them once
+    fast.clear_cache()
+    fast(KERNEL, X, power=3)
+    assert len(traced) == 3
 
 
 def test_jit_is_lowered_for_forms():
@@ -1751,69 +1889,6 @@ def test_jit_is_lowered_for_forms():
             assert (made.shape, made.dtype) == (right.shape, right.dtype)
             args, kwargs = jax.tree.map(jnp.copy, (arrays, named))
             assert_close(program.compile()(*args, **kwargs), right)
-
-
-class Scale:
-    def __init__(self, factor):
-        self.factor = factor
-
-    def apply(self, x):
-        return x * self.factor
-
-
-class Shared:  # its objects have the class's factor
-    apply = Scale.apply
-
-
-def shared(factor):
-    Shared.factor = factor
-    return Shared()
-
-
-class Around:  # an object that wraps a function
-    def __init__(self, function, factor):
-        functools.update_wrapper(self, function)
-        self.factor = factor
-
-    def __call__(self, x):
-        return self.__wrapped__(x=x) * self.factor
-
-
-class Nested(Scale):
-    def apply(self, x):
-        return self.factor.apply(x=x)
-
-
-def scaled(factor, x):
-    return x * factor
-
-
-HOLDERS = {
-    "method": lambda scale: scale.apply,
-    "partial of a method": lambda scale: functools.partial(scale.apply),
-    "partial of an object": lambda scale: functools.partial(Scale.apply, scale),
-    "by name": lambda scale: functools.partial(scaled, factor=scale.factor),
-    "method of an object in an object": lambda scale: Nested(scale).apply,
-    "method of a class with values": lambda scale: shared(scale.factor).apply,
-    "wrapper": lambda scale: Around(scale.apply, 1.0),
-}
-
-
-@pytest.mark.parametrize("name", HOLDERS)
-def test_functions_are_compared_by_what_they_hold(name):
-    traces = []
-
-    def step(f, x):
-        traces.append(f)
-        return f(x=x)
-
-    fast = fc.jit(step)
-    scale = Scale(2.0)
-    for factor in 2.0, 2.0, 5.0, 2, 2.0:  # an integer makes other types
-        scale.factor = factor
-        function = HOLDERS[name](scale)
-        assert_close(fast(function, X), factor * X)
-    assert len(traces) == 3
 
 
 # ---------------------------------------------------------------------------------
@@ -1844,6 +1919,14 @@ def test_functions_are_the_same_with_jit_disabled(function, shapes):
 )
 def test_whoever_differentiates_fast_cpu_is_told_to_wrap_more(differentiate):
     said = said_by(ValueError, differentiate(fc.fast(dilated)), KERNEL)
+    assert "wrap the outermost function: fast(jax.grad(f))" in said
+
+
+@by_onednn
+def test_with_onednn_products_are_not_differentiated_later(no_cache):
+    """They would not be hidden, and an activation could take their place."""
+    fast = fc.fast(jnp.matmul, fc.compiler_options())
+    said = said_by(ValueError, jax.grad(lambda w: fast(SQUARE[0], w).sum()), SQUARE[1])
     assert "wrap the outermost function: fast(jax.grad(f))" in said
 
 
@@ -1889,92 +1972,328 @@ def test_a_function_that_changes_an_object_in_place_is_refused():
     assert all(batch["x"] is X for batch in dicts)
 
 
-Color = enum.Enum("Color", "RED")
-Numbers = dataclasses.make_dataclass("Numbers", ["n"], frozen=True)
-Mutable = dataclasses.make_dataclass("Mutable", ["n"])
-like_array = type("Like", (), {"__array__": lambda self: X, "__eq__": dict.__eq__})
-for_jax = type("ForJax", (), {"__jax_array__": lambda self: X})
+def power(x, n):
+    for _ in range(n):
+        x = x @ x
+    return x
 
 
-@cases("f", jax.nn.relu, jnp.abs, np.abs, abs, functools.partial(jnp.power, 2.0))
-@cases("value", True, "a", None, Color.RED, Numbers(2), np.float32, np.dtype(int), math)
-def test_jit_takes_functions_and_values(f, value):
-    def step(x, f, *, value):
-        assert value is given["value"] or value == given["value"]
-        return f(2.0) + x, value
-
-    given = dict(f=f, value=value)
-    found, made = fc.jit(step)(X, **given)
-    assert_close(found, f(2.0) + X)
-    assert made == value
+def branch(x, rate):
+    return 2 * x if isinstance(rate, float) and rate == 0.5 else x
 
 
-@cases("x", object(), like_array(), for_jax(), Mutable(2))
-def test_objects_that_may_change_and_are_no_values_are_refused(x):
-    kind = f"is a {type(x).__name__}"
-    for jit in fc.jit, fc.fast:
-        first = jit(lambda x, y=0, w=0: x)
-        said = said_by(ValueError, first, X, {"w": x})
-        assert said.startswith(f"args[1]['w'] {kind}, neither an array")
-        said = said_by(ValueError, first, X, w=x)
-        assert said.startswith(f"kwargs['w'] {kind}, neither an array")
-        said = said_by(ValueError, jit(lambda _: {"a": x}), X)
-        assert said.startswith(f"result['a'] {kind}") and said.count("\n") == 0
+class Scale:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def apply(self, x):
+        return self.factor * x
+
+    def __call__(self, x):
+        return self.apply(x)
 
 
-class Computed(Scale):
-    @property
-    def offset(self):
-        return 1.0
+@dataclasses.dataclass(unsafe_hash=True)
+class ByContents(Scale):
+    factor: float
 
 
-class Slotted:
-    __slots__ = ("factor",)
-    apply = Scale.apply
+def with_rest(x, *, flag=False, of=None):
+    return {"x": x, "n": 3, "flag": flag, "of": of, "none": None, "rate": 0.5}
 
 
-def slotted(factor):
-    made = Slotted()
-    made.factor = factor
-    return made
-
-
-MAY_CHANGE = {
-    "partial of an array": functools.partial(scaled, np.ones(1)),
-    "partial of a JAX array": functools.partial(scaled, jnp.ones(1)),
-    "partial of a list": functools.partial(scaled, ([2.0],)),
-    "partial of a dict": functools.partial(scaled, factor={"a": 2.0}),
-    "partial of a partial": functools.partial(functools.partial(scaled, {2.0})),
-    "method": Scale([2.0]).apply,
-    "method of an object that holds an array": Nested(Scale(np.ones(1))).apply,
-    "method of an object with properties": Computed(2.0).apply,
-    "method of slots": slotted(2.0).apply,
-    "method of a dict": {"a": 2.0}.get,
-    "method of a generator": np.random.default_rng(0).normal,
-    "wrapper": Around(abs, [2.0]),
-    "what jit returns": jax.jit(Scale(np.ones(1)).apply),
+STATIC = {  # functions, their arguments, and the arguments of `jit`
+    "number": (power, (SQUARE[0], 3), dict(static_argnums=1)),
+    "number by name": (power, (SQUARE[0], 3), dict(static_argnames="n")),
+    "rate": (branch, (X, 0.5), dict(static_argnums=1)),
+    "no array at all": (lambda n: jnp.eye(n), (3,), dict(static_argnums=0)),
+    "NumPy's number": (
+        lambda x, n: x * np.eye(n),
+        (X[0, 0, 0, 0], np.int64(2)),
+        dict(static_argnums=1),
+    ),
+    "object": (Scale.apply, (Scale(2.0), X), dict(static_argnums=0)),
+    "function": (lambda f, x: f(x), (jnp.tanh, X), dict(static_argnums=0)),
+    "string": (
+        lambda x, kind: x if kind == "a" else -x,
+        (X, "b"),
+        dict(static_argnums=1),
+    ),
+    "results": (with_rest, (X,), {}),
+    "partial": (functools.partial(with_rest, flag=True), (X,), {}),
+    "an object that is called": (Scale(3.0), (X,), {}),
 }
 
 
-@pytest.mark.parametrize("name", MAY_CHANGE)
-def test_functions_that_hold_what_may_change_are_refused(name):
-    said = said_by(ValueError, fc.jit(lambda f, x: x), MAY_CHANGE[name], X)
-    assert said.startswith(f"args[0] is a {type(MAY_CHANGE[name]).__name__}, neither")
+@pytest.mark.parametrize("name", STATIC)
+def test_static_arguments_are_values_in_jit_and_in_fast(name):
+    f, args, how = STATIC[name]
+    right = jax.jit(f, **how)(*args)
+    for found in fc.jit(f, **how)(*args), jax.jit(fc.fast(f), **how)(*args):
+        assert jax.tree.structure(found) == jax.tree.structure(right)
+        assert_close(found, right)
 
 
-def test_what_was_lowered_takes_and_returns_what_the_function_does():
-    def step(x, negative, *, name):
-        return {"y": -x if negative else x, "negative": negative, "name": name}
+def test_a_static_object_that_changed_is_traced_anew_as_by_jax():
+    steps = [jit(Scale.apply, static_argnums=0) for jit in (jax.jit, fc.jit)]
+    scale = ByContents(2.0)
+    for factor in 2.0, 3.0, 2.0:  # JAX 0.10 ignores the change
+        scale.factor = factor
+        right, found = (step(scale, X) for step in steps)
+        assert_array_equal(found, right)
+        assert VERSION == (0, 10) or found[0, 0, 0, 0] == factor * X[0, 0, 0, 0]
 
-    lowered = fc.jit(step).lower(X, True, name="net")
-    assert "func.func public @main" in lowered.as_text()
-    program = lowered.compile()
-    found = program(X, True, name="net")
-    assert_array_equal(found.pop("y"), -X)
-    assert found == {"negative": True, "name": "net"}
-    assert program.memory_analysis().output_size_in_bytes == X.nbytes
-    with pytest.raises(TypeError, match="value=True.* given .*value=False"):
-        program(X, False, name="net")
+
+def test_jit_stands_above_functions_and_methods():
+    @fc.jit(static_argnames="flag")
+    def step(x, flag=True):
+        return 2 * x if flag else x
+
+    class Model(Scale):
+        apply = fc.jit(Scale.apply, static_argnums=0)
+
+        @functools.partial(fc.jit, static_argnames="self")
+        def named(self, x):
+            return self.factor * x
+
+    assert_array_equal(step(X), 2 * X)
+    assert_array_equal(step(X, flag=False), X)
+    assert_array_equal(Model(3.0).apply(X), 3 * X)
+    assert_array_equal(Model(3.0).named(X), 3 * X)
+
+
+REFUSED = {  # arguments of `jit`, and of the function that it returns
+    "string": (lambda x: x, {}, ("a",)),
+    "function": (lambda f, x: f(x), {}, (jnp.tanh, X)),
+    "string in a tree": (lambda x: x, {}, ({"w": [X, "a"]},)),
+    "result": (lambda x: {"a": x, "b": "text"}, {}, (X,)),
+    "no hash": (lambda x, n: x, dict(static_argnums=1), (X, [1])),
+    "no function": (3, {}, ()),
+    "no such argument": (lambda x: x, dict(static_argnames="y"), (X,)),
+    "too many": (lambda x: x, {}, (X, X)),
+    "unknown option": (lambda x: x, dict(static=1), (X,)),
+    "branch": (branch, {}, (X, np.ones(2))),
+    "if": (lambda x: x if x.sum() > 0 else -x, {}, (X,)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_jit_refuses_is_refused_with_the_error_of_jax(name):
+    f, how, args = REFUSED[name]
+    said = []
+    for jit in jax.jit, fc.jit:
+        try:
+            jit(f, **how)(*args)
+        except Exception as error:
+            said.append((type(error), re.sub(" at 0x[0-9a-f]*", "", str(error))))
+        else:
+            said.append(None)
+    assert said[0] == said[1]
+
+
+def test_disable_jit_calls_the_function():
+    def step(x):
+        y = x @ x
+        return -y if float(y.sum()) > 0 else y  # a number, not a tracer
+
+    with jax.disable_jit():
+        for f in fc.jit(step), fc.fast(step), jax.jit(fc.fast(step)):
+            assert_array_equal(f(SQUARE[0]), step(SQUARE[0]))
+
+
+def test_static_leaves_of_a_filtered_jit_stay_as_they_are():
+    equinox = pytest.importorskip("equinox")
+    net = equinox.nn.MLP(4, 2, 8, 2, activation=jnp.tanh, key=jax.random.key(0))
+
+    def step(net, x, flag):
+        grads = equinox.filter_grad(lambda net: jax.vmap(net)(x).sum())(net)
+        assert flag == "on" and net.activation is jnp.tanh
+        return equinox.apply_updates(net, grads), flag
+
+    x = randn(0, 8, 4)
+    new, flag = equinox.filter_jit(fc.fast(step))(net, x, "on")
+    right, _ = equinox.filter_jit(step)(net, x, "on")
+    assert flag == "on" and new.activation is jnp.tanh
+    arrays = [
+        jax.tree.leaves(equinox.filter(x, equinox.is_array)) for x in (new, right)
+    ]
+    assert_close(*arrays)
+
+
+@by_onednn
+def test_the_users_options_win_and_switch_onednn_off(no_cache):
+    def text(**how):
+        return fc.jit(jnp.matmul, **how).lower(*SQUARE).compile().as_text()
+
+    level = {"xla_backend_optimization_level": 0}
+    assert "__onednn" in text() and "__onednn" in text(compiler_options=level)
+    assert "__onednn" not in text(compiler_options={fc._ONEDNN: False})
+    assert "__onednn" not in text(compiler_options={fc._LEFT_OUT: "cse"})
+    asked = fc.jit(jnp.matmul, compiler_options={"xla_no_such_option": 1})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        asked(*SQUARE)
+    with pytest.raises(ValueError, match="can only be passed to top-level"):
+        jax.jit(fc.jit(jnp.matmul, compiler_options=level))(*SQUARE)
+
+
+def mixed(x, w):
+    half = jnp.tanh(w.astype(jnp.bfloat16))
+    return (
+        x @ w,
+        half,
+        jnp.searchsorted(w[0], x[0]),
+        jnp.zeros((0, 3)) @ jnp.ones((3, 4)),
+    )
+
+
+def ways_of(explanation):
+    return {row[0]: row[2] for row in explanation.operations}
+
+
+@by_onednn
+def test_explain_tells_what_is_replaced_and_what_keeps_onednn_off(
+    no_cache, monkeypatch
+):
+    found = fc.explain(mixed)(*SQUARE)
+    assert found.no_onednn == "" and str(found).endswith("\noneDNN is on")
+    assert found.operations["dot_general", "float32[256,256]", "multiply"] == 1
+    assert found.operations["tanh", "bfloat16[256,256]", "round"] == 1
+    assert ways_of(found)["dot_general"] == "stays: an array is empty"
+    assert fc.explain(fc.jit(mixed))(*SQUARE) == found
+    closed = fc.explain(lambda x, w: (own.bind(x, w), x @ w))(*SQUARE)
+    assert closed.no_onednn == "fast cannot enter the primitive own"
+    assert ways_of(closed)["own"] == "stays: fast cannot enter it"
+    off = {fc._ONEDNN: False}
+    assert "compiler_options" in fc.jit(mixed, compiler_options=off).explain(*SQUARE)[1]
+    for name, value, said in (
+        ("XLA_FLAGS", f"--{fc._ONEDNN}=false", "XLA_FLAGS switches it off"),
+        ("XLA_FLAGS", f"--{fc._LEFT_OUT}=cse", f"XLA_FLAGS names {fc._LEFT_OUT}"),
+        ("FAST_CPU", "0", "the environment has FAST_CPU=0"),
+        ("FAST_CPU_LEAVE", "tanh", "the environment has FAST_CPU_LEAVE"),
+    ):
+        with mock.patch.dict(os.environ, {name: value}):
+            assert fc.explain(mixed)(*SQUARE).no_onednn == said
+    with mock.patch.object(platform, "machine", lambda: "arm64"):
+        assert fc.explain(mixed)(*SQUARE).no_onednn == "the processor is arm64"
+    jax.config.update("jax_compilation_cache_dir", "a folder")
+    assert "persistent cache" in fc.explain(mixed)(*SQUARE).no_onednn
+
+
+def test_trainers_explain_what_they_run():
+    w, x = SQUARE
+    trainer = pe.make_trainer(
+        lambda key: w, lambda w, x: jnp.square(x @ w).mean(), SGD, members=2, devices=2
+    )
+    found = trainer.explain("update", x)
+    assert {row[0] for row in found.operations} >= {"dot_general", "reduce_sum"}
+    assert_refuses(lambda: trainer.explain("fit", x), "^method is 'fit'; expected")
+    with mock.patch.object(pe, "_fast_cpu", types.SimpleNamespace()):
+        assert_refuses(
+            lambda: trainer.explain("update", x), "explain needs fast_cpu.py"
+        )
+
+
+def test_compare_tells_times_and_differences():
+    def f(x, key):
+        nan = jnp.where(x > 0, x, jnp.nan)
+        n = jnp.arange(3) + is_fast_now
+        return {
+            "x": x + 0.25 * is_fast_now,
+            "n": n,
+            "key": key,
+            "nan": nan,
+            "none": None,
+        }
+
+    is_fast_now = False
+    key = jax.random.key(0)
+    x = jnp.array([-1.0, 2, 1])
+    same = fc.compare(f, rounds=3)(x, key)
+    assert same.by_jax > 0 < same.by_fast_cpu
+    assert set(jax.tree.leaves(same.differences)) == {0.0}
+    assert same.rounding["x"] == np.finfo(np.float32).eps and same.rounding["n"] == 0
+    rewritten = fc._rewritten
+
+    def other(f, options):
+        def run(*args):
+            nonlocal is_fast_now
+            is_fast_now = True
+            result = rewritten(f, options)(*args)
+            is_fast_now = False
+            return result
+
+        return run
+
+    with mock.patch.object(fc, "_rewritten", other):
+        apart = fc.compare(f, rounds=3)(x, key)
+    assert apart.differences == {"x": 0.125, "n": 1.0, "key": 0, "nan": 0, "none": None}
+
+
+def test_the_environment_leaves_operations(monkeypatch):
+    args = jnp.ones((4, 4), jnp.bfloat16), 1
+
+    def f(x, n):
+        return jnp.tanh(jnp.exp(x)) * n
+
+    def names():
+        return set(
+            re.findall(r"fast_cpu\.\w+\.(\w+)", fc.jit(f).lower(*args).as_text())
+        )
+
+    assert names() == {"tanh", "exp", "mul"}
+    monkeypatch.setenv("FAST_CPU_LEAVE", "exp,mul")
+    assert names() == {"tanh"}
+    monkeypatch.setenv("FAST_CPU_LEAVE", "exp,tangent")
+    with pytest.raises(ValueError, match="FAST_CPU_LEAVE names {'tangent'}; expected"):
+        names()
+    monkeypatch.setenv("FAST_CPU_LEAVE", "")
+    monkeypatch.setenv("FAST_CPU", "0")
+    assert names() == set()
+    assert_array_equal(fc.jit(f)(*args), jax.jit(f)(*args))
+
+
+@by_onednn
+def test_left_products_are_not_given_to_onednn_by_a_flag(
+    monkeypatch, no_cache, optimized
+):
+    """They are not hidden, so oneDNN would put an activation in their place."""
+    monkeypatch.setenv("XLA_FLAGS", f"--{fc._ONEDNN}=true")
+    monkeypatch.setenv("FAST_CPU_LEAVE", "dot_general")
+    assert "__onednn" not in fc.jit(with_silu).lower(*SQUARE).compile().as_text()
+    with pytest.raises(ValueError, match="FAST_CPU_LEAVE.* from oneDNN"):
+        fc.fast(with_silu)(*SQUARE)
+
+
+def test_a_way_that_fails_is_told_once_at_the_line_of_the_user(monkeypatch):
+    def fails(*_, **__):
+        raise KeyError("no such parameter")
+
+    broken = fc._ROUND._replace(compute=fails)
+    monkeypatch.setattr(fc, "_STRICT", False)
+    monkeypatch.setitem(fc._WAYS, "tanh", (broken,))
+    x = jnp.ones(4, jnp.bfloat16)
+    trainer = pe.make_trainer(
+        lambda key: x,
+        lambda w, x: jnp.tanh(w + x.sum()).mean(),
+        SGD,
+        members=2,
+        devices=2,
+    )
+    for call in lambda: fc.jit(jnp.tanh)(x), lambda: trainer.lower("update", x[None]):
+        fc._TOLD.clear()
+        with pytest.warns(UserWarning) as warned:
+            call()
+            call()
+        (told,) = [
+            str(w.message) for w in warned if "fast_cpu leaves" in str(w.message)
+        ]
+        assert told.startswith(
+            "fast_cpu leaves tanh to XLA, which may be slow: 'fails'"
+        )
+        assert told.endswith(f"JAX {jax.__version__}: KeyError('no such parameter')")
+        assert warned[0].filename == __file__
+    assert "KeyError" in ways_of(fc.explain(jnp.tanh)(x))["tanh"]
+    assert_array_equal(fc.jit(jnp.tanh)(x), jax.jit(jnp.tanh)(x))
 
 
 INSIDE = {
