@@ -72,9 +72,16 @@ if jax.__version_info__ < (0, 10):
         "python -m pip install -U jax"
     )
 
-__all__ = """
-    compiler_options rewrite Program fast jit explain compare keep_memory
-""".split()
+__all__ = [
+    "compiler_options",
+    "rewrite",
+    "Program",
+    "fast",
+    "jit",
+    "explain",
+    "compare",
+    "keep_memory",
+]
 
 
 _config: Any = jax.config  # the types of JAX 0.10 do not name its attributes
@@ -702,12 +709,11 @@ def _is_kernel_gradient(lhs, rhs, size, spec, batch_groups, feature_groups) -> b
     """
     batch, features = spec.lhs_spec[:2]
     out, _, *window = spec.rhs_spec
-    outputs = math.prod(size)
-    entries = math.prod(rhs.shape[i] for i in window)
     if batch_groups > 1:
-        depthwise = lhs.shape[batch] == rhs.shape[out] == batch_groups
-        return depthwise and outputs <= max(64, entries)
-    return features < batch and feature_groups == 1 and outputs < entries
+        return lhs.shape[batch] == rhs.shape[out] == batch_groups
+    entries = math.prod(rhs.shape[i] for i in window)
+    few = math.prod(size) < entries
+    return features < batch and feature_groups == 1 and few
 
 
 def _convolve(made, lhs, rhs, *, target, dimension_numbers, precision, **params):

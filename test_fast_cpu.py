@@ -189,6 +189,40 @@ def test_nan_reaches_all_sums_that_it_is_in(seed):
     assert num_reached
 
 
+LONG = {  # images, kernels of depthwise convolutions, and their parameters
+    "one axis": ((2, 300, 3), (128, 1, 3), dict(padding="SAME")),
+    "a prime": ((2, 90, 3), (67, 1, 3), dict(padding=[(66, 0)])),
+    "strides": ((2, 300, 3), (66, 1, 3), dict(window_strides=(3,))),
+    "dilation": ((2, 300, 3), (70, 1, 3), dict(rhs_dilation=(3,))),
+    "zeros between": (
+        (2, 90, 3),
+        (70, 1, 3),
+        dict(lhs_dilation=(2,), padding=[(3, 4)]),
+    ),
+    "negative padding": ((2, 300, 3), (70, 1, 3), dict(padding=[(-3, 5)])),
+    "two axes": ((2, 20, 21, 3), (9, 10, 1, 3), dict(window_strides=(1, 2))),
+    "a wide second": ((2, 5, 90, 3), (3, 70, 1, 3), dict(rhs_dilation=(2, 1))),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_depthwise_windows_are_taken_in_blocks(name):
+    x_shape, kernel_shape, params = LONG[name]
+    x, kernel = random_arrays(x_shape, kernel_shape)
+    letters = "HW"[: x.ndim - 2]
+    how = dict(window_strides=(1,) * len(letters), padding="VALID") | params
+    how |= dict(feature_group_count=3)
+    how |= dict(dimension_numbers=(f"N{letters}C", f"{letters}IO", f"N{letters}C"))
+
+    def loss(x, kernel):
+        return jnp.sin(jax.lax.conv_general_dilated(x, kernel, **how)).sum()
+
+    step = jax.value_and_grad(loss, (0, 1))
+    fast = fc.jit(step)
+    assert_same_results(fast, jax.jit(step), (x, kernel))
+    assert not find_forms(fast.lower(x, kernel).as_text())
+
+
 # ---------------------------------------------------------------------------------
 # Gradients of kernels
 # ---------------------------------------------------------------------------------
