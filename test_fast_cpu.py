@@ -1475,6 +1475,21 @@ def test_a_trainers_members_at_once_have_the_rules_of_their_layers(no_cache, opt
     assert_close(product, np.stack([np.float64(x) @ w] * 2))
 
 
+@by_onednn
+def test_products_are_hidden_in_the_two_updates(no_cache, optimized):
+    x, w = SQUARE
+
+    def loss_fn(params, x):
+        product, activation = with_silu(x, params)
+        return activation.mean(), product
+
+    for make in pe.make_sync_update, pe.make_ensemble_update:
+        state = pe.replicate(pe.train_state(w, SGD), 2)
+        update = make(loss_fn, SGD, has_aux=True)
+        _, (_, product) = update(state, pe.replicate(x, 2))
+        assert_close(product, np.stack([np.float64(x) @ w] * 2))
+
+
 HIGH = {
     "searchsorted": lambda y: jnp.searchsorted(jnp.linspace(0, 1, 9), y[0]),
     "interp": lambda y: jnp.interp(y[0], jnp.linspace(0, 1, 9), jnp.arange(9.0)),
@@ -1875,7 +1890,7 @@ def test_a_fast_step_works_in_other_transformations(name):
     assert_same_results(lowered.compile(), jax.jit(transformed(GRADS)), (KERNEL, X))
 
 
-def test_jit_is_fast_and_has_the_methods_of_jit():
+def test_jit_is_fast_and_has_the_methods_of_jit(no_cache):
     traced = []
 
     def step(kernel, images, power):
@@ -1898,6 +1913,16 @@ def test_jit_is_fast_and_has_the_methods_of_jit():
     fast.clear_cache()
     fast(KERNEL, X, power=3)
     assert len(traced) == 3
+
+    def around(kernel):  # another function each time, which JAX traces anew
+        return jax.jit(lambda k: fast(k, X, power=3))(kernel)
+
+    around(KERNEL)
+    around(KERNEL)
+    assert len(traced) == 4
+    fast.clear_cache()
+    around(KERNEL)
+    assert len(traced) == 6  # with options, which are refused there, and without
 
 
 def test_jit_is_lowered_for_forms():
@@ -2126,6 +2151,12 @@ def test_what_jit_refuses_is_refused_with_the_error_of_jax(name):
 
 
 def test_disable_jit_calls_the_function():
+    kinds = []
+
+    def loss(x):
+        kinds.append(type(x))  # JAX's, of a gradient
+        return (x @ x).sum()
+
     def step(x):
         y = x @ x
         return -y if float(y.sum()) > 0 else y  # a number, not a tracer
@@ -2133,6 +2164,9 @@ def test_disable_jit_calls_the_function():
     with jax.disable_jit():
         for f in fc.jit(step), fc.fast(step), jax.jit(fc.fast(step)):
             assert_array_equal(f(SQUARE[0]), step(SQUARE[0]))
+        for f in loss, fc.jit(loss), fc.fast(loss):
+            jax.grad(f)(SQUARE[0])
+    assert len(kinds) == 3 and len(set(kinds)) == 1
 
 
 def test_static_leaves_of_a_filtered_jit_stay_as_they_are():
@@ -2163,6 +2197,8 @@ def test_the_users_options_win_and_switch_onednn_off(no_cache):
     assert "__onednn" in text() and "__onednn" in text(compiler_options=level)
     assert "__onednn" not in text(compiler_options={fc._ONEDNN: False})
     assert "__onednn" not in text(compiler_options={fc._LEFT_OUT: "cse"})
+    program = fc.jit(jnp.sum, compiler_options={fc._YNNPACK: ""})
+    assert "ynn" not in program.lower(SQUARE[0]).compile().as_text()
     asked = fc.jit(jnp.matmul, compiler_options={"xla_no_such_option": 1})
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
         asked(*SQUARE)
@@ -2198,7 +2234,10 @@ def test_explain_tells_what_is_replaced_and_what_keeps_onednn_off(
     assert closed.no_onednn == "fast cannot enter the primitive own"
     assert ways_of(closed)["own"] == "stays: fast cannot enter it"
     off = {fc._ONEDNN: False}
-    assert "compiler_options" in fc.jit(mixed, compiler_options=off).explain(*SQUARE)[1]
+    asked = fc.jit(mixed, compiler_options=off)
+    for explain in asked.explain, fc.explain(asked):
+        assert explain(*SQUARE).no_onednn == "compiler_options switches it off"
+    assert "call_hi_primitive" not in ways_of(found)
     for name, value, said in (
         ("XLA_FLAGS", f"--{fc._ONEDNN}=false", "XLA_FLAGS switches it off"),
         ("XLA_FLAGS", f"--{fc._LEFT_OUT}=cse", f"XLA_FLAGS names {fc._LEFT_OUT}"),
