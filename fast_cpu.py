@@ -1143,9 +1143,7 @@ class _Way(NamedTuple):
 
     compute: Callable  # (made, *arrays, **options, **the equation's parameters)
     options: Callable
-    has_products: bool = (
-        False  # which with oneDNN must not stay, so that all are hidden
-    )
+    has_products: bool = False  # with oneDNN, none may stay unhidden
     refuses_gradients: bool = True  # as for ways whose derivative is another number
     drops_sharding: bool = False  # `vmap` could not map groups with one
     on_gpu: Callable | None = None  # given the operation, what GPUs compute
