@@ -214,12 +214,13 @@ def test_long_depthwise_windows_are_taken_in_blocks(name):
     how |= dict(feature_group_count=3)
     how |= dict(dimension_numbers=(f"N{letters}C", f"{letters}IO", f"N{letters}C"))
 
-    def loss(x, kernel):
-        return jnp.sin(jax.lax.conv_general_dilated(x, kernel, **how)).sum()
+    def results(x, kernel):
+        convolve = functools.partial(jax.lax.conv_general_dilated, **how)
+        y, pull_back = jax.vjp(convolve, x, kernel)
+        return y, pull_back(jnp.sin(y))
 
-    step = jax.value_and_grad(loss, (0, 1))
-    fast = fc.jit(step)
-    assert_same_results(fast, jax.jit(step), (x, kernel))
+    fast = fc.jit(results)
+    assert_same_results(fast, jax.jit(results), (x, kernel))
     assert not find_forms(fast.lower(x, kernel).as_text())
 
 
