@@ -30,7 +30,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,8 +38,9 @@ import numpy as np
 # fmt: off
 __all__ = [
     "predictive_entropy", "mutual_information", "reliability", "ensemble_report",
-    "regression_report", "auroc", "fpr95", "aurc", "conformal_quantile",
-    "fold_sets", "fold_interval", "risk_threshold", "temper", "fit_temperature",
+    "mixture", "regression_report", "format_report", "auroc", "fpr95", "aurc",
+    "conformal_quantile", "fold_sets", "fold_interval", "risk_threshold", "temper",
+    "fit_temperature",
 ]
 # fmt: on
 
@@ -347,6 +348,33 @@ def ensemble_report(member_probs: Any, labels: Any) -> dict:
     }
 
 
+def mixture(means: Any, variances: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean and the variance of an ensemble of Gaussians, float64 [N, ...].
+
+    means and variances [K, N, ...] are the members'.  The members are mixed in equal
+    parts: the mean is the mean of the means, and the variance the mean of the variances
+    plus the variance of the means (Lakshminarayanan et al. 2017, section 2.4).
+
+    Raises ValueError for shapes that differ, no member, entries that are masked, not
+    real or not finite, and a variance that is not above 0.
+    """
+    means = _real("means", means)
+    variances = _real("variances", variances)
+    if means.shape != variances.shape or means.shape[:1] in ((), (0,)):
+        raise ValueError(
+            f"means have shape {means.shape}, variances {variances.shape}; expected "
+            "both [K, N, ...], with a member at least"
+        )
+    good = np.isfinite(means) & np.isfinite(variances) & (variances > 0)
+    if not good.all():
+        i = tuple(map(int, np.unravel_index(good.argmin(), good.shape)))
+        raise ValueError(
+            f"means{[*i]} is {means[i]}, its variance {variances[i]}; expected finite "
+            "numbers, and a variance above 0"
+        )
+    return means.mean(axis=0), variances.mean(axis=0) + means.var(axis=0)
+
+
 def _gaussian_scores(mean, variance, targets) -> dict:
     """Score Gaussians by targets of their shape, as `regression_report` defines it."""
     errors = targets - mean
@@ -429,6 +457,65 @@ def regression_report(means: Any, variances: Any, targets: Any) -> dict:
         "mean_of_variances": float(noise.mean() / len(means)),
         "variance_of_means": float(squares.mean() / len(means)),
     }
+
+
+_TITLES = {
+    "root_mean_squared_error": "RMSE",
+    "negative_log_likelihood": "NLL",
+    "brier_score": "Brier",
+    "expected_calibration_error": "ECE",
+}
+
+
+def _cells(scores: dict) -> dict[str, str]:
+    """Return a model's scores as text, by the titles of their columns."""
+    shares = {f"in {p}": share for p, share in scores.get("coverage", {}).items()}
+    if "accuracy" in scores:
+        shares["accuracy"] = scores["accuracy"]
+    cells = {title: f"{share:.2%}" for title, share in shares.items()}
+    present = [key for key in _TITLES if key in scores]
+    return cells | {_TITLES[key]: f"{scores[key]:.4f}" for key in present}
+
+
+def _line(name: str, cells: Iterable[str]) -> str:
+    return f"{name:10}" + "".join(f"{cell:>10}" for cell in cells)
+
+
+def _row(name: str, scores: dict | None) -> str:
+    if scores is None:
+        return f"{name:10}{'failed: not finite':>22}"
+    return _line(name, _cells(scores).values())
+
+
+def format_report(report: dict) -> str:
+    """Return a report as tables in plain text, of some lines.
+
+    `report` is the result of `ensemble_report` or of `regression_report`.  The first
+    table has the scores of each member and of the ensemble, or of the one model.  For
+    several members, the second has those of the first 1..K members, and a line of the
+    members' disagreement follows.  A member whose scores are None has failed.  Accuracy
+    and coverage are in percent.
+    """
+    ensemble = report["ensemble"]
+    members = report["member"]
+    head = _line("", _cells(ensemble))
+    if len(members) < 2:
+        return "\n".join([head, _row("model", ensemble)])
+    rows = [_row(f"member {i}", scores) for i, scores in enumerate(members)]
+    sizes = [_row(f"first {n}", each) for n, each in enumerate(report["by_size"], 1)]
+    if "accuracy" in ensemble:
+        last = (
+            f"disagreement {report['disagreement']:.2%} of pairs, predictive entropy "
+            f"{report['predictive_entropy']:.4f} nats, of which mutual information "
+            f"{report['mutual_information']:.4f}"
+        )
+    else:
+        last = (
+            f"predictive variance {report['predictive_variance']:.4g}, of which "
+            f"variance of the means {report['variance_of_means']:.4g}"
+        )
+    by_size = ["", "ensemble by size, finite members only", head, *sizes]
+    return "\n".join([head, *rows, _row("ensemble", ensemble), *by_size, "", last])
 
 
 def _one_axis(name: str, scores: Any) -> np.ndarray:

@@ -58,9 +58,11 @@ import math
 import operator
 import os
 import queue
+import re
 import signal
 import stat
 import threading
+import time
 import traceback
 import types
 import warnings
@@ -113,11 +115,11 @@ __all__ = [
     # Layers, Network
     "Conv", "conv_init", "conv", "Dense", "dense_init", "dense", "avg_pool", "max_pool",
     "replica_mean", "BatchNorm", "BatchStats", "batch_norm_init", "batch_norm",
-    "dropout", "CNN", "cnn_init", "cnn",
+    "dropout", "mlp_init", "mlp", "CNN", "cnn_init", "cnn",
     # Losses
     "softmax_cross_entropy", "gaussian_nll", "accuracy",
     # Optimizers
-    "Optimizer", "apply_updates", "SGDState", "sgd", "AdamState", "adam",
+    "Optimizer", "apply_updates", "SGDState", "sgd", "AdamState", "adam", "adamw",
     "linear_schedule", "cosine_schedule",
     # Devices
     "use_cpu_devices", "split", "merge", "replicate", "unreplicate",
@@ -127,8 +129,8 @@ __all__ = [
     # Places, Trainer, Batches
     "Layout", "layout", "Trainer", "make_trainer", "choose_members", "epoch_order",
     "prefetch",
-    # Checkpoints, Demo
-    "replace_file", "save", "load", "main",
+    # Checkpoints, Fit, Demo
+    "replace_file", "save", "load", "Segment", "Fitted", "fit", "main",
 ]
 # fmt: on
 
@@ -499,6 +501,25 @@ def dropout(key: Array | None, inputs: Array, rate: Real = 0.5) -> Array:
 # ---------------------------------------------------------------------------------
 
 
+def mlp_init(key: Array, sizes: Sequence[int]) -> list[Dense]:
+    """Draw the dense layers of a network of sizes [inputs, hidden, ..., outputs]."""
+    if len(sizes) < 2:
+        raise ValueError(f"sizes are {sizes}; expected two or more")
+    keys = jax.random.split(key, len(sizes) - 1)
+    return [dense_init(*layer) for layer in zip(keys, sizes, sizes[1:])]
+
+
+def mlp(params: Sequence[Dense], x: Array) -> Array:
+    """Map inputs [..., I] to outputs [..., O] by dense layers, with ReLU between them.
+
+    Raises ValueError for inputs of another size than the first layer's.
+    """
+    *hidden, last = params
+    for layer in hidden:
+        x = jax.nn.relu(dense(layer, x))
+    return dense(last, x)
+
+
 class CNN(NamedTuple):
     """Parameters of `cnn`, two convolutions and two dense layers."""
 
@@ -778,6 +799,48 @@ def adam(
             return _times(-rate, m) / denominator
 
         return jax.tree.map(step, mean, square), AdamState(num_steps + 1, mean, square)
+
+    return Optimizer(init, update)
+
+
+def adamw(
+    learning_rate: Real | Schedule,
+    b1: Real = 0.9,
+    b2: Real = 0.999,
+    eps: Real = 1e-8,
+    weight_decay: Real = 1e-4,
+    mask: PyTree | Callable = True,
+) -> Optimizer:
+    """Make Adam with decoupled weight decay (Loshchilov and Hutter 2019), as Optax's.
+
+    A step of `adam` also subtracts eta weight_decay w, with w before the step.  Moments
+    see the gradient alone, so the decay does not depend on its size.
+
+    `mask` says which leaves decay: a tree of booleans like params, or like its upper
+    levels, or a function of params that returns one.  For all but biases and scales:
+
+        adamw(0.001, mask=lambda params: jax.tree.map(lambda w: w.ndim > 1, params))
+
+    Raises ValueError as `adam` does, and for a weight_decay that is negative or not
+    finite, unless it is traced.
+    """
+    schedule = _as_schedule(learning_rate)
+    _check_range("weight_decay", weight_decay, math.inf)
+    init, step = adam(schedule, b1, b2, eps)
+
+    def update(grads, opt_state, params):
+        rate = schedule(opt_state.num_steps)
+
+        def decay(u, w):
+            decayed = _times(weight_decay, jnp.asarray(w, u.dtype))
+            return u - _times(rate, decayed)
+
+        def choose(decays, updates, params):
+            return jax.tree.map(decay, updates, params) if decays else updates
+
+        updates, opt_state = step(grads, opt_state)
+        decays = mask(params) if callable(mask) else mask
+        return jax.tree.map(choose, decays, updates, params), opt_state
 
     return Optimizer(init, update)
 
@@ -3024,6 +3087,26 @@ class Trainer:
         object.__setattr__(self, "latest", None)
         return self._places.to_slots("members' state", gathered)
 
+    def with_hyper(self, hyper: PyTree) -> Trainer:
+        """Return a trainer with another `hyper`, which runs this one's programs.
+
+        Nothing is compiled anew where arrays [K, ...] have the paths, shapes and types
+        of this trainer's, and nothing of `frozen` is copied.  Raises ValueError if this
+        trainer has no `hyper`, and for one that does not fit.
+        """
+        if self.hyper is None or hyper is None:
+            raise ValueError(
+                "the functions of a trainer without hyper take none; give make_trainer "
+                "a hyper"
+            )
+        frozen = self._programs.frozen
+        other = dataclasses.replace(self, hyper=hyper, frozen=frozen)
+        programs = dataclasses.replace(self._programs, hyper=other._programs.hyper)
+        predictions = dataclasses.replace(self._predictions, programs=programs)
+        object.__setattr__(other, "_programs", programs)  # the trainer is frozen
+        object.__setattr__(other, "_predictions", predictions)
+        return other
+
     def lower(self, method: str, *args: PyTree, **options: Any) -> jax.stages.Lowered:
         """Lower the program of init, update, epoch or predict; run and place nothing.
 
@@ -3425,6 +3508,7 @@ _CODES = {"bool": "BOOL", "bfloat16": "BF16", "complex64": "C64"}
 _CODES |= {f"float{n}": f"F{n}" for n in (16, 32, 64)}
 _CODES |= {f"int{n}": f"I{n}" for n in (8, 16, 32, 64)}
 _CODES |= {f"uint{n}": f"U{n}" for n in (8, 16, 32, 64)}
+_FORMAT = 2  # of the files that `save` writes; `load` reads all up to it
 _START = b'{"__metadata__":{"sha256":"'  # begins every header; 64 digits follow
 _DIGEST = slice(8 + len(_START), 8 + len(_START) + 64)  # their place in the file
 # Errors of JSON, NumPy and JAX for headers that `save` does not write.
@@ -3434,7 +3518,8 @@ _WRONG = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 def _by_path(tree: PyTree) -> dict[str, Any]:
     """Return the leaves of a tree by their paths, each with a shape and a dtype."""
     leaves = {name: _array(f"leaf '{name}'", leaf) for name, leaf in _named(tree)}
-    if len({"__metadata__", "sha256", *leaves}) < len(jax.tree.leaves(tree)) + 2:
+    own = {"__metadata__", "sha256", "format"}
+    if len(own | leaves.keys()) < len(own) + len(jax.tree.leaves(tree)):
         raise ValueError("two leaves of the tree, or one and the header, share a path")
     return leaves
 
@@ -3448,18 +3533,20 @@ def _storable(name: str, leaf: Any) -> np.ndarray:
     return leaf if leaf.dtype.name in _CODES else leaf[..., None].view(np.uint8)
 
 
-def _restored(leaf: np.ndarray, kind: str) -> Any:
-    """Undo `_storable`."""
-    if kind.startswith("key<"):
+def _restored(leaf: np.ndarray, kind: str | None) -> Any:
+    """Undo `_storable`; the kind is None for types that are stored as they are."""
+    if kind is not None and kind.startswith("key<"):
         return jax.random.wrap_key_data(jnp.asarray(leaf), impl=kind[4:-1])
-    leaf = leaf if kind in _CODES else leaf.view(kind).reshape(leaf.shape[:-1])
+    if kind is not None:
+        leaf = leaf.view(kind).reshape(leaf.shape[:-1])
     return np.require(leaf, requirements="A")
 
 
 def _head(arrays: dict[str, np.ndarray], kinds: dict[str, str], digest: str) -> bytes:
     """Return the bytes that precede the arrays."""
     types = {name: kind for name, kind in kinds.items() if kind not in _CODES}
-    header: dict = {"__metadata__": {"sha256": digest, **types}}
+    metadata = {"sha256": digest, "format": str(_FORMAT), **types}
+    header: dict = {"__metadata__": metadata}
     end = 0
     for name, x in arrays.items():
         begin = end
@@ -3482,8 +3569,9 @@ def save(path: str | os.PathLike, tree: PyTree) -> None:
 
     Types that the format or its reader for NumPy lacks (complex128, float8, int4) are
     stored as bytes, uint8 [..., bytes per number], and typed random keys as their data.
-    The header's `__metadata__` has their types by path, and `sha256`, the digest of all
-    bytes after its own 64 digits.
+    The header's `__metadata__` has their types by path, `sha256`, the digest of all
+    bytes after its own 64 digits, and `format`, the number of this form of files, 2.
+    Files of format 1 have no number.
 
     Raises ValueError for leaves that are masked, or are not numbers, booleans or random
     keys, and for a path that is not a regular file; OSError as `replace_file` does.
@@ -3499,46 +3587,74 @@ def save(path: str | os.PathLike, tree: PyTree) -> None:
         file.writelines([_head(arrays, kinds, digest.hexdigest()), *parts])
 
 
-def _unpack(file: Any) -> dict[str, Any]:
-    """Verify a file, and return its leaves by path.
+def _unpack(content: np.ndarray) -> dict[str, Any]:
+    """Verify a file's bytes, and return its leaves by path, in the same memory.
 
     Raises ValueError if the digest does not match the content, and other errors for a
     header that `save` does not write.
     """
-    if file.read(_DIGEST.start)[8:] != _START:
+    if content[8 : _DIGEST.start].tobytes() != _START:
         raise ValueError(
             "has no digest of save's: damaged, or written by another program, whose "
             "files safetensors.numpy.load_file reads"
         )
-    file.seek(0)
-    content = np.empty(os.fstat(file.fileno()).st_size, np.uint8)
-    file.readinto(content.data)
     digest = hashlib.sha256(content[_DIGEST.stop :].data).hexdigest()
     if content[_DIGEST].tobytes() != digest.encode():
         raise ValueError("damaged or cut short: its digest does not match its content")
-    end = 8 + int.from_bytes(content[:8].tobytes(), "little")
-    head = content[:end].tobytes()
-    header = json.loads(head[8:])
-    types = header.pop("__metadata__")
-    names = dict(zip(_CODES.values(), _CODES))
-    arrays = {}
+    start = 8 + int.from_bytes(content[:8].tobytes(), "little")
+    header = json.loads(content[8:start].tobytes())
+    kinds = header.pop("__metadata__")
+    del kinds["sha256"]
+    number = int(kinds.pop("format", 1))
+    if number > _FORMAT:
+        raise ValueError(
+            f"its format is {number}, and pjax_ensemble {__version__} reads formats up "
+            f"to {_FORMAT}; take a newer version"
+        )
+    types = {code: np.dtype(name).newbyteorder("<") for name, code in _CODES.items()}
+    leaves = {}
+    end = 0
     for name, entry in header.items():
-        dtype = np.dtype(names[entry["dtype"]]).newbyteorder("<")
-        begin = end
-        end += math.prod(entry["shape"]) * dtype.itemsize
-        arrays[name] = content[begin:end].view(dtype).reshape(entry["shape"])
-    kinds = {name: types.get(name, x.dtype.name) for name, x in arrays.items()}
-    if end != len(content) or head != _head(arrays, kinds, digest):
-        raise ValueError("its header is not one that save writes")
-    return {name: _restored(x, kinds[name]) for name, x in arrays.items()}
+        dtype = types[entry["dtype"]]
+        shape = entry["shape"]
+        places = [end, end + math.prod(shape) * dtype.itemsize]
+        inside = start + places[1] <= len(content) and min(shape, default=0) >= 0
+        if entry["data_offsets"] != places or not inside:
+            raise ValueError(f"its header is not one that save writes: leaf '{name}'")
+        data = content[start:][slice(*places)]
+        leaves[name] = _restored(data.view(dtype).reshape(shape), kinds.pop(name, None))
+        end = places[1]
+    if kinds or start + end != len(content):
+        raise ValueError("its header is not one that save writes: sizes differ")
+    return leaves
+
+
+def _as_like(where: Any, leaves: dict[str, Any], like: PyTree) -> PyTree:
+    """Return leaves by path as a tree like `like`, a part of their tree: see `load`."""
+    names: tuple = ("",)
+    if isinstance(like, dict):
+        names = tuple(f"[{key!r}]" for key in like)
+    elif isinstance(like, TrainState | _Record):
+        names = tuple(f".{field}" for field in like._fields)
+    leaves = {name: x for name, x in leaves.items() if name.startswith(names)}
+    ours = _by_path(like)
+    remedy = ""
+    if isinstance(like, TrainState):
+        remedy = (
+            "; gather a state before you save it, or give its kind of key to like: see "
+            "help(load)"
+        )
+    _check_leaves(where, _described(leaves), _described(ours), remedy)
+    return jax.tree.unflatten(jax.tree.structure(like), [leaves[n] for n in ours])
 
 
 def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
     """Read a file of `save`: as a tree like `like`, or as a dict of leaves by path.
 
     `like` is a tree of the same structure; the paths, shapes and types of its leaves
-    matter, not their values.  If it is a dict, the file may have more keys, which are
-    left out.  The digest is verified before anything is returned.
+    matter, not their values.  If it is a dict or a `TrainState`, the file may have more
+    keys or fields, which are left out.  The digest is verified before anything is
+    returned.  Files of earlier versions are read.
     Leaves are NumPy arrays, which share the memory that the file is read into; typed
     random keys are JAX arrays.
 
@@ -3554,24 +3670,372 @@ def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise ValueError(f"{path}: not a regular file")
     try:
-        with open(path, "rb") as file:
-            leaves = _unpack(file)
+        leaves = _unpack(np.fromfile(path, np.uint8))
     except _WRONG as error:
         raise ValueError(f"{path}: {error}") from error
-    if like is None:
-        return leaves
-    if isinstance(like, dict):
-        keys = tuple(f"[{key!r}]" for key in like)
-        leaves = {name: x for name, x in leaves.items() if name.startswith(keys)}
-    ours = _by_path(like)
-    remedy = ""
-    if isinstance(like, TrainState):
-        remedy = (
-            "; gather a state before you save it, or give its kind of key to like: see "
-            "help(load)"
-        )
-    _check_leaves(path, _described(leaves), _described(ours), remedy)
-    return jax.tree.unflatten(jax.tree.structure(like), [leaves[n] for n in ours])
+    return leaves if like is None else _as_like(path, leaves, like)
+
+
+# ---------------------------------------------------------------------------------
+# Fit: a loop over epochs, which goes on where it stopped
+# ---------------------------------------------------------------------------------
+
+
+class Segment(NamedTuple):
+    """Steps that `fit` has taken in one call of `Trainer.epoch`, of about a second."""
+
+    step: int  # steps so far, with those of earlier calls of `fit`
+    losses: np.ndarray  # [K, n]
+    aux: PyTree  # leaves [K, n, ...], or None
+    seconds: float
+
+
+class Fitted(NamedTuple):
+    """The result of `fit`, or how far it is."""
+
+    state: TrainState  # on the devices; the next step consumes it
+    best: TrainState | None  # each member at its lowest validation loss, from `gather`
+    losses: np.ndarray  # [K, epochs], means over an epoch's steps
+    validation: np.ndarray  # [K, epochs], or [K, 0] without `validate`
+
+
+class _Record(NamedTuple):
+    """The content of a checkpoint: a state from `gather`, and how it came to be.
+
+    `load` reads the first four fields as it reads a state alone.
+    """
+
+    params: PyTree
+    opt_state: PyTree
+    model_state: PyTree
+    key: PyTree
+    best: PyTree  # this and the next two are a `Fitted`'s
+    losses: PyTree
+    validation: PyTree
+    begun: PyTree  # [K, n], losses of the steps of the epoch that has begun
+    step: PyTree  # int64 []
+    settings: PyTree  # bytes of JSON
+
+
+def _as_json(settings: dict) -> np.ndarray:
+    """Return settings as JSON, each as a text of its own, so that nan equals nan."""
+
+    def plain(value):  # is called for those that JSON lacks
+        is_path = isinstance(value, os.PathLike)
+        return os.fspath(value) if is_path else np.asarray(value).tolist()
+
+    texts = {}
+    for name, value in settings.items():
+        try:
+            texts[name] = json.dumps(value, default=plain, sort_keys=True)
+        except (TypeError, ValueError, RecursionError):
+            raise ValueError(
+                f"setting {name!r} is {value}; expected a number, a string, a path, or "
+                "a list, dict or array of these"
+            ) from None
+    return np.frombuffer(json.dumps(texts).encode(), np.uint8)
+
+
+def _checkpoints(folder: str | os.PathLike) -> list[tuple[int, str]]:
+    """Return the step and the path of each checkpoint in a folder, newest first."""
+    form = re.compile(r"checkpoint_(\d+)\.safetensors")
+    matches = filter(None, map(form.fullmatch, os.listdir(folder)))
+    found = [(int(match[1]), os.path.join(folder, match[0])) for match in matches]
+    return sorted(found, reverse=True)
+
+
+def _newest(folder: str | os.PathLike) -> tuple[int, np.ndarray]:
+    """Return the step and the bytes of the newest valid checkpoint, if there is one."""
+    os.makedirs(folder, exist_ok=True)
+    found = _checkpoints(folder)
+    for step, path in found:
+        try:
+            content = np.fromfile(path, np.uint8)
+            held = _unpack(content).get(".step", step)
+            if held != step:
+                raise ValueError(f"holds step {held}, not step {step}")
+            return step, content
+        except (OSError, *_WRONG) as error:
+            _warn(f"skipped {path}: {error}")
+    if found:
+        raise ValueError(f"none of {len(found)} checkpoints in {folder} is valid")
+    return 0, np.empty(0, np.uint8)
+
+
+def _of_first_process(content: np.ndarray) -> np.ndarray:
+    """Return the bytes that process 0 passes, in every process."""
+    size = gather_processes(np.array(divmod(len(content), 2**30), np.int32))[0]
+    length = int(size[0]) * 2**30 + int(size[1])
+    return gather_processes(np.resize(content, length))[0]
+
+
+@dataclasses.dataclass(eq=False)
+class _Fit:
+    """How far a call of `fit` is, and its checkpoints."""
+
+    trainer: Trainer
+    steps: int  # of an epoch
+    epochs: int
+    validate: Callable | None
+    patience: float
+    folder: Any  # a path, or None
+    save_steps: int  # between checkpoints
+    keep: int
+    settings: np.ndarray
+    finite: bool = True  # whether some member's last loss was
+    good: int = -1  # the step of the last checkpoint after such a loss
+    size: int = 1  # of the next segment
+
+    def begin(self, key: Array) -> None:
+        """Go on from the newest checkpoint, or make new members."""
+        none = np.empty((self.trainer.members, 0), np.float32)
+        self.begun = none  # losses of the steps of the epoch that has begun
+        if self.folder is not None and self.restore(key):
+            return
+        state = self.trainer.init(key)
+        best = self.trainer.gather(state) if self.validate else None
+        self.at = Fitted(state, best, none, none.astype(float))
+        self.save(due=True)
+
+    @property
+    def step(self) -> int:
+        return self.at.losses.shape[1] * self.steps + self.begun.shape[1]
+
+    def restore(self, key: Array) -> bool:
+        """Go on from the checkpoint that process 0 finds, if it finds one."""
+        first = jax.process_index() == 0
+        step, content = _newest(self.folder) if first else (0, np.empty(0, np.uint8))
+        content = _of_first_process(content)
+        if not content.size:
+            return False
+        step = int(gather_processes(np.int32(step))[0])
+        # A state alone says nothing of its losses; its last epoch may lack validation.
+        ended = max(0, step - 1) // self.steps
+        unknown = np.full((self.trainer.members, step), np.nan, np.float32)
+        default = {
+            "losses": unknown[:, :ended],
+            "validation": unknown[:, :0].astype(float),
+            "begun": unknown[:, ended * self.steps :],
+            "step": np.int64(step),
+            "settings": self.settings,
+        }
+        leaves = {f".{name}": x for name, x in default.items()} | _unpack(content)
+        own = {name: leaves[f".{name}"] for name in default}
+        where = f"the checkpoint of step {step} in {self.folder}"
+        old, new = (json.loads(x.tobytes()) for x in (own["settings"], self.settings))
+        for name in new | old:
+            was, now = old.get(name), new.get(name)
+            if was != now:
+                raise ValueError(f"{where} has {name} {was}, not {now}")
+        like = self.trainer.like(key)
+        best = like if self.validate else None
+        record = _as_like(where, leaves, _Record(*like, best, **own))
+        state = self.trainer.scatter(TrainState(*record[:4]))
+        self.at = Fitted(state, *record[4:7])
+        self.begun = record.begun
+        if self.trainer.skip_nonfinite:
+            self.finite = bool(np.isfinite(self.begun[:, -1:]).any())
+        else:
+            self.good = step
+        count = self.at.losses.shape[1]
+        waited = max(map(self.waited, range(count)), default=0)
+        if count > self.epochs or waited >= self.patience:
+            raise ValueError(
+                f"{where} has {count} epochs, and waited {waited} for a better one: "
+                f"more than epochs={self.epochs} or patience={self.patience} allow"
+            )
+        return True
+
+    def save(self, due: bool) -> None:
+        """Save if it is due.  Raises FloatingPointError if no member is finite.
+
+        Steps that are skipped may leave weights that are finite and useless, so a good
+        checkpoint is one after a finite loss, and the last good one stays.
+        """
+        step = self.step
+        if self.folder is None or not (due or step % self.save_steps == 0):
+            return
+        state = self.trainer.gather(self.at.state)
+        leaves = [
+            x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)
+        ]
+        finite = [np.isfinite(x).reshape(len(x), -1).all(axis=1) for x in leaves]
+        if not np.all(finite, axis=0).any():  # in every leaf, for some member
+            raise self.not_finite()
+        if self.finite:
+            self.good = step
+        if jax.process_index():
+            return
+        progress = *self.at[1:], self.begun, np.int64(step), self.settings
+        name = f"checkpoint_{step:08d}.safetensors"
+        save(os.path.join(self.folder, name), _Record(*state, *progress))
+        # Checkpoints of later steps do not count, and stay: they are damaged.
+        older = [found for found in _checkpoints(self.folder) if found[0] <= step]
+        for number, path in older[self.keep :]:
+            if -1 < self.good != number:
+                with contextlib.suppress(PermissionError):  # on Windows, if it is read
+                    os.unlink(path)
+
+    def not_finite(self) -> FloatingPointError:
+        text = f"no model is finite after step {self.step}; lower the learning rate"
+        if self.good >= 0:
+            text += f" (the checkpoint of step {self.good} is good)"
+        return FloatingPointError(text)
+
+    def take(self, data: tuple | list, order: np.ndarray) -> Segment:
+        """Take the next steps of an epoch, as many as may take a second."""
+        begun = self.begun.shape[1]
+        count = min(self.size, self.save_steps - self.step % self.save_steps)
+        order = order[..., begun : begun + count, :]
+        started = time.perf_counter()
+        state, metrics = self.trainer.epoch(self.at.state, data, order)
+        losses, aux = metrics if self.trainer.has_aux else (metrics, None)
+        self.at = self.at._replace(state=state)
+        self.begun = np.concatenate([self.begun, losses], axis=1)
+        self.finite = bool(np.isfinite(losses[:, -1]).any())
+        seconds = time.perf_counter() - started
+        slowest = float(gather_processes(np.float32(seconds)).max())
+        self.size = max(1, min(2 * self.size, int(count / slowest), _STEPS))
+        return Segment(self.step, losses, aux, seconds)
+
+    def ended(self) -> Fitted:
+        """Validate, and return the result with the epoch whose steps are all taken."""
+        state, best, losses, validation = self.at
+        old: Any = best
+        losses = np.column_stack([losses, self.begun.mean(axis=1)])
+        failed = ~np.isfinite(self.begun[:, -1]) & (not self.trainer.skip_nonfinite)
+        new = np.flatnonzero(failed & np.isfinite(losses[:, -2:-1]).all(axis=1))
+        if len(new):
+            epoch = losses.shape[1]
+            _warn(f"members {new.tolist()} are not finite after epoch {epoch}")
+        if self.validate is not None:
+            scores = np.asarray(self.validate(state))
+            if scores.shape != failed.shape:
+                raise ValueError(f"validate gave {scores.shape}; expected losses [K]")
+            scores = np.where(failed | np.isnan(scores), np.inf, scores)
+            better = scores < validation.min(axis=1, initial=np.inf)
+            if better.any():
+                best = choose_members(better, self.trainer.gather(state), old)
+            validation = np.column_stack([validation, scores])
+        return Fitted(state, best, losses, validation)
+
+    def waited(self, epochs: int) -> int:
+        """Return in how many epochs no member had improved, after so many of all."""
+        losses = self.at.validation[:, :epochs]
+        return epochs - 1 - int(losses.argmin(axis=1).max()) if losses.size else 0
+
+
+def fit(
+    trainer: Trainer,
+    data: tuple | list,
+    *,
+    key: Array,
+    epochs: int,
+    batch_size: int | None = None,
+    order: Callable | None = None,
+    validate: Callable | None = None,
+    patience: float = math.inf,
+    folder: str | os.PathLike | None = None,
+    save_every: float = 1.0,
+    keep: int = 3,
+    settings: dict | None = None,
+    on_segment: Callable = lambda segment: False,
+    on_epoch: Callable = lambda fitted: False,
+) -> Fitted:
+    """Train for epochs: validate, stop early, save, go on where a call has stopped.
+
+    The same call goes on from the newest checkpoint in `folder`, on any devices.  After
+    a crash, a kill or Ctrl-C at any moment it ends in the bytes of one that was never
+    stopped.  `epochs` and `patience` may be larger than in the earlier call.
+
+    Args:
+      trainer: of the members, which `Trainer.init` makes from `key`.
+      data: a tuple of loss_fn's arguments after the parameters, leaves [N, ...].
+      key: one random key.  Its last word is the seed of the orders.
+      epochs: the number of epochs, 0 or more.
+      batch_size: the examples of a step, in the order of `epoch_order`, a member's own.
+      order: in place of batch_size, order(epoch) returns the rows of each step, int
+        [steps, B] or [K, steps, B], with as many steps in each epoch.
+      validate: validate(state) returns losses [K], lower is better, after each epoch.
+        nan, and the loss of a member that is not finite, count as infinite.
+      patience: training stops after so many epochs in which no member improved.
+      folder: where checkpoints are, `checkpoint_{step}.safetensors`; it is made if
+        missing.  `load(path, trainer.like())` reads the state in one.
+      save_every: the epochs between checkpoints, whole or fractional.
+      keep: how many checkpoints to keep, the newest ones.
+      settings: what the results depend on, by name: numbers, texts, paths, lists, dicts
+        or arrays.  A call of other settings raises ValueError.  Data and functions are
+        not compared.
+      on_segment: on_segment(segment) is called with a `Segment` after some steps, about
+        once in a second, and before the first ones, with those that the epoch has.
+      on_epoch: on_epoch(fitted) is called with a `Fitted` after each epoch.  After a
+        crash, it may be called again for the same epoch.
+
+    Training saves and stops where a callback returns true; an error of one ends it at
+    once.  If JAX runs in several processes, each makes the same call, and callbacks
+    agree; process 0 alone needs the folder.
+
+    Members whose losses are not finite get a warning, and the others go on.  Raises
+    FloatingPointError if no member is left, OSError if a checkpoint cannot be written,
+    and ValueError for arguments that do not fit, and for a folder of other settings.
+    """
+    if (batch_size is None) == (order is None):
+        raise ValueError(f"{batch_size=}, {order=}; expected one of the two")
+    if not (_is_int(epochs) and epochs >= 0):
+        raise ValueError(f"{epochs=}; expected an int, 0 or more")
+    _count("keep", keep)
+    if not patience >= 1:
+        raise ValueError(f"{patience=}; expected epochs, 1 or more")
+    _check_range("save_every", save_every, math.inf)
+    num_rows = len(jax.tree.leaves(data)[0])
+    words = np.ravel(_key_data(key)).tolist()
+
+    def draw(epoch):
+        if order is not None:
+            rows = order(epoch)
+        else:
+            options = {"members": trainer.members, "seed": words[-1], "epoch": epoch}
+            rows = epoch_order(num_rows, batch_size, **options)
+        return _checked_order(rows, trainer.members, num_rows)
+
+    steps = draw(0).shape[-2]
+    own = {"key": words, "examples": num_rows, "steps of an epoch": steps}
+    run = _Fit(
+        trainer=trainer,
+        steps=steps,
+        epochs=epochs,
+        validate=validate,
+        patience=patience,
+        folder=folder,
+        save_steps=max(1, round(save_every * steps)),
+        keep=keep,
+        settings=_as_json(own | (settings or {})),
+    )
+    run.begin(key)
+    data = trainer.place(data)
+    stop = on_segment(Segment(run.step, run.begun, None, 0.0))
+    for epoch in range(run.at.losses.shape[1], epochs):
+        if run.waited(epoch) >= patience:
+            break
+        rows = draw(epoch)
+        if rows.shape[-2] != steps:
+            raise ValueError(f"order({epoch}) has {rows.shape[-2]} steps, not {steps}")
+        while not stop and run.begun.shape[1] < steps:
+            segment = run.take(data, rows)
+            run.save(due=segment.step == epochs * steps)
+            stop = on_segment(segment)
+            if not (run.finite or trainer.skip_nonfinite):
+                raise run.not_finite()
+        if stop:
+            break
+        fitted = run.ended()
+        if on_epoch(fitted):  # a later call validates again
+            run.save(due=True)
+            return fitted
+        run.at = fitted
+        run.begun = run.begun[:, :0]
+    run.save(due=True)
+    return run.at
 
 
 # ---------------------------------------------------------------------------------

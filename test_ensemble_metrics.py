@@ -459,6 +459,62 @@ def test_regression_report_equals_loops_for_members_and_sizes(members, offset, s
     assert regression([[0]], [[1]], edge)["ensemble"]["coverage"]["50%"] == 1
 
 
+@cases("shape", (1, 7), (3, 7), (4, 2, 3, 5), (2,))
+def test_mixture_has_the_mean_and_the_variance_of_its_draws(shape):
+    draw = np.random.default_rng(0)
+    means = draw.normal(size=shape).astype(np.float32)
+    variances = draw.uniform(0.1, 2, size=shape).astype(np.float32)
+    # A draw of a member has the mean m and the mean square v + m^2.
+    mean = sum(m.astype(float) for m in means) / len(means)
+    squares = sum(v + m.astype(float) ** 2 for m, v in zip(means, variances))
+    found = em.mixture(means, variances)
+    assert_allclose(found, [mean, squares / len(means) - mean**2], rtol=1e-12)
+    assert found[0].dtype == np.float64
+
+
+def test_report_as_text_has_the_scores_of_members_ensemble_and_sizes():
+    probs = random_probs(0, 3, 50, 4)
+    labels = np.arange(50) % 4
+    report = em.ensemble_report(probs, labels)
+    lines = em.format_report(report | {"member": [*report["member"][:2], None]})
+    first, second, last = (part.splitlines() for part in lines.split("\n\n"))
+    head = "            accuracy       NLL     Brier       ECE"
+    assert first[0] == second[1] == head
+    assert second[0] == "ensemble by size, finite members only"
+    assert first[3] == "member 2      failed: not finite"
+    rows = [*first[1:3], first[4], *second[2:]]
+    models = [*report["member"][:2], report["ensemble"], *report["by_size"]]
+    names = ["member 0", "member 1", "ensemble", "first 1", "first 2", "first 3"]
+    for row, scores, name in zip(rows, models, names, strict=True):
+        assert len(row) == 50 and row.startswith(name)
+        share, *numbers = row.removeprefix(name).split()
+        assert share == f"{100 * scores['accuracy']:.2f}%"
+        assert numbers == [f"{x:.4f}" for x in list(scores.values())[1:]]
+    assert last == [
+        f"disagreement {100 * report['disagreement']:.2f}% of pairs, predictive "
+        f"entropy {report['predictive_entropy']:.4f} nats, of which mutual information "
+        f"{report['mutual_information']:.4f}"
+    ]
+    one = em.format_report(em.ensemble_report(probs[:1], labels)).splitlines()
+    assert one[0] == head and one[1].startswith("model  ") and len(one) == 2
+
+
+def test_report_of_a_regression_as_text_has_errors_and_coverage():
+    draw = np.random.default_rng(0)
+    means, variances = draw.normal(size=(2, 40)), draw.uniform(0.5, 2, size=(2, 40))
+    report = regression(means, variances, draw.normal(size=40))
+    text = em.format_report(report).splitlines()
+    assert text[0].split() == "in 50% in 90% in 95% RMSE NLL".split()
+    scores = report["ensemble"]
+    shares = [f"{100 * x:.2f}%" for x in scores["coverage"].values()]
+    numbers = scores["root_mean_squared_error"], scores["negative_log_likelihood"]
+    assert text[3].split() == ["ensemble", *shares, *(f"{x:.4f}" for x in numbers)]
+    assert text[-1] == (
+        f"predictive variance {report['predictive_variance']:.4g}, of which variance "
+        f"of the means {report['variance_of_means']:.4g}"
+    )
+
+
 ZEROS = np.zeros((2, 2))
 NONE = np.ones((1, 0))
 COLUMN = np.ones((2, 3, 1))
@@ -479,6 +535,20 @@ REGRESSION_MISFITS = {
     "means without members": (
         lambda: regression(THREE, THREE, 1),
         r"shape \(3,\), .* expected \[K, N, ...\], ",
+    ),
+    "mixture of other variances": (
+        lambda: em.mixture(ZEROS, ZEROS[0]),
+        r"shape \(2, 2\), variances \(2,\); expected both \[K, N, ...\], with a member",
+    ),
+    "mixture of no member": (lambda: em.mixture([], []), "with a member at least"),
+    "mixture of a number": (lambda: em.mixture(1, 1), "with a member at least"),
+    "mixture of nan": (
+        lambda: em.mixture([[0, np.nan]], np.ones((1, 2))),
+        r"means\[0, 1\] is nan, its variance 1.0; expected finite",
+    ),
+    "mixture of a variance of 0": (
+        lambda: em.mixture(ZEROS, np.tri(2).T),
+        r"means\[1, 0\] is 0.0, its variance 0.0",
     ),
     "means with a last axis of 1": (
         lambda: regression(COLUMN, COLUMN, THREE),

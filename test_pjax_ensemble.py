@@ -728,6 +728,24 @@ def two_dense(params, x):
     return x @ params.dense2.weight + params.dense2.bias[None]
 
 
+def test_mlp_is_dense_layers_with_relu_between():
+    key, x = jax.random.key(0), randn(1, 2, 5, 4)
+    params = pe.mlp_init(key, [4, 30, 20, 3])
+    keys = jax.random.split(key, 3)
+    layers = [pe.dense_init(*z) for z in zip(keys, (4, 30, 20), (30, 20, 3))]
+    assert leaves_equal(params, layers)
+    weights = jax.tree.map(
+        lambda w: np.float64(w + randn(w.size, *w.shape) / 9), params
+    )
+    y = np.float64(x)
+    for layer in weights[:-1]:
+        y = np.maximum(y @ layer.weight + layer.bias, 0)
+    expected = y @ weights[-1].weight + weights[-1].bias
+    assert_close(pe.mlp(jax.tree.map(np.float32, weights), x), expected)
+    said = said_by(ValueError, pe.mlp_init, key, [4])
+    assert said == "sizes are [4]; expected two or more"
+
+
 FORMS = [
     {},
     {"image_shape": (4, 7, 3), "num_classes": 1},
@@ -965,6 +983,13 @@ def steps_of(optimizer, apply_updates):
     ("adam", 0.1, {}),
     ("adam", LINEAR, dict(b1=0.5, b2=0.9, eps=0.1)),
     ("adam", COSINE, dict(b1=0, b2=0)),
+    ("adamw", 0.1, {}),
+    ("adamw", LINEAR, dict(eps=0.1, weight_decay=0.3, mask={"w": False, "b": True})),
+    (
+        "adamw",
+        COSINE,
+        dict(b2=0.9, weight_decay=2, mask=lambda params: {"w": 1, "b": 0}),
+    ),
 )
 def test_optimizer_equals_optax_also_in_a_chain(name, rate, options, x64, tolerance):
     ours, theirs = (getattr(module, name)(rate, **options) for module in (pe, optax))
@@ -983,6 +1008,7 @@ TRACED = [
     (pe.sgd, dict(learning_rate=0.1, momentum=0.9)),
     (NESTEROV, dict(learning_rate=0.03, momentum=0.7)),
     (pe.adam, dict(learning_rate=0.1, b1=0.9, b2=0.999, eps=1e-8)),
+    (pe.adamw, dict(learning_rate=0.1, b1=0.9, weight_decay=0.3)),
     (lambda **h: pe.adam(pe.linear_schedule(**h)), dict(peak=0.3, num_steps=7)),
     (lambda **h: pe.sgd(pe.cosine_schedule(**h)), dict(peak=1, num_steps=7, warmup=0)),
     (lambda **h: pe.adam(pe.cosine_schedule(0.3, 7, **h)), dict(warmup=0.15)),
@@ -1009,13 +1035,13 @@ def test_traced_hyperparameters_take_the_same_steps_as_known_ones(make, numbers)
     assert all(leaves_equal(found, known) for found in others)
 
 
-@cases("make", pe.sgd, pe.adam)
+@cases("make", pe.sgd, pe.adam, pe.adamw)
 def test_optimizer_keeps_half_precision_and_float32_moments(make):
     optimizer = make(pe.linear_schedule(0.1, 4))
     params = jnp.ones(3, jnp.bfloat16)
-    traced = jax.jit(lambda *h: make(*h).update(params, optimizer.init(params)))
+    traced = jax.jit(lambda *h: make(*h).update(params, optimizer.init(params), params))
     with jax.numpy_dtype_promotion("strict"):
-        known = optimizer.update(params, optimizer.init(params))
+        known = optimizer.update(params, optimizer.init(params), params)
         assert pe.apply_updates(params, known[0]).dtype == jnp.bfloat16
         # Bfloat16 would round this update to half the spacing of its numbers above 1.
         above_half = jnp.full_like(known[0], 2**-8 + 2**-18)
@@ -1076,6 +1102,7 @@ OPTIMIZER_NUMBERS = out_of_range(
     ("b1", 1, adam, [1]),
     ("b2", 1, adam, [-1]),
     ("eps", np.inf, adam, [-1]),
+    ("weight_decay", np.inf, functools.partial(pe.adamw, 1), (-1, np.nan)),
     ("num_steps", 2**31, linear, (-1, 2**31)),
     ("warmup", 1, cosine, (1.0, -0.1)),
     ("peak", np.inf, up_to_7, (-0.1, np.inf)),
@@ -3109,6 +3136,59 @@ def test_a_pickled_trainer_lays_its_hyper_over_the_devices_that_are_there():
         assert_close(losses, expected)
 
 
+@cases("devices, shards", (1, 1), (2, 1), (4, 2))
+def test_a_trainer_with_other_hyper_runs_the_same_programs(devices, shards):
+    seen = []
+
+    def init(key, own, frozen):
+        seen.append("init")
+        return own["spread"] * jax.random.normal(key, (64, 4))
+
+    def apply_fn(params, images, own, frozen):
+        seen.append("apply")
+        return images.reshape(len(images), -1) / 255 @ (frozen + params)
+
+    def loss_fn(params, images, labels, *extras):
+        return cross_entropy(apply_fn(params, images, *extras), labels).mean()
+
+    def optimizer(own):
+        return pe.adamw(own["rate"])
+
+    def results(trainer):
+        state = trainer.init(KEY)
+        state, losses = trainer.epoch(state, image_data(), orders(3))
+        return losses, trainer.predict(state, image_data()[0])
+
+    first, second = (
+        {"rate": np.float32([0.1, 0.2, 0.3]) / n, "spread": np.float32([1, 2, 3]) / n}
+        for n in (1, 3)
+    )
+    options = {"members": 3, "devices": devices, "apply_fn": apply_fn, "shards": shards}
+    make = functools.partial(pe.make_trainer, init, loss_fn, optimizer, **options)
+    frozen = randn(0, 64, 4)
+    trainer = make(hyper=first, frozen=frozen)
+    results(trainer)
+    traced = len(seen)
+    other = trainer.with_hyper(second)
+    found = results(other)
+    assert len(seen) == traced
+    assert leaves_equal(found, results(make(hyper=second, frozen=frozen)))
+    assert leaves_equal(results(other.with_hyper(first)), results(trainer))
+    places = [
+        {
+            x.data.unsafe_buffer_pointer()
+            for x in each._programs.frozen.addressable_shards
+        }
+        for each in (trainer, other)
+    ]
+    assert places[0] == places[1]  # nothing of it was copied
+    for wrong in {**first, "rate": -first["rate"]}, first["rate"][:2], None:
+        with pytest.raises(ValueError):
+            trainer.with_hyper(wrong)
+    said = said_by(ValueError, net_trainer(3, 2).with_hyper, first)
+    assert "give make_trainer a hyper" in said
+
+
 def test_trainers_and_states_have_one_line_reprs_without_values():
     trainer, state = begin(net_trainer(3, 2))
     shown = f"Trainer(net_init, net_loss, {trainer.layout}, shards=1, at_once=1)"
@@ -3671,6 +3751,7 @@ def test_a_tree_comes_back_bit_by_bit_and_gives_the_same_file(tmp_path, tree):
     expected = {jax.tree_util.keystr(place): leaf for place, leaf in leaves}
     assert_same_leaves(found, expected)
     types = safetensors.safe_open(path, "np").metadata()
+    assert types.pop("format") == "2"
     digits = types.pop("sha256")
     rest = path.read_bytes().partition(digits.encode())[2]
     assert hashlib.sha256(rest).hexdigest() == digits
@@ -3735,18 +3816,57 @@ def test_a_state_saved_without_gather_can_still_be_loaded(path):
     assert expected in said and "give its kind of key to like: see help" in said
 
 
+def with_digest(content):
+    """Give a file's content the digest that fits."""
+    start = content.index(b'sha256":"') + 9
+    rest = content[start + 64 :]
+    return content[:start] + hashlib.sha256(rest).hexdigest().encode() + rest
+
+
+def changed(content, old, new):
+    """Write something else in a file's header; its length and its digest fit."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    assert content[8:end].count(old) == 1
+    text = content[8:end].replace(old, new)
+    return with_digest(len(text).to_bytes(8, "little") + text + content[end:])
+
+
+FORMATS = Path(__file__).parent / "formats"
+
+
+@cases("number", 1, 2)
+def test_files_of_all_formats_are_read(number, tmp_path):
+    folder = FORMATS / str(number)
+    pe.save(tmp_path / "new", EVERYTHING)
+    assert_same_leaves(
+        pe.load(folder / "everything.safetensors", EVERYTHING), EVERYTHING
+    )
+    assert pe.load(folder / "nothing.safetensors") == {}
+    names = pe.load(folder / "everything.safetensors").keys()
+    assert names == pe.load(tmp_path / "new").keys()
+
+
 @cases("like", None, {"a": A})
 def test_load_says_whether_a_file_is_damaged_or_foreign(path, like):
     pe.save(path, {"a": A})
     whole = path.read_bytes()
     foreign = safetensors.numpy.save({"['a']": A})
-    start = whole.index(b'sha256":"') + 9
-    longer = whole[start + 64 :] + b"more"  # with a digest that fits
-    longer = whole[:start] + hashlib.sha256(longer).hexdigest().encode() + longer
+    wrong = "its header is not one that save writes: "
     for content, message in (
         (whole[:-1], "damaged or cut short"),
         (foreign, "has no digest .* whose files safetensors.numpy.load_file reads"),
-        (longer, "its header is not one that save writes"),
+        (with_digest(whole + b"more"), wrong + "sizes differ"),
+        (with_digest(whole[:-1]), wrong + "leaf"),
+        (changed(whole, b"[0,24]", b"[4,28]"), wrong + "leaf"),
+        (changed(whole, b"[0,24]", b"[0,20]"), wrong + "leaf"),
+        (changed(whole, b"[2,3]", b"[2,4]"), wrong + "leaf"),
+        (changed(whole, b"[2,3]", b"[-2,-3]"), wrong + "leaf"),
+        (changed(whole, b'"F32"', b'"F33"'), "'F33'"),
+        (changed(whole, b'"2"', b'"2","b":"int4"'), wrong + "sizes differ"),
+        (
+            changed(whole, b'"2"', b'"3"'),
+            "its format is 3, and .* up to 2; take a newer",
+        ),
     ):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=f"{re.escape(str(path))}: {message}"):
@@ -3783,6 +3903,7 @@ jax.tree_util.register_pytree_with_keys(Paths, as_paths, lambda *_: None)
     (Paths("aa"), "share a path"),
     (Paths(["__metadata__"]), "share a path"),
     (Paths(["sha256"]), "share a path"),
+    (Paths(["format"]), "share a path"),
 )
 def test_save_refuses_leaves_that_load_could_not_restore(path, tree, message):
     assert re.search(message, said_by(ValueError, pe.save, path, tree))
@@ -3846,6 +3967,311 @@ def test_a_file_may_have_any_name_and_keeps_its_permissions(tmp_path, letter, le
     finally:
         os.umask(umask)
     assert modes == [0o640, 0o640, 0o600, 0o600, 0o664, 0o664]
+
+
+# ---------------------------------------------------------------------------------
+# Fit
+# ---------------------------------------------------------------------------------
+
+
+EPOCHS = dict(key=jax.random.key(7), epochs=3, batch_size=48)  # 5 steps each
+
+
+def scores_of(trainer):
+    """Return a function that validates: each member's error on the first images."""
+    images, labels = image_data()
+
+    def validate(state):
+        probs = trainer.predict_members(state, images[:60])
+        return np.mean(probs.argmax(axis=-1) != labels[:60], axis=1)
+
+    return validate
+
+
+def newest(folder):
+    return max(folder.glob("checkpoint_*.safetensors"))
+
+
+def stopping_at(*counts):
+    """Return a callback that stops at some of its calls."""
+    calls = itertools.count(1)
+    return lambda _: next(calls) in counts
+
+
+@cases("options", {}, NOISY)
+def test_fit_equals_a_loop_by_hand(options):
+    trainer = net_trainer(3, 2, **options)
+    validate = scores_of(trainer)
+    seen = []
+    fitted = pe.fit(
+        trainer, image_data(), **EPOCHS, validate=validate, on_epoch=seen.append
+    )
+    state = trainer.init(EPOCHS["key"])
+    best, lowest, losses = trainer.gather(state), np.full(3, np.inf), []
+    for epoch in range(3):
+        order = pe.epoch_order(NUM_IMAGES, 48, members=3, seed=7, epoch=epoch)
+        state, found = trainer.epoch(state, image_data(), order)
+        scores = validate(state)
+        best = pe.choose_members(scores < lowest, trainer.gather(state), best)
+        lowest = np.minimum(scores, lowest)
+        losses.append(found)
+        assert_array_equal(fitted.validation[:, epoch], scores)
+        assert (
+            seen[epoch].losses.shape == seen[epoch].validation.shape == (3, epoch + 1)
+        )
+    assert leaves_equal(trainer.gather(fitted.state), trainer.gather(state))
+    assert leaves_equal(fitted.best, best)
+    assert_close(fitted.losses.T, np.mean(losses, axis=2))
+    assert_array_equal(fitted.losses, seen[-1].losses)
+    plain = pe.fit(trainer, image_data(), **EPOCHS)
+    assert plain.best is None and plain.validation.shape == (3, 0)
+    assert leaves_equal(trainer.gather(plain.state), trainer.gather(state))
+
+
+@cases("validates", False, True)
+@cases("options", {}, {"save_every": 0.4, "keep": 2}, {"save_every": 1.5})
+def test_fit_ends_in_the_same_bytes_wherever_it_stopped(options, validates, tmp_path):
+    trainers = [net_trainer(3, devices, **NOISY) for devices in (2, 1)]
+
+    def fit(number, folder, **callbacks):
+        trainer = trainers[number % 2]
+        how = {"validate": scores_of(trainer)} if validates else {}
+        how |= EPOCHS | options | callbacks
+        return pe.fit(trainer, image_data(), folder=folder, **how)
+
+    whole = fit(0, tmp_path / "whole")
+    for name, last in ("on_segment", 9), ("on_epoch", 3):
+        for at in range(1, last + 1):
+            folder = tmp_path / f"{name} {at}"
+            first = fit(0, folder, **{name: stopping_at(at)})
+            assert name == "on_segment" or first.losses.shape == (3, at)
+            found = fit(1, folder)
+            assert leaves_equal(found[1:], whole[1:])
+            assert newest(folder).name == newest(tmp_path / "whole").name
+            assert (
+                newest(folder).read_bytes() == newest(tmp_path / "whole").read_bytes()
+            )
+    again = fit(1, folder, on_segment=lambda segment: segment.losses.size and 1 / 0)
+    assert leaves_equal(again[1:], whole[1:])  # no step is taken
+    steps = [int(path.stem[-8:]) for path in sorted(folder.iterdir())]
+    assert (
+        steps
+        == {None: [5, 10, 15], 0.4: [14, 15], 1.5: [0, 8, 15]}[
+            options.get("save_every")
+        ]
+    )
+    assert leaves_equal(
+        pe.load(newest(folder), trainers[0].like()).params,
+        whole_params(trainers[0], whole),
+    )
+
+
+def whole_params(trainer, fitted):
+    return trainer.gather(fitted.state).params
+
+
+def test_fit_takes_as_many_steps_at_a_time_as_take_a_second(monkeypatch):
+    trainer = net_trainer(2, 1)
+    order = np.random.default_rng(0).integers(NUM_IMAGES, size=(600, 2))
+    calls = []
+
+    class Clock:
+        now = 0.0
+
+        def perf_counter(self):
+            return self.now
+
+    clock = Clock()
+
+    def epoch(trainer, state, data, order, call=pe.Trainer.epoch):
+        calls.append(len(order))
+        first = 5 if len(calls) == 1 else 0  # compiles
+        clock.now += first + len(order) / (3000 if len(calls) < 12 else 100)
+        return call(trainer, state, data, order)
+
+    monkeypatch.setattr(pe, "time", clock)
+    monkeypatch.setattr(pe.Trainer, "epoch", epoch)
+    seen = []
+    how = dict(key=KEY, epochs=2, order=lambda epoch: order, on_segment=seen.append)
+    pe.fit(trainer, image_data(), **how)
+    assert calls[:10] == [1, 1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert max(calls[13:]) == 100
+    assert sum(calls) == seen[-1].step == 1200
+    assert [each.losses.shape[1] for each in seen] == [0, *calls]
+
+
+def diverging(params, images, labels, own):
+    return net_loss(params, images, labels) * own
+
+
+def test_fit_goes_on_without_members_that_are_not_finite(tmp_path):
+    hyper = np.float32([1, np.inf, 1])
+    lone = dict(init_fn=lambda key, own: net_init(key), loss_fn=diverging)
+    lone["apply_fn"] = lambda params, images, own: net(params, images)
+    trainer = net_trainer.__wrapped__(3, 2, hyper=hyper, **lone)
+    how = EPOCHS | dict(validate=scores_of(trainer), folder=tmp_path)
+    with pytest.warns(
+        UserWarning, match=r"members \[1\] are not finite after epoch 1$"
+    ):
+        fitted = pe.fit(trainer, image_data(), **how)
+    assert np.isfinite(fitted.losses).all(axis=1).tolist() == [True, False, True]
+    finite = [np.isfinite(x).all() for x in jax.tree.leaves(fitted.best[0])]
+    assert all(finite)
+    none = trainer.with_hyper(np.float32([np.inf, np.nan, np.inf]))
+    said = said_by(FloatingPointError, pe.fit, none, image_data(), **EPOCHS)
+    assert said == "no model is finite after step 1; lower the learning rate"
+    how = EPOCHS | dict(folder=tmp_path / "none")
+    said = said_by(FloatingPointError, pe.fit, none, image_data(), **how)
+    assert said.endswith(
+        "after step 1; lower the learning rate (the checkpoint of step 0 is good)"
+    )
+    assert newest(tmp_path / "none").name == "checkpoint_00000000.safetensors"
+    skipping = net_trainer.__wrapped__(
+        2, 1, hyper=hyper[:2] * np.inf, skip_nonfinite=True, **lone
+    )
+    skipped = pe.fit(
+        skipping, image_data(), **how | dict(folder=tmp_path / "skip", keep=1)
+    )
+    assert np.isnan(skipped.losses).all() or not np.isfinite(skipped.losses).any()
+    names = sorted(os.listdir(tmp_path / "skip"))
+    assert names == [
+        "checkpoint_00000000.safetensors",
+        "checkpoint_00000015.safetensors",
+    ]
+
+
+def test_fit_stops_after_epochs_without_a_better_member(tmp_path):
+    trainer = net_trainer(2, 1)
+    scores = np.array([[3, 2, 4, 1, 5, 1, 1, 0], [9, 9, 9, 9, 9, np.nan, 9, 9.0]])
+
+    def fit(patience, epochs=8, folder=tmp_path / "a", given=scores):
+        count = itertools.count(len(os.listdir(folder)) and done(folder))
+        how = EPOCHS | dict(epochs=epochs, patience=patience, folder=folder, keep=99)
+        how["validate"] = lambda state: given[:, next(count)]
+        return pe.fit(trainer, image_data(), **how)
+
+    def done(folder):
+        return pe.load(newest(folder))[".validation"].shape[1]
+
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    assert fit(1).losses.shape == (2, 3)  # the third is worse than the second
+    assert fit(2).losses.shape == (2, 6)
+    whole = fit(2, folder=tmp_path / "b")
+    found = fit(2)
+    assert_array_equal(found.validation, np.fmin(scores[:, :6], np.inf))
+    assert leaves_equal(found[1:], whole[1:])
+    assert newest(tmp_path / "a").read_bytes() == newest(tmp_path / "b").read_bytes()
+    said = said_by(ValueError, fit, 1)
+    assert said.endswith("epochs=8 or patience=1 allow") and "waited 1 for" in said
+    assert "has 6 epochs" in said_by(ValueError, fit, 2, epochs=5)
+    assert fit(9).losses.shape == (2, 8)
+    said = said_by(ValueError, fit, 9, 9, tmp_path / "b", scores[:1])
+    assert said == "validate gave (1,); expected losses [K]"
+
+
+def test_fit_skips_damaged_checkpoints_and_refuses_other_settings(tmp_path):
+    trainer = net_trainer(2, 1)
+    settings = {"kind": Path("a"), "no": np.nan, "b": np.ones(2), "d": {"y": 1, "x": 2}}
+
+    def fit(folder=tmp_path / "a", **options):
+        how = EPOCHS | dict(settings=settings) | options
+        return pe.fit(trainer, image_data(), folder=folder, **how)
+
+    whole = fit()
+    content = newest(tmp_path / "a").read_bytes()
+    later = tmp_path / "a" / "checkpoint_00000020.safetensors"
+    later.write_bytes(content)
+    newest_one = tmp_path / "a" / "checkpoint_00000015.safetensors"
+    newest_one.write_bytes(content[:-1])
+    with pytest.warns(UserWarning) as warned:
+        found = fit()
+    texts = [str(each.message) for each in warned]
+    assert texts[0] == f"skipped {later}: holds step 15, not step 20"
+    assert texts[1].startswith(f"skipped {newest_one}: damaged or cut short")
+    assert leaves_equal(found[1:], whole[1:])
+    assert newest_one.read_bytes() == content and later.exists()
+    later.unlink()
+    for change, said in (
+        ({"settings": settings | {"kind": "b"}}, 'has kind "a", not "b"'),
+        ({"settings": settings | {"no": 0}}, "has no NaN, not 0"),
+        ({"settings": settings | {"more": 1}}, "has more None, not 1"),
+        ({"key": jax.random.key(8)}, "has key [0, 7], not [0, 8]"),
+        ({"batch_size": 24}, "has steps of an epoch 5, not 10"),
+        ({"epochs": 2}, "has 3 epochs"),
+        ({"validate": scores_of(trainer)}, "leaf '.best"),
+    ):
+        message = said_by(ValueError, functools.partial(fit, **change))
+        assert f"the checkpoint of step 15 in {tmp_path / 'a'}" in message
+        assert said in message and "\n" not in message
+    assert newest_one.read_bytes() == content
+    fit(settings=settings | {"d": {"x": 2, "y": 1}})  # the same
+    for path in (tmp_path / "a").iterdir():
+        path.write_bytes(b"")
+    with pytest.warns(UserWarning, match="skipped .*has no digest"):
+        said = said_by(ValueError, fit)
+    assert said == f"none of 3 checkpoints in {tmp_path / 'a'} is valid"
+
+
+def test_fit_goes_on_from_a_state_that_was_saved_alone(tmp_path):
+    trainer = net_trainer(2, 1, **NOISY)
+    whole = pe.fit(
+        trainer, image_data(), **EPOCHS, folder=tmp_path / "a", save_every=0.4
+    )
+    for step, lost in (8, 2), (10, 2):  # the last epoch may not have been validated
+        folder = tmp_path / str(step)
+        how = EPOCHS | dict(folder=folder, save_every=0.2, keep=99)
+        pe.fit(trainer, image_data(), **how)
+        path = folder / f"checkpoint_{step:08d}.safetensors"
+        alone = pe.load(path, trainer.like())
+        for each in folder.iterdir():
+            each.unlink()
+        pe.save(path, alone)
+        seen = []
+        found = pe.fit(
+            trainer, image_data(), **EPOCHS, folder=folder, on_epoch=seen.append
+        )
+        assert leaves_equal(*map(trainer.gather, (found.state, whole.state)))
+        assert len(seen) == 2
+        assert np.isnan(found.losses[:, :lost]).all()
+        assert_array_equal(found.losses[:, lost:], whole.losses[:, lost:])
+
+
+FIT_MISFITS = {
+    "no batch_size": (
+        dict(batch_size=None),
+        "batch_size=None, order=None; expected one",
+    ),
+    "both": (dict(order=print), "batch_size=48, order=<.*; expected one of the two"),
+    "epochs": (dict(epochs=-1), "epochs=-1; expected an int, 0 or more"),
+    "epochs as a float": (dict(epochs=1.0), "epochs=1.0; expected an int"),
+    "patience": (dict(patience=0), "patience=0; expected epochs, 1 or more"),
+    "save_every": (dict(save_every=-1), "save_every is -1; expected 0 <= save_every"),
+    "keep": (dict(keep=0), "keep.*0; expected"),
+    "batch_size": (dict(batch_size=999), "batch_size=999; expected at most num_exampl"),
+    "settings": (dict(settings={"a": jax}), "setting 'a' is .*; expected a number, a"),
+    "circle": (dict(settings={"a": 1j}), "setting 'a' is 1j; expected a number, a str"),
+    "order": (
+        dict(batch_size=None, order=lambda epoch: np.zeros((epoch + 1, 2), int)),
+        r"order\(1\) has 2 steps, not 1",
+    ),
+    "rows": (dict(batch_size=None, order=lambda _: np.full((1, 2), 999)), "999"),
+}
+
+
+@pytest.mark.parametrize("name", FIT_MISFITS)
+def test_fit_refuses_arguments_that_do_not_fit(name):
+    options, message = FIT_MISFITS[name]
+    how = EPOCHS | options
+    assert_refuses(lambda: pe.fit(net_trainer(2, 1), image_data(), **how), message)
+
+
+def test_fit_of_no_epoch_returns_the_first_members(tmp_path):
+    trainer = net_trainer(2, 1)
+    found = pe.fit(trainer, image_data(), **EPOCHS | dict(epochs=0), folder=tmp_path)
+    expected = trainer.gather(trainer.init(EPOCHS["key"]))
+    assert leaves_equal(trainer.gather(found.state), expected)
+    assert found.losses.shape == (2, 0) and len(os.listdir(tmp_path)) == 1
 
 
 # ---------------------------------------------------------------------------------

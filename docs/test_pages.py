@@ -1,7 +1,6 @@
 """Tests of the README, of the pages beside this file, and of the examples."""
 
 import contextlib
-import functools
 import importlib.util
 import inspect
 import io
@@ -106,14 +105,19 @@ def test_example_of_a_loop_keeps_the_best_of_each_member_and_stops_early(run_exa
     numbers, epochs, losses, _ = np.transpose(members)
     assert [*numbers] == [0, 1, 2, 3, 4]
     assert ensemble < np.median(losses) and max(losses) < 0.25
-    kept = pe.load("loop.safetensors")
-    assert [*epochs] == [*kept["['losses']"][1].argmin(axis=0) + 1]
-    assert min(epochs) < max(epochs) == kept["['epoch']"] - 12 < 88  # of 100 epochs
+    validation = pe.load(newest("loop"))[".validation"]
+    assert [*epochs] == [*validation.argmin(axis=1) + 1]
+    assert min(epochs) < max(epochs) == validation.shape[1] - 12 < 88  # of 100 epochs
 
 
-def run_loop(file, number=0, name="epoch", count=0, **settings):
+def newest(folder):
+    return max(Path(folder).glob("checkpoint_*.safetensors"))
+
+
+def run_loop(folder, number=0, name="epoch", count=0, **settings):
     """Run the example's loop; signal this process after the count-th call."""
     owners = {"epoch": pe.Trainer, "predict_members": pe.Trainer, "fsync": os}
+    owners["ended"] = pe._Fit
     owner, calls = owners.get(name, pe), itertools.count(1)
     call = getattr(owner, name)
 
@@ -129,12 +133,12 @@ def run_loop(file, number=0, name="epoch", count=0, **settings):
         mock.patch.object(loop, "SETTINGS", fast | settings),
         jax.numpy_rank_promotion("allow"),
     ):
-        loop.main(["--file", str(file)])
+        loop.main(["--folder", str(folder)])
 
 
 # A save calls fsync for the file, which then takes its name, and for the folder.
-STOPS = "SIGINT epoch 1, SIGINT epoch 3, SIGKILL fsync 3, SIGKILL fsync 2, SIGINT load "
-STOPS += "1, SIGKILL epoch 1, SIGINT predict_members 1, SIGINT fsync 1"
+STOPS = "SIGINT epoch 1, SIGINT epoch 3, SIGKILL fsync 5, SIGKILL fsync 2, SIGINT "
+STOPS += "_newest 1, SIGKILL epoch 1, SIGINT predict_members 1, SIGINT fsync 1"
 
 
 @posix
@@ -165,59 +169,21 @@ def test_loop_ends_in_the_same_bits_after_it_was_stopped_at_ten_places(
     with handling(signal.default_int_handler):
         for place in STOPS.split(", "):
             stop(*place.split())
-        best = pe.load(whole)["['losses']"][1].argmin(axis=0).max() + 1
-        count = best - pe.load(stopped)["['epoch']"]
-        stop("SIGKILL", "choose_members", count)  # in the last best epoch
+        best = pe.load(newest(whole))[".validation"].argmin(axis=1).max() + 1
+        count = best - pe.load(newest(stopped))[".validation"].shape[1]
+        stop("SIGKILL", "ended", count)  # in the last best epoch
         stop("SIGINT", "save", 3)  # in the second epoch without a better one
     assert "ensemble" in said and capsys.readouterr().out == ""
     run_loop(stopped)
     assert capsys.readouterr().out == said
-    assert stopped.read_bytes() == whole.read_bytes()
+    assert newest(stopped).name == newest(whole).name
+    assert newest(stopped).read_bytes() == newest(whole).read_bytes()
 
 
-def test_loop_refuses_other_settings_and_goes_on_for_more(tmp_path):
-    file, kinds = tmp_path / "kept", {"kind": Path("a"), "no": np.nan, "b": np.ones(2)}
-    run, content = functools.partial(run_loop, **kinds), None
-    for more in {"epochs": 2}, {"patience": 1}, {"patience": 2}:  # stopped early twice
-        for path in file, tmp_path / "whole":
-            run(path, **more)
-        assert file.read_bytes() == path.read_bytes() != content
-        content = file.read_bytes()
-        path.unlink()
-    done = pe.load(file)["['epoch']"]
-    changes = ("seed", 0, 1), ("kind", "a", "b"), ("no", "NaN", 0), ("patience", 2, 1)
-    for name, was, now in *changes, ("epochs", done, 1):
-        said = said_by(ValueError, functools.partial(run, file, **{name: now}))
-        assert said == f"{file} has {name} {was}, not {now}; name another file"
-    for no in print, 1j, jax:
-        said = said_by(ValueError, functools.partial(run, file, no=no))
-        assert said.startswith(f"no is {no}; expected a number, a string, a path, or")
-    assert file.read_bytes() == content
-
-
-def test_loop_refuses_one_loss_for_all_members_and_less_patience(tmp_path):
-    def fit(patience, *losses):
-        trainer, left = mock.Mock(members=1), iter(losses)
-        trainer.gather.return_value = np.zeros(1)
-        calls = trainer, lambda *_: (None, np.ones((1, 1))), lambda _: next(left)
-        settings = {"seed": 0, "epochs": 5, "patience": patience}
-        loop.fit(*calls, tmp_path / "kept", settings)
-
-    assert said_by(ValueError, fit, 2, 0.5) == "validate gave (); expected losses [K]"
-    fit(2, *np.float64([[3], [2], [4], [1], [0]]))  # the fourth comes after a worse one
-    assert "has patience 2, not 1; name another file" in said_by(ValueError, fit, 1)
-
-
-def test_loop_needs_no_progress_bar(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    bar = runpy.run_path(str(HERE / "examples" / "loop.py"))["tqdm"]
-    assert [*bar(range(2, 4), total=4, initial=2)] == [2, 3]
-
-
-@pytest.mark.no_code
-def test_page_of_long_trainings_has_the_loop_of_the_example():
-    code = "\n\n".join(map(inspect.getsource, (loop.as_json, loop.fit)))
-    assert f"\n\n\n{code}```" in PAGES["training"]
+def test_loop_needs_no_progress_bar(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "tqdm", None)
+    run_loop(tmp_path / "a", epochs=1)
+    assert newest(tmp_path / "a").name == "checkpoint_00000004.safetensors"
 
 
 @pytest.mark.usefixtures("optimized")

@@ -71,7 +71,8 @@ def decide(axes=None):  # which examples of four classes to decide
 def predict(axes=None):  # a curve, with intervals
     def ensemble(x):  # its mean and deviation [N]
         means, variances = members(x)
-        return means.mean(axis=0), np.sqrt(variances.mean(axis=0) + means.var(axis=0))
+        mean, variance = em.mixture(means, variances)
+        return mean, np.sqrt(variance)
 
     x = np.random.default_rng(0).uniform(-1, 1, size=(2200, 1)).astype(np.float32)
     y = np.sin(6 * x[:, 0]) + np.random.default_rng(1).normal(0, 0.2, size=2200)

@@ -28,19 +28,12 @@ def draw_data(seed, count, center):  # inputs [N, 8] and labels [N]
     return x, abs(x - center).argmax(axis=1)
 
 
-def init(key, sizes=(8, 64, 64, 8)):
-    keys = jax.random.split(key, len(sizes) - 1)
-    return [pe.dense_init(*layer) for layer in zip(keys, sizes, sizes[1:])]
-
-
-def network(params, x):  # [N, 8] to logits [N, 8]
-    for layer in params[:-1]:
-        x = jax.nn.relu(pe.dense(layer, x))
-    return pe.dense(params[-1], x)
+def init(key):
+    return pe.mlp_init(key, [8, 64, 64, 8])
 
 
 def loss_fn(params, x, y):
-    return pe.softmax_cross_entropy(network(params, x), y).mean()
+    return pe.softmax_cross_entropy(pe.mlp(params, x), y).mean()
 
 
 def init_adapters(key, backbone):  # products of rank RANK that are 0 at first
@@ -92,12 +85,12 @@ def main(argv=None):
     backbone = jax.tree.map(lambda leaf: leaf[0], one.gather(state).params)
 
     options = dict(optimizer=pe.adam(pe.cosine_schedule(0.01, STEPS)), members=MEMBERS)
-    whole = dict(loss_fn=loss_fn, apply_fn=network, **options)
+    whole = dict(loss_fn=loss_fn, apply_fn=pe.mlp, **options)
     trainers = {
         "adapters of rank 2": pe.make_trainer(
             init_adapters,
             lambda params, x, y, frozen: loss_fn(adapted(params, frozen), x, y),
-            apply_fn=lambda params, x, frozen: network(adapted(params, frozen), x),
+            apply_fn=lambda params, x, frozen: pe.mlp(adapted(params, frozen), x),
             frozen=backbone,
             **options,
         ),

@@ -98,7 +98,8 @@ def main(argv=None):
 
     def predict(x):  # the ensemble's mean and deviation [N, HORIZONS]
         means, variances = trainer.predict_members(state, x)
-        return means.mean(axis=0), np.sqrt(variances.mean(axis=0) + means.var(axis=0))
+        mean, variance = em.mixture(means, variances)
+        return mean, np.sqrt(variance)
 
     (x, y), (new, targets) = windows(calibrate), windows(test)
     mean, deviation = predict(x)

@@ -202,9 +202,8 @@ def standardize(name, z, mean, scale):  # in float64, to float32
 
 def mixture(means, variances) -> tuple:
     """Return an ensemble's mean and deviation: [members, N] -> [N]."""
-    means = np.float64(means)
-    variance = np.float64(variances).mean(axis=0) + means.var(axis=0)
-    return means.mean(axis=0), np.sqrt(variance)
+    mean, variance = em.mixture(means, variances)
+    return mean, np.sqrt(variance)
 
 
 def student_nll(errors, deviation, dof):
