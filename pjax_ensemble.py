@@ -3587,6 +3587,12 @@ def save(path: str | os.PathLike, tree: PyTree) -> None:
         file.writelines([_head(arrays, kinds, digest.hexdigest()), *parts])
 
 
+def _bytes_of(path: str | os.PathLike) -> np.ndarray:
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        raise ValueError("not a regular file")
+    return np.fromfile(path, np.uint8)
+
+
 def _unpack(content: np.ndarray) -> dict[str, Any]:
     """Verify a file's bytes, and return its leaves by path, in the same memory.
 
@@ -3667,10 +3673,8 @@ def load(path: str | os.PathLike, like: PyTree = None) -> PyTree:
     jax.random.key(0).  A state that was saved without `gather` is not lost: load it
     with like=trainer.init(key), by a trainer on as many devices, and gather it.
     """
-    if not stat.S_ISREG(os.lstat(path).st_mode):
-        raise ValueError(f"{path}: not a regular file")
     try:
-        leaves = _unpack(np.fromfile(path, np.uint8))
+        leaves = _unpack(_bytes_of(path))
     except _WRONG as error:
         raise ValueError(f"{path}: {error}") from error
     return leaves if like is None else _as_like(path, leaves, like)
@@ -3738,7 +3742,7 @@ def _as_json(settings: dict) -> np.ndarray:
 
 def _checkpoints(folder: str | os.PathLike) -> list[tuple[int, str]]:
     """Return the step and the path of each checkpoint in a folder, newest first."""
-    form = re.compile(r"checkpoint_(\d+)\.safetensors")
+    form = re.compile(r"checkpoint_(\d{8,})\.safetensors")
     matches = filter(None, map(form.fullmatch, os.listdir(folder)))
     found = [(int(match[1]), os.path.join(folder, match[0])) for match in matches]
     return sorted(found, reverse=True)
@@ -3750,7 +3754,7 @@ def _newest(folder: str | os.PathLike) -> tuple[int, np.ndarray]:
     found = _checkpoints(folder)
     for step, path in found:
         try:
-            content = np.fromfile(path, np.uint8)
+            content = _bytes_of(path)
             held = _unpack(content).get(".step", step)
             if held != step:
                 raise ValueError(f"holds step {held}, not step {step}")

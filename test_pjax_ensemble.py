@@ -3493,6 +3493,19 @@ def one_process(index, count, local, port, folder):
     with pytest.warns(UserWarning, match="equal weights"):
         _, found["losses"] = plain.update(plain.init(jax.random.key(1)), xs, ys)
 
+    # A fit that stops in its second epoch and goes on; process 0 alone has the folder.
+    fitting = on_all(init, loss_fn, pe.adam(0.1), members=5)
+    how = dict(key=jax.random.key(4), epochs=3, batch_size=12)
+    how["folder"] = f"{folder}/fit_{count}" if index == 0 else f"{folder}/none_{index}"
+    pe.fit(fitting, (xs, ys), **how, on_segment=lambda segment: segment.step >= 6)
+    fitted = pe.fit(fitting, (xs, ys), **how)
+    found["5 fit"] = fitting.gather(fitted.state).params.weight
+    found["5 fit losses"] = fitted.losses
+    if index == 0:
+        last = f"{how['folder']}/checkpoint_00000012.safetensors"
+        found["5 checkpoint"] = np.fromfile(last, np.uint8)
+    assert os.path.exists(how["folder"]) == (index == 0)
+
     # A state of a trainer whose members have other shards.
     theirs = on_all(init, loss_fn, optimizer, members=4)
     ours = on_all(init, loss_fn, optimizer, members=4, shards=2)
@@ -3517,8 +3530,8 @@ def one_process(index, count, local, port, folder):
 
 @linux
 def test_two_processes_equal_one_with_as_many_devices(tmp_path):
-    code = "import contextlib, functools, jax, pytest, numpy as np, pjax_ensemble as pe"
-    code += f"\n{inspect.getsource(one_process)}"
+    code = "import contextlib, functools, os, jax, pytest, numpy as np\n"
+    code += f"import pjax_ensemble as pe\n{inspect.getsource(one_process)}"
     port = free_port()
     calls = [f"one_process({i}, 2, 2, {port}, {str(tmp_path)!r})" for i in range(2)]
     runs = [start_python(code + call) for call in calls]
@@ -3528,6 +3541,7 @@ def test_two_processes_equal_one_with_as_many_devices(tmp_path):
         _, errors = run.communicate(timeout=300)
         assert run.returncode == 0, errors
     one, first, second = map(dict, map(np.load, sorted(tmp_path.glob("*.npz"))))
+    assert_array_equal(first.pop("5 checkpoint"), one["5 checkpoint"])
     for name, value in first.items():
         assert_array_equal(value, second[name], err_msg=name)
         exact = name[0] == "5" and name != "5 predict"  # no replicas
@@ -3988,8 +4002,9 @@ def scores_of(trainer):
     return validate
 
 
-def newest(folder):
-    return max(folder.glob("checkpoint_*.safetensors"))
+def newest(folder, but=()):
+    found = folder.glob("checkpoint_????????.safetensors")
+    return max(path for path in found if path.name not in but)
 
 
 def stopping_at(*counts):
@@ -4211,6 +4226,34 @@ def test_fit_skips_damaged_checkpoints_and_refuses_other_settings(tmp_path):
     with pytest.warns(UserWarning, match="skipped .*has no digest"):
         said = said_by(ValueError, fit)
     assert said == f"none of 3 checkpoints in {tmp_path / 'a'} is valid"
+
+
+def test_fit_removes_older_checkpoints_once_the_newest_has_its_name(
+    tmp_path, monkeypatch
+):
+    def names(*steps):
+        return [f"checkpoint_{step:08d}.safetensors" for step in steps]
+
+    others = ["checkpoint_9.safetensors", "checkpoint_copy.safetensors"]
+    later = names(99)  # a damaged checkpoint
+    for name in others + later:
+        (tmp_path / name).write_bytes(b"")
+    trainer = net_trainer(2, 1)
+    state = trainer.gather(trainer.init(EPOCHS["key"]))
+    pe.save(tmp_path / names(5)[0], state)
+    seen = []
+    unlink = os.unlink
+
+    def removing(path):
+        if not path.endswith(".tmp"):
+            seen.append((os.path.basename(path), newest(tmp_path, but=later).name))
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", removing)
+    with pytest.warns(UserWarning, match="skipped .*99"):
+        pe.fit(trainer, image_data(), **EPOCHS, folder=tmp_path, keep=1)
+    assert sorted(os.listdir(tmp_path)) == sorted(names(15) + later + others)
+    assert seen == [(*names(5), *names(10)), (*names(10), *names(15))]
 
 
 def test_fit_goes_on_from_a_state_that_was_saved_alone(tmp_path):

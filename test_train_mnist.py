@@ -283,12 +283,12 @@ def test_run_learns_oblong_images_in_the_bits_of_training_by_hand(
 
 
 def test_failed_member_is_left_out(tmp_path, script, small_folder, drawn, monkeypatch):
-    def spoil(run):
-        gathered = run.trainer.gather(run.state)
+    def spoiled(trainer, key, init=pe.Trainer.init):
+        gathered = trainer.gather(init(trainer, key))
         gathered.params[2].bias[1] = np.nan
-        run.state = run.trainer.scatter(gathered)
+        return trainer.scatter(gathered)
 
-    hook(monkeypatch, tm.Run, "train", spoil)
+    monkeypatch.setattr(pe.Trainer, "init", spoiled)
     flags = "--members 3 --devices 2 --epochs 2 --network tiny --plot --workdir"
     status, out, _ = script(flags, tmp_path)
     assert status == 0
@@ -357,7 +357,13 @@ def stop_at(monkeypatch, step, how=signal.SIGTERM, looks=1):
             signal.raise_signal(how)
 
     hook(monkeypatch, tm.Run, "look", stop)
-    monkeypatch.setattr(tm, "SEGMENT_IMAGES", 1)
+    monkeypatch.setattr(pe, "time", clock_of(100))
+
+
+def clock_of(seconds):
+    """Make a clock by which each segment takes so many seconds."""
+    ticks = itertools.count()
+    return mock.Mock(perf_counter=lambda: seconds * next(ticks))
 
 
 STOPPING = signal.SIGTERM, signal.SIGINT
@@ -386,13 +392,13 @@ def test_resumed_run_ends_in_the_bits_of_one_that_was_never_stopped(
     bars = []
     lengths = []
     hook(monkeypatch, tm, "progress_bar", lambda *given: bars.append(given))
-    hook(monkeypatch, tm.Run, "advance", lambda _, x: lengths.append(x.shape[1]))
-    monkeypatch.setattr(tm, "SEGMENT_IMAGES", 2 * 2 * 32)  # two steps of two members
+    hook(monkeypatch, tm.Run, "note", lambda _, x: lengths.append(x.losses.shape[1]))
+    monkeypatch.setattr(pe, "time", clock_of(0.5))  # two steps in a second
     with open(tmp_path / name_of(0)):  # an open file stays, and the run continues
         status, out, _ = script("--resume --devices 1 --keep 1 --workdir", tmp_path)
     assert status == 0 and f"resumed from {tmp_path / name_of(11)}" in out
     assert bars[0] == ("epoch 2 of 2", 512, 192)  # images, and those before
-    assert lengths == [1, 2, 1, 1]  # from step 11 on, with saves after 12 and 15
+    assert lengths == [3, 1, 2, 1, 1]  # step 9 to 11, and on; saves after 12 and 15
     assert checkpoints(tmp_path) == names_of(0, 16)
     expected = results(whole_run)
     expected.report["config"] |= pe.layout(2, 1)._asdict()
@@ -416,8 +422,9 @@ def test_progress_bar_is_drawn_on_a_terminal(tmp_path, script, monkeypatch):
     assert "/1.54k [" in err and "images/s" in err  # 768 images, two members
     assert sum(counts) == 1536 + 2 * (200 + 100)  # predicted: 200 and 100 images
     assert err.endswith("\r")  # the bar is erased
-    compiles, epoch = out.splitlines()[2:4]
+    compiles, takes, epoch = out.splitlines()[2:5]
     assert compiles == "JAX compiles the training steps, for some seconds"
+    assert takes == "training takes about 0 s an epoch"
     assert epoch.startswith("epoch:  1,")
     assert not list(tmp_path.iterdir())  # nothing is written without a workdir
 
@@ -437,8 +444,8 @@ def test_epoch_line_has_the_time_left_after_a_resume_too(tmp_path, script, monke
     for step, looks in (2, 1), (24, 3), (0, 1):  # the second in the last evaluation
         with monkeypatch.context() as patch:
             stop_at(patch, step, looks=looks)
-            patch.setattr(tm, "SEGMENT_IMAGES", 64)  # two steps
             patch.setattr(tm, "time", clock)
+            patch.setattr(pe, "time", clock)
             slow("epoch", lambda order: 3 * order.shape[1])
             slow("predict_blocks", lambda images: 0.05 * len(images))
             clock.compiling = 60
@@ -472,22 +479,19 @@ IDLE = "notice: 4 members use 2 of 3 devices: more would be no faster; --members
 
 
 @cases(
-    "models, count, rest, steps",  # flags; two texts about devices; steps per segment
-    ("--members 4 --devices 3", "an ensemble of 4 on 2", "(2 per device)", 5),
-    ("--members 2", "an ensemble of 2 on 8", "(4 replicas per model)", 40),
-    ("--mode sync --batch-size 60", "one model on 6", SPARED, 40),
+    "models, count, rest",  # flags; two texts about devices
+    ("--members 4 --devices 3", "an ensemble of 4 on 2", "(2 per device)"),
+    ("--members 2", "an ensemble of 2 on 8", "(4 replicas per model)"),
+    ("--mode sync --batch-size 60", "one model on 6", SPARED),
 )
 def test_zero_epochs_report_the_initial_models(
-    tmp_path, script, small_folder, monkeypatch, models, count, rest, steps
+    tmp_path, script, small_folder, models, count, rest
 ):
-    lengths = []
-    hook(monkeypatch, tm.Run, "train", lambda run: lengths.append(run.segment_steps))
-    monkeypatch.setattr(tm, "SEGMENT_IMAGES", 640)  # per device
     flags = f"--epochs 0 --bootstrap --seed 7 --network tiny {models} --workdir"
     status, out, _ = script(flags, tmp_path)
     notice, line = out.splitlines()[:2]
     assert status == 0 and (IDLE in out) == ("faster" in out) == ("3" in models)
-    assert lengths == [steps]
+    assert "compiles" not in out
     assert notice.startswith(f"notice: {small_folder} holds other data than MNIST: t")
     assert line.startswith(f"data in MNIST's form from {small_folder}, 768 train")
     said = f"10 classes: {count} of 8 CPU devices {rest}; network tiny, optimizer"
@@ -641,6 +645,30 @@ def test_run_resumes_from_its_newest_valid_checkpoint(tmp_path, script, whole_ru
     assert contents(folder)["config.json"] == contents(whole_run)["config.json"]
 
 
+FORMAT_1 = Path(tm.__file__).parent / "formats" / "1"
+
+
+def test_runs_of_format_1_are_resumed_and_loaded(tmp_path, script):
+    nll = "negative_log_likelihood"
+    expected = results(FORMAT_1 / "finished")
+    scores = [expected.report["ensemble"][nll], expected.metrics[1]["test_loss"]]
+    data = md.load_data("mnist", FORMAT_1 / "data")
+    for name, step in ("stopped", 12), ("finished", 16):
+        folder = shutil.copytree(FORMAT_1 / name, tmp_path / name)
+        flags = "--resume --devices 2 --keep 9 --data-dir", FORMAT_1 / "data"
+        status, out, err = script(*flags, "--workdir", folder)
+        assert (status, err) == (0, "")
+        assert f"resumed from {folder / name_of(step)}" in out
+        found = results(folder)
+        assert [line["epoch"] for line in found.metrics] == [1, 2]
+        last = [found.report["ensemble"][nll], found.metrics[1]["test_loss"]]
+        assert_allclose(last, scores, rtol=1e-4)
+    for path in folder, FORMAT_1 / "finished":
+        probs = tm.load_run(path, 1).predict_members(data.test_images)
+        report = em.ensemble_report(probs, data.test_labels)
+        assert_allclose(report["ensemble"][nll], scores[0], rtol=1e-4)
+
+
 CHANGES = (
     ("--epochs 3", "epochs is 3 here, 2 there"),
     ("--skip-nonfinite", "skip_nonfinite is True here, False there"),
@@ -684,24 +712,6 @@ def test_folder_belongs_to_one_run(tmp_path, script):
         pass
 
 
-def test_older_checkpoints_go_once_the_newest_has_its_name(tmp_path, monkeypatch):
-    def save(*steps):
-        for step in steps:
-            tm.save_checkpoint(tmp_path, np.array(step), step, keep=2, good=step)
-
-    # A later, damaged checkpoint; another program's file.
-    others = [name_of(99), "checkpoint_copy.safetensors"]
-    seen = []
-    write_files(tmp_path, dict.fromkeys(others, b""))
-    save(10, 20, 30)
-    hook(monkeypatch, os, "unlink", lambda _: seen.append(contents(tmp_path)))
-    save(40)
-    assert all(sorted(x) == names_of(20, 30, 40) + others for x in seen)
-    assert seen[0].pop(name_of(20)) and contents(tmp_path) == seen[0]
-    tm.save_checkpoint(tmp_path, np.array(50), 50, keep=1, good=-1)  # none is good
-    assert set(contents(tmp_path)) == {*seen[0], name_of(50)}
-
-
 # ---------------------------------------------------------------------------------
 # Processes, and the signals that they receive
 # ---------------------------------------------------------------------------------
@@ -729,20 +739,23 @@ def handlers():
 
 
 def test_an_early_or_second_signal_ends_at_once(tmp_path, script, monkeypatch):
-    def watch(run, **_):
-        seen.append((run.signals.received, handlers()))
+    runs = []
+
+    def watch(*_, **options):
+        seen.append((runs[0].signals.received, handlers()))
 
     seen = []
     at_rest = handlers()
     assert at_rest[0] == signal.SIG_DFL  # SIG_DFL ends the process
     write_files(tmp_path, {"config.json": b"{}", "metrics.jsonl": b""})  # no results
-    hook(monkeypatch, tm.Run, "save", watch)
+    hook(monkeypatch, tm.Run, "train", runs.append)
+    hook(monkeypatch, pe._Fit, "save", watch)
     stop_at(monkeypatch, 1)
     script(RUN, "--workdir", tmp_path)
     assert seen[0] == (0, at_rest)  # while JAX compiles, there is nothing to save
-    received, stopping = seen[1]
+    received, stopping = seen[-1]
     assert received == signal.SIGTERM and stopping[1] == signal.SIG_DFL
-    assert handlers() == at_rest and len(seen) == 2
+    assert handlers() == at_rest
 
 
 def run_importing(folder, code, *shell):
@@ -809,19 +822,22 @@ def test_two_processes_end_in_the_bits_of_one(tmp_path, start_run, whole_run):
 DYING = f"""
 import jax
 import train_mnist as tm
-look, save = tm.Run.look, tm.Run.save
+import pjax_ensemble as pe
+look, save = tm.Run.look, pe._Fit.save
+received = []
 
 def looking(run):
     if jax.process_index() == 1 and run.done == 8:
         tm.signal.raise_signal(tm.signal.SIGTERM)
-    look(run)
+        received.append(run)
+    return look(run)
 
-def saving(run, whenever=False):
-    save(run, whenever)
-    if run.signals.received:
+def saving(fit, due):
+    save(fit, due)
+    if received:
         tm.signal.raise_signal(tm.signal.SIGKILL)
 
-tm.Run.look, tm.Run.save = looking, saving
+tm.Run.look, pe._Fit.save = looking, saving
 {SCRIPT}"""
 
 

@@ -90,11 +90,11 @@ prints the results and writes files:
                           (default: 60)
 """
 
-# The training is some 150 lines: `make_trainer` puts a network, a loss and an optimizer
-# together, and `Run.train`, `train_epoch` and `advance` loop over epochs and steps.
-# Begin to read there, or at `train_and_report`, near the end, which calls the parts in
-# their order.  The file holds settings, networks, trainer and run, and the run's needs:
-# report, picture, folder, processes, command line.  The data come from `mnist_data.py`.
+# `make_trainer` puts a network, a loss and an optimizer together, and `Run.train` calls
+# `pe.fit`.  Begin to read there, or at `train_and_report`, near the end, which calls
+# the parts in their order.  The file holds settings, networks, trainer and run, and the
+# run's needs: report, picture, folder, processes, command line.  The data come from
+# `mnist_data.py`.
 
 from __future__ import annotations
 
@@ -113,6 +113,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -335,22 +336,8 @@ def make_trainer(settings: Settings, devices: int | None = None) -> pe.Trainer:
 
 
 # ---------------------------------------------------------------------------------
-# Run: the training loop, its checkpoints and its records
+# Run: what it prints and writes while it trains
 # ---------------------------------------------------------------------------------
-
-
-# The number of images that a CPU device trains on or predicts per call, about a second
-# of one core's work.  Signals wait for a call to end.  Accelerators are many times as
-# fast, and take FASTER times as many.  A step of few images takes as long as one of 16.
-SEGMENT_IMAGES = 4096
-FASTER = 64
-
-
-def segment_length(layout: pe.Layout, batch_size: int) -> int:
-    """Return the number of steps per call, at least one."""
-    faster = 1 if jax.default_backend() == "cpu" else FASTER
-    step_images = layout.members_per_device * batch_size // layout.replicas
-    return max(1, SEGMENT_IMAGES * faster // max(step_images, 16 * faster))
 
 
 class Evaluation(NamedTuple):
@@ -371,7 +358,7 @@ class Measured:
 
 
 class Run:
-    """A run: its members, its progress, and its records.
+    """A run: what it prints and writes while `pe.fit` trains its members.
 
     Only process 0 of several processes has the folder.
     """
@@ -384,20 +371,21 @@ class Run:
         self.data = data
         self.trainer = trainer
         self.folder = folder
-        self.save_steps = max(1, round(args.save_every * settings.epoch_steps))
-        self.segment_steps = segment_length(trainer.layout, settings.batch_size)
-        self.images = trainer.place((data.train_images, data.train_labels))
         self.signals = Signals()
-        self.state = trainer.init(jax.random.key(settings.seed))
+        self.bars = contextlib.ExitStack()  # the progress bar of an epoch
+        self.advance_bar = None
         self.segments = 0  # calls of `trainer.epoch` by this process
-        self.done = 0  # steps so far
-        self.saved = -1  # steps at the last save
-        self.good = -1  # steps at the last good save
+        self.done = -1  # steps so far; -1 before `pe.fit` has found it out
+        self.good = -1  # steps at the last good checkpoint
         self.measured = Measured(settings.members)  # in the epoch so far
+        self.evaluation = None  # the last one
         self.metrics = []  # one dict per epoch
         self.failed = set()  # members that are no longer finite
-        if args.resume:
-            self.restore()
+        if folder and args.resume:
+            there, _ = read_config(folder)
+            check_same(f"--resume from {folder}", settings, there)
+            if not checkpoints(folder):
+                raise Failure(f"--resume: there is no checkpoint in {folder}")
         if folder:
             flags = {
                 "data": args.data,
@@ -406,155 +394,151 @@ class Run:
                 "data_dir": str(args.data_dir),
             }
             write_json(folder / "config.json", settings._asdict() | flags, indent=2)
-            write_json(folder / "metrics.jsonl", *self.metrics)
 
     def train(self) -> Evaluation:
         """Train to the last epoch; save, evaluate and record after each epoch.
 
         Returns the last epoch's evaluation.  Raises Failure.
         """
-        epochs = self.settings.epochs
-        steps = self.settings.epoch_steps
-        self.save()
-        # A resumed epoch may have taken all its steps, and lack only its evaluation.
-        resumed = max(0, self.done - 1) // steps
-        for epoch in range(resumed, max(1, epochs)):
-            self.measured = Measured(self.settings.members)
-            if self.done < min(epoch + 1, epochs) * steps:
-                self.train_epoch(epoch)
-            self.save(whenever=epoch + 1 >= epochs)
-            evaluation = self.evaluate()
+        settings = self.settings
+        data = self.data
+
+        def order(epoch):
+            return pe.epoch_order(
+                settings.train_size,
+                settings.batch_size,
+                members=settings.members,
+                seed=settings.seed,
+                epoch=epoch,
+                bootstrap=settings.bootstrap,
+            )
+
+        wrong = (ValueError,) if self.args.resume else ()
+        with named("--resume", *wrong), self.bars:
+            try:
+                fitted = pe.fit(
+                    self.trainer,
+                    (data.train_images, data.train_labels),
+                    key=jax.random.key(settings.seed),
+                    epochs=settings.epochs,
+                    order=order,
+                    folder=self.args.workdir,
+                    save_every=self.args.save_every,
+                    keep=self.args.keep,
+                    on_segment=self.note,
+                    on_epoch=self.end_epoch,
+                )
+            except FloatingPointError as error:
+                text = str(error).replace("the learning rate", "--learning-rate")
+                raise Failure(text, status=3) from error
+        if self.look():
+            raise self.stopped()
+        evaluation = self.evaluation or self.evaluate(fitted.state)
+        if evaluation is None:
+            raise self.stopped()
         return evaluation
 
-    def train_epoch(self, epoch: int) -> None:
-        """Take the remaining steps of an epoch, in segments, and save."""
+    def begin(self, step: int) -> None:
+        """Note at which step `pe.fit` begins or goes on."""
         settings = self.settings
-        order = pe.epoch_order(
-            settings.train_size,
-            settings.batch_size,
-            members=settings.members,
-            seed=settings.seed,
-            epoch=epoch,
-            bootstrap=settings.bootstrap,
-        )
-        left = order[:, self.done - epoch * settings.epoch_steps :]
-        what = f"epoch {epoch + 1} of {settings.epochs}"
-        with progress_bar(what, order.size, order.size - left.size) as advance_bar:
-            while left.size:
-                until_saved = self.save_steps - self.done % self.save_steps
-                count = min(self.segment_steps, until_saved)
-                segment, left = np.split(left, [count], axis=1)
-                self.advance(segment)
-                self.save()
-                advance_bar(segment.size)
-
-    def advance(self, order: np.ndarray) -> None:
-        """Take a segment's steps, whose rows are order [K, n, B]; look for signals."""
-        measured = self.measured
-        if self.segments == 0:
+        self.done = step
+        self.good = -1 if self.args.resume and settings.skip_nonfinite else step
+        if self.args.resume and self.folder:
+            path = self.folder / f"checkpoint_{step:08d}.safetensors"
+            print(f"resumed from {path}", flush=True)
+            self.metrics = read_metrics(self.folder, step // settings.epoch_steps)
+        if self.folder:
+            write_json(self.folder / "metrics.jsonl", *self.metrics)
+        if step < settings.epochs * settings.epoch_steps:
             print("JAX compiles the training steps, for some seconds", flush=True)
-        started = time.perf_counter()
-        self.state, losses = self.trainer.epoch(self.state, self.images, order)
-        measured.losses = np.concatenate([measured.losses, losses], axis=1)
-        seconds = time.perf_counter() - started
-        measured.seconds += seconds
-        measured.pace.append(seconds / order.shape[1])
+
+    def note(self, segment: pe.Segment) -> bool:
+        """Note the losses and the time of some steps; return whether to stop."""
+        if self.done < 0:
+            self.begin(segment.step)
+            return False
+        settings = self.settings
+        measured = self.measured
+        steps = settings.epoch_steps
+        count = segment.losses.shape[1]
+        before, self.done = self.done, segment.step
+        measured.losses = np.concatenate([measured.losses, segment.losses], axis=1)
+        measured.seconds += segment.seconds
+        measured.pace.append(segment.seconds / count)
         self.segments += 1
-        if self.segments == 2:  # the first one that compiles nothing
-            epoch_seconds = measured.pace[-1] * self.settings.epoch_steps
+        if self.segments == 3:  # the first one compiles
+            epoch_seconds = measured.pace[-1] * steps
             print(f"training takes about {epoch_seconds:.0f} s an epoch", flush=True)
-        self.done += order.shape[1]
-        if not (np.isfinite(losses[:, -1]).any() or self.settings.skip_nonfinite):
-            raise self.diverged()
+        images = settings.members * settings.batch_size  # of a step
+        if self.advance_bar is None:
+            what = f"epoch {before // steps + 1} of {settings.epochs}"
+            bar = progress_bar(what, images * steps, images * (before % steps))
+            self.advance_bar = self.bars.enter_context(bar)
+        self.advance_bar(images * count)
+        saved = self.done % max(1, round(self.args.save_every * steps)) == 0
+        if self.args.workdir and saved and np.isfinite(segment.losses[:, -1]).any():
+            self.good = self.done
         self.signals.listen()  # not earlier: while JAX compiles, nothing can be lost
-        self.look()
+        return self.look()
 
-    def look(self) -> None:
-        """If a process has received a signal, save, and raise Failure."""
-        number = self.signals.agree()
-        if number:
-            self.save(whenever=True)
-            self.signals.agree()  # no process leaves before process 0 has saved
-            text = "nothing is saved without --workdir; run it again"
-            if self.args.workdir:
-                text = f"the run is saved in {self.args.workdir}; --resume continues it"
-            raise Failure(f"{signal.Signals(number).name}: {text}", 128 + number)
+    def look(self) -> bool:
+        """Return whether a process has received a signal."""
+        return bool(self.signals.agree())
 
-    def save(self, whenever: bool = False) -> None:
-        """Save if it is due or `whenever`.  Raises Failure if no member is finite.
-
-        With --skip-nonfinite, weights may be finite and useless.  So a save is good if
-        some member's last loss was finite, and the last good one stays.
-        """
-        due = whenever or self.done % self.save_steps == 0
-        if not (self.args.workdir and due) or self.done == self.saved:
-            return
-        state = self.trainer.gather(self.state)
-        leaves = jax.tree.leaves(state._replace(key=None))
-        finite = [np.isfinite(x).reshape(len(x), -1).all(axis=1) for x in leaves]
-        if not np.all(finite, axis=0).any():  # in every leaf, for some member
-            raise self.diverged()
-        last = self.measured.losses[:, -1:]
-        if not last.size or np.isfinite(last).any():
-            self.good = self.done
-        if self.folder:
-            save_checkpoint(self.folder, state, self.done, self.args.keep, self.good)
-        self.saved = self.done
-
-    def restore(self) -> None:
-        """Continue from the newest valid checkpoint, which process 0 reads."""
-        done = 0
-        state = self.trainer.gather(self.state)
-        if self.folder:
-            there, _ = read_config(self.folder)
-            check_same(f"--resume from {self.folder}", self.settings, there)
-            done, state = load_checkpoint(self.folder, state, self.settings)
-            self.metrics = read_metrics(self.folder, done // there.epoch_steps)
-        key = jax.random.key_data(state.key)
-        done, key, state = share((np.int32(done), key, state._replace(key=None)))
-        self.done = int(done)
-        self.saved = self.done
-        if not self.settings.skip_nonfinite:
-            self.good = self.done
-        state = state._replace(key=jax.random.wrap_key_data(key))
-        self.state = self.trainer.scatter(state)
+    def stopped(self) -> Failure:
+        number = self.signals.agree()  # no process leaves before process 0 has saved
+        text = "nothing is saved without --workdir; run it again"
+        if self.args.workdir:
+            text = f"the run is saved in {self.args.workdir}; --resume continues it"
+        return Failure(f"{signal.Signals(number).name}: {text}", 128 + number)
 
     def diverged(self) -> Failure:
         text = f"no model is finite after step {self.done}; lower --learning-rate"
-        if self.good >= 0:
+        if self.args.workdir and self.good >= 0:
             text += f" (the checkpoint of step {self.good} is good)"
         return Failure(text, status=3)
 
-    def evaluate(self) -> Evaluation:
+    def end_epoch(self, fitted: pe.Fitted) -> bool:
+        """Evaluate after an epoch; return whether to stop."""
+        self.bars.close()
+        self.advance_bar = None
+        self.evaluation = self.evaluate(fitted.state)
+        self.measured = Measured(self.settings.members)
+        return self.evaluation is None
+
+    def evaluate(self, state: pe.TrainState) -> Evaluation | None:
         """Evaluate on the test images and on half as many training images.
 
-        Returns the evaluation on the test images.
+        Returns the evaluation on the test images, or None if a signal has come.
         """
         data = self.data
         half = (len(data.test_images) + 1) // 2
         started = time.perf_counter()
-        test = self.score(data.test_images, data.test_labels)
+        test = self.score(state, data.test_images, data.test_labels)
         seconds = time.perf_counter() - started
-        train = self.score(data.train_images[:half], data.train_labels[:half])
+        train = self.score(state, data.train_images[:half], data.train_labels[:half])
+        if test is None or train is None:
+            return None
         epoch = self.done // self.settings.epoch_steps
         self.name_failed(test.report["member"], epoch)
         if epoch > max((m["epoch"] for m in self.metrics), default=0):  # not recorded
             self.record(epoch, train.report, test.report, seconds)
         return test
 
-    def score(self, images: np.ndarray, labels: np.ndarray) -> Evaluation:
+    def score(self, state, images: np.ndarray, labels: np.ndarray) -> Evaluation | None:
         """Predict images, and report on the members whose probabilities are finite.
 
-        Between blocks of images it looks for signals.  Raises Failure if no member is
-        finite.
+        Returns None if a signal comes between blocks of images.  Raises Failure if no
+        member is finite.
         """
         blocks = []
         members = self.settings.members
         with progress_bar("predicting", members * len(images)) as advance_bar:
-            for block in self.trainer.predict_blocks(self.state, images):
+            for block in self.trainer.predict_blocks(state, images):
                 blocks.append(block)
-                self.look()
                 advance_bar(members * block.shape[1])
+                if self.look():
+                    return None
         probs = np.concatenate(blocks, axis=1)
         finite = np.isfinite(probs).all(axis=(1, 2))
         if not finite.any():
@@ -642,6 +626,20 @@ def progress_bar(what: str, total: int, done: int = 0) -> Iterator[Callable]:
         dynamic_ncols=True,
     ) as bar:
         yield bar.update
+
+
+@contextlib.contextmanager
+def warnings_in_lines() -> Iterator[None]:
+    """Print warnings as lines of the script, but those of members, which it names."""
+
+    def show(message, *place):
+        print(f"train_mnist.py: warning: {message}", file=sys.stderr)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", UserWarning)
+        warnings.filterwarnings("ignore", "members .* are not finite", UserWarning)
+        warnings.showwarning = show
+        yield
 
 
 class Failure(Exception):
@@ -768,33 +766,10 @@ def print_epoch(metrics: dict, took, left) -> None:
     print(line, flush=True)
 
 
-def print_table(title: str, rows: list[tuple]) -> None:
-    print(f"\n{title}\n{'':10}{'accuracy':>10}{'NLL':>10}{'Brier':>10}{'ECE':>10}")
-    for name, scores in rows:
-        if scores is None:
-            row = f"{'failed: not finite':>22}"
-        else:
-            others = [f"{x:10.4f}" for key, x in scores.items() if key != "accuracy"]
-            row = f"{100 * scores['accuracy']:9.2f}%{''.join(others)}"
-        print(f"{name:10}{row}")
-
-
-def print_report(mode: str, report: dict) -> None:
+def print_report(report: dict) -> None:
     """Print the final tables: members and ensemble, or one model; then sizes."""
-    rows = [("model", report["ensemble"])]
-    if mode != "sync":
-        rows = [(f"member {i}", scores) for i, scores in enumerate(report["member"])]
-        rows.append(("ensemble", report["ensemble"]))
-    print_table(f"{report['dataset']}, {report['test_examples']} test images", rows)
-    if report["members"] == 1:
-        return
-    sizes = [(f"first {n}", scores) for n, scores in enumerate(report["by_size"], 1)]
-    print_table("ensemble by size, finite members only", sizes)
-    print(
-        f"\ndisagreement {report['disagreement']:.2%} of pairs, predictive entropy "
-        f"{report['predictive_entropy']:.4f} nats, of which mutual information "
-        f"{report['mutual_information']:.4f}"
-    )
+    print(f"\n{report['dataset']}, {report['test_examples']} test images")
+    print(em.format_report(report))
 
 
 # ---------------------------------------------------------------------------------
@@ -1028,20 +1003,6 @@ def checkpoints(folder: Path) -> list[Checkpoint]:
     return sorted(found, reverse=True)
 
 
-def save_checkpoint(folder: Path, state, done: int, keep: int, good: int) -> None:
-    """Save the members after `done` steps; keep the newest `keep` checkpoints.
-
-    The one of step `good` stays too, and all do if it is -1.  Checkpoints of later
-    steps do not count, and stay: they were skipped as damaged.
-    """
-    pe.save(folder / f"checkpoint_{done:08d}.safetensors", state)
-    older = [found for found in checkpoints(folder) if found.step <= done]
-    for found in older[keep:]:
-        if -1 < good != found.step:
-            with contextlib.suppress(PermissionError):  # on Windows, while it is read
-                os.unlink(found.path)
-
-
 def load_members(path: Path, step: int, like, settings: Settings) -> pe.TrainState:
     """Load the checkpoint of a step.  Raises ValueError, OSError.
 
@@ -1053,22 +1014,6 @@ def load_members(path: Path, step: int, like, settings: Settings) -> pe.TrainSta
     if counted.max() > step or (counted.min() < step and not settings.skip_nonfinite):
         raise ValueError(f"{path}: holds step {counted.max()}, not step {step}")
     return state
-
-
-def load_checkpoint(folder: Path, like, settings: Settings) -> tuple:
-    """Return the number of steps and the members of the newest valid checkpoint.
-
-    Raises Failure if no checkpoint is valid.
-    """
-    found = checkpoints(folder)
-    for done, path in found:
-        try:
-            state = load_members(path, done, like, settings)
-            print(f"resumed from {path}", flush=True)
-            return done, state
-        except (OSError, ValueError) as error:
-            print(f"train_mnist.py: warning: skipped {error}", file=sys.stderr)
-    raise Failure(f"--resume: none of {len(found)} checkpoints in {folder} is valid")
 
 
 def read_metrics(folder: Path, epochs: int) -> list[dict]:
@@ -1530,7 +1475,7 @@ def train_and_report(args: argparse.Namespace) -> None:
         settings, data, trainer = prepare(args)
         announce(settings, data, trainer.layout, args.devices)
         run = Run(args, settings, data, trainer, folder)
-        with contextlib.closing(run.signals):
+        with contextlib.closing(run.signals), warnings_in_lines():
             evaluation = run.train()
         report = {
             "dataset": data.name,
@@ -1541,7 +1486,7 @@ def train_and_report(args: argparse.Namespace) -> None:
             "config": settings._asdict() | trainer.layout._asdict(),
             "versions": VERSIONS,
         }
-        print_report(settings.mode, report)
+        print_report(report)
         if folder:
             write_json(folder / "report.json", report, indent=2)
             if args.plot:

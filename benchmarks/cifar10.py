@@ -157,17 +157,21 @@ def make_trainer(net, periods):
     return pe.make_trainer(*functions, apply_fn=apply_fn, **how)
 
 
-def fit(trainer, state, data, epochs, seed):
-    """Train for a range of epochs, in each member's own order; print their losses."""
-    count = len(data[1])
-    for epoch in epochs:
-        begin = time.perf_counter()
-        how = dict(members=trainer.members, seed=seed, epoch=epoch)
-        state, losses = trainer.epoch(state, data, pe.epoch_order(count, BATCH, **how))
-        loss = losses.mean(axis=1).round(3).tolist()  # waits for the epoch's end
-        seconds = time.perf_counter() - begin
-        print(f"epoch {epoch + 1}: losses {loss}, {seconds:.0f} s", flush=True)
-    return state
+def fit(trainer, data, seed, epochs, then=lambda fitted: None):
+    """Train each member in its own order; print the losses of each epoch."""
+    began = [time.perf_counter()]
+
+    def show(fitted):
+        loss = fitted.losses[:, -1].round(3).tolist()
+        began.append(time.perf_counter())
+        seconds = began[-1] - began[-2]
+        number = fitted.losses.shape[1]
+        print(f"epoch {number}: losses {loss}, {seconds:.0f} s", flush=True)
+        then(fitted)
+
+    key = jax.random.key(seed)
+    how = dict(key=key, epochs=epochs, batch_size=BATCH, on_epoch=show)
+    return pe.fit(trainer, data, **how).state
 
 
 def train(net, data, epochs, seed, alone):
@@ -179,8 +183,7 @@ def train(net, data, epochs, seed, alone):
     period = epochs * (len(data.labels) // BATCH)
     trainer = make_trainer(net, [period] * MEMBERS)
     seeds = 2 * seed, 2 * seed + 1
-    members = trainer.init(jax.random.key(seeds[0]))
-    members = fit(trainer, members, data, range(epochs), seeds[0])
+    members = fit(trainer, data, seeds[0], epochs)
 
     def predict_alone(images):
         four = trainer.predict_members(members, images)
@@ -189,10 +192,12 @@ def train(net, data, epochs, seed, alone):
     if alone:
         return predict_alone
     longer, kept = make_trainer(net, [MEMBERS * period, period]), []
-    end = longer.init(jax.random.key(seeds[1]))
-    for i in range(MEMBERS):
-        end = fit(longer, end, data, range(i * epochs, (i + 1) * epochs), seeds[1])
-        kept.append(jax.tree.map(lambda x: x[1], longer.gather(end)))
+
+    def keep(fitted):  # the end of a cycle
+        if fitted.losses.shape[1] % epochs == 0:
+            kept.append(jax.tree.map(lambda x: x[1], longer.gather(fitted.state)))
+
+    end = fit(longer, data, seeds[1], MEMBERS * epochs, keep)
     snapshots = trainer.scatter(jax.tree.map(lambda *x: jnp.stack(x), *kept))
 
     def predict(images):
