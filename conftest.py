@@ -26,6 +26,7 @@ import pytest
 
 import fast_cpu
 import mnist_data as md
+import mnist_run as mr
 import pjax_ensemble as pe
 import tiny
 import train_mnist as tm
@@ -278,7 +279,7 @@ def elsewhere():
     with pytest.MonkeyPatch.context() as patch:
         for name in "sched_getaffinity", "O_DIRECTORY", "O_NOFOLLOW":
             patch.delattr(os, name, raising=False)
-        patch.setattr(tm, "fcntl", None)
+        patch.setattr(mr, "fcntl", None)
         refuse("open", 1, os.path.isdir)
         refuse("replace", 2, is_open)
         refuse("unlink", 1, is_open)

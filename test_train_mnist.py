@@ -1,5 +1,6 @@
 """Tests of train_mnist.py, in the order of its sections."""
 
+import importlib.util
 import itertools
 import json
 import os
@@ -21,6 +22,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 import ensemble_metrics as em
 import mnist_data as md
+import mnist_run as mr
 import pjax_ensemble as pe
 import train_mnist as tm
 from conftest import ENVIRONMENT, HERE, RUN, D, assert_close, cases, free_port
@@ -356,7 +358,7 @@ def stop_at(monkeypatch, step, how=signal.SIGTERM, looks=1):
         if run.done == step and next(left) == 0:
             signal.raise_signal(how)
 
-    hook(monkeypatch, tm.Run, "look", stop)
+    hook(monkeypatch, mr.Run, "look", stop)
     monkeypatch.setattr(pe, "time", clock_of(100))
 
 
@@ -391,8 +393,8 @@ def test_resumed_run_ends_in_the_bits_of_one_that_was_never_stopped(
         flags = "--resume --devices 2 --keep 9"  # the others are the run's
     bars = []
     lengths = []
-    hook(monkeypatch, tm, "progress_bar", lambda *given: bars.append(given))
-    hook(monkeypatch, tm.Run, "note", lambda _, x: lengths.append(x.losses.shape[1]))
+    hook(monkeypatch, mr, "progress_bar", lambda *given: bars.append(given))
+    hook(monkeypatch, mr.Run, "note", lambda _, x: lengths.append(x.losses.shape[1]))
     monkeypatch.setattr(pe, "time", clock_of(0.5))  # two steps in a second
     with open(tmp_path / name_of(0)):  # an open file stays, and the run continues
         status, out, _ = script("--resume --devices 1 --keep 1 --workdir", tmp_path)
@@ -444,7 +446,7 @@ def test_epoch_line_has_the_time_left_after_a_resume_too(tmp_path, script, monke
     for step, looks in (2, 1), (24, 3), (0, 1):  # the second in the last evaluation
         with monkeypatch.context() as patch:
             stop_at(patch, step, looks=looks)
-            patch.setattr(tm, "time", clock)
+            patch.setattr(mr, "time", clock)
             patch.setattr(pe, "time", clock)
             slow("epoch", lambda order: 3 * order.shape[1])
             slow("predict_blocks", lambda images: 0.05 * len(images))
@@ -459,13 +461,13 @@ def test_epoch_line_has_the_time_left_after_a_resume_too(tmp_path, script, monke
 @cases("out, err, found", (False, True, True), (True, False, True), (True, True, None))
 def test_progress_bar_is_drawn_nowhere_else(capsys, monkeypatch, out, err, found):
     set_terminal(monkeypatch, out, err)
-    monkeypatch.setattr(tm.importlib.util, "find_spec", lambda name: found)
-    with tm.progress_bar("predicting", 3) as advance:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    with mr.progress_bar("predicting", 3) as advance:
         advance(1)
     assert capsys.readouterr() == ("", "")
 
 
-@mock.patch.object(tm, "Run", side_effect=tm.Failure("stopped"))
+@mock.patch.object(tm, "Run", side_effect=mr.Failure("stopped"))
 def test_a_notice_says_that_running_statistics_need_more_steps(run, script):
     for flags, share in ("--epochs 1", 38), ("--epochs 3", 6), ("--epochs 4", 0):
         _, out, _ = script("--network batchnorm --batch-size 8", flags)
@@ -586,7 +588,7 @@ def test_damaged_run_is_not_loaded(tmp_path, whole_run, name, content, message):
     assert message in said and "\n" not in said
     assert said.endswith(f"; continue a run by: python train_mnist.py {flags}")
     if name == "config.json":
-        said = said_by(tm.Failure, tm.parse_arguments, words(flags, "--seed 3"))
+        said = said_by(mr.Failure, tm.parse_arguments, words(flags, "--seed 3"))
         assert said.startswith(f"{folder}{os.sep}{message}")
 
 
@@ -600,7 +602,7 @@ def test_damaged_line_costs_itself_alone(tmp_path, capsys, content, epochs, dama
     path = tmp_path / "metrics.jsonl"
     if content:
         path.write_bytes(content.encode("latin-1"))
-    assert tm.read_metrics(tmp_path, 4) == [{"epoch": n} for n in epochs]
+    assert mr.read_metrics(tmp_path, 4) == [{"epoch": n} for n in epochs]
     assert capsys.readouterr().err.count(f"warning: {path}, line ") == damaged
 
 
@@ -610,10 +612,10 @@ def test_checkpoint_may_count_fewer_steps_only_if_the_run_skips_steps(tmp_path):
     state = pe.TrainState((), pe.SGDState(np.int32([5, 3]), ()), (), None)
     pe.save(path, state)
     skipping = plain._replace(skip_nonfinite=True)
-    assert leaves_equal(tm.load_members(path, 5, state, skipping), state)
+    assert leaves_equal(mr.load_members(path, 5, state, skipping), state)
     for step, recipe in ((4, skipping), (5, plain), (3, plain)):
         with pytest.raises(ValueError, match=f"holds step 5, not step {step}"):
-            tm.load_members(path, step, state, recipe)
+            mr.load_members(path, step, state, recipe)
 
 
 @posix
@@ -669,6 +671,22 @@ def test_runs_of_format_1_are_resumed_and_loaded(tmp_path, script):
         assert_allclose(report["ensemble"][nll], scores[0], rtol=1e-4)
 
 
+def test_fields_of_later_versions_are_named(tmp_path, script):
+    folder = shutil.copytree(FORMAT_1 / "stopped", tmp_path / "run")
+    flags = "--resume --devices 2 --data-dir", FORMAT_1 / "data", "--workdir", folder
+    for name in "metrics.jsonl", "config.json":
+        path = folder / name
+        content = path.read_text()
+        path.write_text(content.replace("{", '{"more": 1, ', 1))
+        status, _, err = script(*flags)
+        said = f"{path} has 'more', which pjax_ensemble {pe.__version__} does not know"
+        assert status == 2 and said in err and err.count("\n") == 1
+        path.write_text(content)
+    assert checkpoints(folder) == names_of(8, 12)
+    assert "weight_decay" not in (FORMAT_1 / "stopped" / "config.json").read_text()
+    assert tm.read_config(FORMAT_1 / "stopped")[0].weight_decay == 1e-4
+
+
 CHANGES = (
     ("--epochs 3", "epochs is 3 here, 2 there"),
     ("--skip-nonfinite", "skip_nonfinite is True here, False there"),
@@ -679,8 +697,8 @@ CHANGES = (
 @cases("flags, said", *CHANGES)
 def test_resume_refuses_other_settings(whole_run, flags, said):
     flags = words("--resume --workdir", whole_run, flags)
-    expected = f"--resume from {whole_run}: {said}; {tm.OTHER_RUN}"
-    assert said_by(tm.Failure, tm.parse_arguments, flags) == expected
+    expected = f"--resume from {whole_run}: {said}; {mr.OTHER_RUN}"
+    assert said_by(mr.Failure, tm.parse_arguments, flags) == expected
 
 
 def test_resume_refuses_other_data_and_damaged_checkpoints(tmp_path, script, whole_run):
@@ -700,7 +718,7 @@ def test_resume_refuses_other_data_and_damaged_checkpoints(tmp_path, script, who
 
 @posix
 def test_folder_belongs_to_one_run(tmp_path, script):
-    with tm.locked(tmp_path):
+    with mr.locked(tmp_path):
         status, out, err = script(RUN, "--workdir", tmp_path)
     assert status == 2 and f"in use by process {os.getpid()} on" in err and not out
     for name in "metrics.jsonl", "report.json":
@@ -708,7 +726,7 @@ def test_folder_belongs_to_one_run(tmp_path, script):
         status, out, err = script(RUN, "--workdir", tmp_path)
         assert status == 2 and f"holds {name} of an earlier run" in err and not out
     assert list(contents(tmp_path).values()) == [b"{}"] * 2
-    with tm.locked(tmp_path):  # the refused run no longer holds the lock
+    with mr.locked(tmp_path):  # the refused run no longer holds the lock
         pass
 
 
@@ -748,7 +766,7 @@ def test_an_early_or_second_signal_ends_at_once(tmp_path, script, monkeypatch):
     at_rest = handlers()
     assert at_rest[0] == signal.SIG_DFL  # SIG_DFL ends the process
     write_files(tmp_path, {"config.json": b"{}", "metrics.jsonl": b""})  # no results
-    hook(monkeypatch, tm.Run, "train", runs.append)
+    hook(monkeypatch, mr.Run, "train", runs.append)
     hook(monkeypatch, pe._Fit, "save", watch)
     stop_at(monkeypatch, 1)
     script(RUN, "--workdir", tmp_path)
@@ -821,23 +839,23 @@ def test_two_processes_end_in_the_bits_of_one(tmp_path, start_run, whole_run):
 # The second process receives SIGTERM, and is killed when both processes have saved.
 DYING = f"""
 import jax
-import train_mnist as tm
+import mnist_run as mr
 import pjax_ensemble as pe
-look, save = tm.Run.look, pe._Fit.save
+look, save = mr.Run.look, pe._Fit.save
 received = []
 
 def looking(run):
     if jax.process_index() == 1 and run.done == 8:
-        tm.signal.raise_signal(tm.signal.SIGTERM)
+        mr.signal.raise_signal(mr.signal.SIGTERM)
         received.append(run)
     return look(run)
 
 def saving(fit, due):
     save(fit, due)
     if received:
-        tm.signal.raise_signal(tm.signal.SIGKILL)
+        mr.signal.raise_signal(mr.signal.SIGKILL)
 
-tm.Run.look, pe._Fit.save = looking, saving
+mr.Run.look, pe._Fit.save = looking, saving
 {SCRIPT}"""
 
 
@@ -848,7 +866,7 @@ def test_processes_stop_together_and_notice_one_that_dies(tmp_path, start_run):
     runs = [start_run(each, code=DYING) for each in flags]
     (_, err), _ = outputs_of(runs, [1, -signal.SIGKILL])
     assert "lost contact with another process" in err
-    with tm.locked(tmp_path):  # the dead processes no longer hold the lock
+    with mr.locked(tmp_path):  # the dead processes no longer hold the lock
         pass
     assert checkpoints(tmp_path) == names_of(0, 8)
     assert pe.load(tmp_path / name_of(8))
@@ -863,8 +881,8 @@ def test_processes_that_do_not_fit_together_end_with_an_error(start_run, monkeyp
     monkeypatch.setattr(jax.config, "update", lambda *option: None)
     with socket.create_server(("", 0)) as taken:
         args = words(process_flags(taken.getsockname()[1], 0))
-        with pytest.raises(tm.Failure) as busy:
-            tm.connect(tm.parse_arguments(args))
+        with pytest.raises(mr.Failure) as busy:
+            mr.connect(tm.parse_arguments(args))
     said = r"--coordinator localhost:\d+: Address already in use"
     assert re.match(said, str(busy.value)) and busy.value.status == 1
     (_, late), (_, refused) = outputs_of([alone, third], [1, 2])
@@ -884,7 +902,7 @@ FULL = (
     (MemoryError("no"), 1, f"{FULL}no"),
     (RuntimeError("RESOURCE_EXHAUSTED\nat a line"), 1, f"{FULL}RESOURCE_EXHAUSTED"),
     (RuntimeError("no room"), 1, "no room"),
-    (tm.Failure("not finite", 3), 3, "not finite"),
+    (mr.Failure("not finite", 3), 3, "not finite"),
 )
 def test_failing_process_waits_for_no_other(wrong, monkeypatch, error, status, text):
     monkeypatch.setattr(tm, "train_and_report", mock.Mock(side_effect=error))
@@ -893,13 +911,13 @@ def test_failing_process_waits_for_no_other(wrong, monkeypatch, error, status, t
     for flags, times in (f"{ADDRESS} --process-id 1", 1), ("--distributed", 2):
         assert wrong(tm.main, flags, status=status) == f"{text}\n"
         assert left.mock_calls == [mock.call(status)] * times
-    tm.train_and_report.side_effect = tm.Failure("a signal", 143)  # to all processes
+    tm.train_and_report.side_effect = mr.Failure("a signal", 143)  # to all processes
     assert tm.main(words("--distributed")) == 143 and left.call_count == 2
 
 
 def test_process_with_other_settings_than_process_0_names_them(script, monkeypatch):
     theirs = json.dumps(tm.Settings(mode="sync")).encode()
-    monkeypatch.setattr(tm, "share", lambda mine: np.frombuffer(theirs, np.uint8))
+    monkeypatch.setattr(mr, "share", lambda mine: np.frombuffer(theirs, np.uint8))
     status, _, err = script(RUN)
     assert status == 2 and "--process-id 0: mode is ensemble here, sync there" in err
     assert err.endswith("; start it with the flags of process 0\n")
@@ -931,11 +949,14 @@ BOUNDS = [  # flags, values that they take, values that they refuse, the message
 
 @pytest.mark.parametrize("names, taken, refused, expected", BOUNDS)
 def test_flag_takes_the_values_within_its_bounds(names, taken, refused, expected):
-    for flag in map(tm.flag, names.split()):
+    def given(argv):
+        return mr.given_flags(argv, tm.FLAGS.values(), "")
+
+    for flag in map(mr.flag, names.split()):
         for value in taken:
-            assert list(tm.given_flags([f"{flag}={value}"]).values()) == [value]
+            assert list(given([f"{flag}={value}"]).values()) == [value]
         for value in refused:
-            said = said_by(tm.Failure, tm.given_flags, [f"{flag}={value}"])
+            said = said_by(mr.Failure, given, [f"{flag}={value}"])
             assert said == f"argument {flag}: expected {expected}, not '{value}'"
 
 
@@ -949,6 +970,8 @@ ADDRESS = "--coordinator here:1 --num-processes 2"
 BAD_FLAGS = [
     ("--learning-rat 1", "unrecognized arguments: --learning-rat 1"),
     ("--network batchnorm --momentum 0", "--momentum: --optimizer adam has no "),
+    ("--optimizer adamw --momentum 0", "--momentum: --optimizer adamw has no momentum"),
+    ("--weight-decay 1", "--weight-decay: --optimizer sgd has no weight_decay; leave"),
     ("--data generated --network tiny", "--data-dir: --data generated reads no files;"),
     ("--mode sync --members 2", "--members 2: --mode sync trains one model"),
     ("--process-id 0", "--coordinator, --num-processes and --process-id: give all"),
@@ -991,7 +1014,7 @@ def test_bad_flag_is_refused_in_one_line(tmp_path, small_folder, wrong, flags, m
     write_black(tiny, (3, 5))
     flags = flags.replace("FILE", str(file)).replace("TINY", str(tiny))
     message = message.replace("FILE", str(file))
-    with mock.patch.object(tm.importlib.util, "find_spec", return_value=None):
+    with mock.patch.object(importlib.util, "find_spec", return_value=None):
         said = wrong(tm.main, "--data-dir", small_folder, "--epochs 1", flags)
     assert said.startswith(message)
 
@@ -1006,6 +1029,8 @@ def test_settings_depend_on_the_data_and_not_on_their_name():
     assert len(set(map(json.dumps, settings))) == 5
 
 
+GUIDE = {"network": "batchnorm", "optimizer": "adam", "epochs": 2}
+GUIDE |= {"learning_rate": 1e-3, "schedule": "constant", "max_shift": 0}
 BY_SGD = {"optimizer": "sgd", "learning_rate": 0.15}
 USUAL = (28, 28)
 
@@ -1013,11 +1038,16 @@ USUAL = (28, 28)
 @cases(
     "size, flags, expected",
     (USUAL, "", {}),
-    (USUAL, "--network batchnorm", tm.GUIDE),
+    (USUAL, "--network batchnorm", GUIDE),
     (USUAL, "--optimizer adam", {"optimizer": "adam", "learning_rate": 0.001}),
+    (
+        USUAL,
+        "--optimizer adamw --weight-decay 0.1",
+        {"optimizer": "adamw", "learning_rate": 0.001, "weight_decay": 0.1},
+    ),
     (USUAL, "--learning-rate 0 --max-shift 0", {"learning_rate": 0, "max_shift": 0}),
     (USUAL, "--bootstrap", {"bootstrap": True}),
-    (USUAL, "--network batchnorm --optimizer sgd", tm.GUIDE | BY_SGD),
+    (USUAL, "--network batchnorm --optimizer sgd", GUIDE | BY_SGD),
     ((12, 40), "", {"max_shift": 1}),
     ((128, 140), "", {"max_shift": 9}),  # more pixels than images
     ((8, 8), "--max-shift 8 --batch-size 48", {"max_shift": 8, "batch_size": 48}),
@@ -1028,7 +1058,7 @@ def test_settings_follow_network_optimizer_and_data(tmp_path, size, flags, expec
     args = tm.parse_arguments(words(flags, "--members 2 --data-dir", tmp_path))
     settings, data, trainer = tm.prepare(args)
     expected = {"members": 2, "train_size": 64, **tm.data_settings(data), **expected}
-    assert settings == tm.Settings()._replace(**expected)
+    assert settings == tm.RECIPES["cnn"]._replace(**expected)
     assert data.train_images.shape == (settings.train_size, *size, 1)
     assert len(data.train_labels) == settings.train_size
     assert trainer.layout == tm.lay_out(settings, None)
@@ -1039,9 +1069,10 @@ def test_help_shows_every_flag_with_its_choices_and_its_default(capsys):
     parts = re.split(r"^  --", capsys.readouterr().out, flags=re.MULTILINE)
     texts = {text.split()[0].replace("-", "_"): text for text in parts[1:]}
     assert texts.keys() == tm.FLAGS.keys()
-    defaults = tm.DEFAULTS | {"mode": "ensemble", "network": "cnn", "seed": ""}
-    shown = {name: str(defaults.get(name, "")) for name in tm.FLAGS}
-    for name in words("optimizer epochs batch_size momentum schedule max_shift"):
+    plain = {name: x.default for name, x in tm.FLAGS.items() if x.kind is not bool}
+    shown = {name: "" if x is None else f"{x})" for name, x in plain.items()}
+    shown |= dict.fromkeys(tm.FLAGS.keys() - plain, "")
+    for name in words("optimizer epochs schedule max_shift"):
         cnn = getattr(tm.RECIPES["cnn"], name)
         batchnorm = getattr(tm.RECIPES["batchnorm"], name)
         shown[name] = f"{cnn})"
@@ -1049,18 +1080,19 @@ def test_help_shows_every_flag_with_its_choices_and_its_default(capsys):
             shown[name] = f"{cnn}, or {batchnorm} with batchnorm)"
     scaled = "2 for images of side 28, in proportion for other sizes,"
     shown["max_shift"] = shown["max_shift"].replace("2,", scaled)
-    rates = [f"{rate} with {name}" for name, rate in tm.LEARNING_RATES.items()]
-    shown["learning_rate"] = ", ".join(rates) + ")"
+    rates = [optimizer.rate for optimizer in tm.OPTIMIZERS.values()]
+    shown["learning_rate"] = "{} with sgd, {} with adam and adamw)".format(*rates)
+    assert rates[1:] == [0.001, 0.001]
     for name, text in texts.items():
         assert f"(default: {shown[name]}" in " ".join(text.split())
-        kind = tm.FLAGS[name]
+        kind = tm.FLAGS[name].kind
         if not callable(kind):
             assert f"{{{','.join(kind)}}}" in text
 
 
 def test_resumed_run_takes_its_flags_from_its_config(tmp_path, whole_run):
     def resume(*flags, **changes):
-        tm.write_json(tmp_path / "config.json", config | changes)
+        mr.write_json(tmp_path / "config.json", config | changes)
         return vars(tm.parse_arguments(words("--resume --workdir", tmp_path, *flags)))
 
     config = json.loads((whole_run / "config.json").read_text())

@@ -24,6 +24,7 @@ from trials import devices as machines
 import ensemble_metrics as em
 import fast_cpu as fc
 import mnist_data as md
+import mnist_run as mr
 import pjax_ensemble as pe
 import tiny
 import train_mnist as tm
@@ -383,8 +384,8 @@ def test_promises_name_tests_that_are_there_and_run_code():
 def test_commands_of_every_page_are_those_of_the_script(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "DIR").mkdir()  # the command with --resume finds it
-    settings = tm.Settings(members=1, train_size=1)._asdict()
-    tm.write_json(tmp_path / "DIR" / "config.json", settings)
+    settings = tm.RECIPES["cnn"]._replace(members=1, train_size=1)._asdict()
+    mr.write_json(tmp_path / "DIR" / "config.json", settings)
     commands = re.findall(r"([\w/]+\.py)( [^`\n|]*)?", EVERY_PAGE)
     assert len(commands) > 30
     for script, flags in commands:
