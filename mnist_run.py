@@ -335,7 +335,7 @@ class Run:
         measured.seconds += segment.seconds
         measured.pace.append(segment.seconds / count)
         self.segments += 1
-        if self.segments == 3:  # the first one compiles
+        if self.segments == 5:  # the first one compiles, and the next ones are short
             epoch_seconds = measured.pace[-1] * steps
             print(f"training takes about {epoch_seconds:.0f} s an epoch", flush=True)
         images = settings.members * settings.batch_size  # of a step

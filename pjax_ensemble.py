@@ -3588,9 +3588,22 @@ def save(path: str | os.PathLike, tree: PyTree) -> None:
 
 
 def _bytes_of(path: str | os.PathLike) -> np.ndarray:
+    """Read a file that begins as those of `save` do."""
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise ValueError("not a regular file")
+    with open(path, "rb") as file:
+        if file.read(_DIGEST.start)[8:] != _START:
+            raise ValueError(
+                "has no digest of save's: damaged, or written by another program, "
+                "whose files safetensors.numpy.load_file reads"
+            )
     return np.fromfile(path, np.uint8)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("its header is not one that save writes: a name comes twice")
+    return dict(pairs)
 
 
 def _unpack(content: np.ndarray) -> dict[str, Any]:
@@ -3599,16 +3612,11 @@ def _unpack(content: np.ndarray) -> dict[str, Any]:
     Raises ValueError if the digest does not match the content, and other errors for a
     header that `save` does not write.
     """
-    if content[8 : _DIGEST.start].tobytes() != _START:
-        raise ValueError(
-            "has no digest of save's: damaged, or written by another program, whose "
-            "files safetensors.numpy.load_file reads"
-        )
     digest = hashlib.sha256(content[_DIGEST.stop :].data).hexdigest()
     if content[_DIGEST].tobytes() != digest.encode():
         raise ValueError("damaged or cut short: its digest does not match its content")
     start = 8 + int.from_bytes(content[:8].tobytes(), "little")
-    header = json.loads(content[8:start].tobytes())
+    header = json.loads(content[8:start].tobytes(), object_pairs_hook=_once)
     kinds = header.pop("__metadata__")
     del kinds["sha256"]
     number = int(kinds.pop("format", 1))

@@ -3876,6 +3876,7 @@ def test_load_says_whether_a_file_is_damaged_or_foreign(path, like):
         (changed(whole, b"[2,3]", b"[2,4]"), wrong + "leaf"),
         (changed(whole, b"[2,3]", b"[-2,-3]"), wrong + "leaf"),
         (changed(whole, b'"F32"', b'"F33"'), "'F33'"),
+        (changed(whole, b'"shape"', b'"dtype"'), wrong + "a name comes twice"),
         (changed(whole, b'"2"', b'"2","b":"int4"'), wrong + "sizes differ"),
         (
             changed(whole, b'"2"', b'"3"'),

@@ -1,12 +1,17 @@
 """Interrupt loops of training, again and again, and compare their ends.
 
     python benchmarks/trials/interrupts.py cell --trials 200
+    python benchmarks/trials/interrupts.py fit --trials 60
 
 cell: loops of `update` and `epoch`, as in a notebook's cell, are interrupted (SIGINT)
 at random moments and continue from `trainer.latest`, which has to be usable each time.
 At the end every step has been taken once, and the bits have to equal the bits of an
 uninterrupted loop.  Python may drop an interrupt that comes while it collects garbage
 or ends a generator.
+
+fit: processes that call `pe.fit` receive SIGKILL, SIGTERM or SIGINT at random moments,
+on one device and on two in turn, and the next process goes on.  The last checkpoint has
+to be that of a process that was never stopped, byte by byte.
 """
 
 import argparse
@@ -14,7 +19,9 @@ import itertools
 import os
 import random
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -134,12 +141,78 @@ def cell(trials: int) -> dict:
     return counts
 
 
+def fit_once(folder: str, devices: int) -> None:
+    """Train four members for some seconds, or what an earlier process left of that."""
+    pe.use_cpu_devices(2)
+    generator = np.random.default_rng(0)
+    x, y = generator.normal(size=(2, 4096, 64)).astype(np.float32)
+
+    def loss_fn(params, x, y):
+        return jnp.mean((pe.mlp(params, x) - y) ** 2)
+
+    trainer = pe.make_trainer(
+        lambda key: pe.mlp_init(key, [64, 256, 256, 64]),
+        loss_fn,
+        pe.adamw(0.001),
+        members=4,
+        devices=devices,
+    )
+
+    def validate(state):
+        return np.asarray(trainer.gather(state).params[0].bias).mean(axis=1)
+
+    how = dict(key=jax.random.key(0), epochs=6, batch_size=32, validate=validate)
+    pe.fit(trainer, (x, y), folder=folder, save_every=0.3, **how)
+
+
+def start_fit(folder: Path, devices: int) -> subprocess.Popen:
+    code = "import interrupts, sys; interrupts.fit_once(sys.argv[1], int(sys.argv[2]))"
+    command = [sys.executable, "-c", code, str(folder), str(devices)]
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    return subprocess.Popen(
+        command, env={**os.environ, "PYTHONPATH": paths}, stderr=subprocess.DEVNULL
+    )
+
+
+def newest(folder: Path) -> bytes:
+    return max(folder.glob("checkpoint_*.safetensors")).read_bytes()
+
+
+def fit(trials: int) -> dict:
+    """Stop processes that fit at random moments, at least `trials` times in total."""
+    signals = itertools.cycle([signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+    names = "fits", "stopped", "lost", "different"
+    counts = dict.fromkeys(names, 0)
+    with tempfile.TemporaryDirectory() as place:
+        started = time.perf_counter()
+        assert start_fit(Path(place, "whole"), 2).wait() == 0
+        seconds = time.perf_counter() - started
+        whole = newest(Path(place, "whole"))
+        while counts["stopped"] < trials:
+            folder = Path(place, f"{counts['fits']}")
+            for devices in itertools.cycle([1, 2]):
+                process = start_fit(folder, devices)
+                try:
+                    ended = process.wait(random.uniform(0, seconds))
+                except subprocess.TimeoutExpired:
+                    process.send_signal(next(signals))
+                    counts["stopped"] += 1
+                    process.wait()
+                    continue
+                counts["lost"] += ended != 0
+                break
+            counts["fits"] += 1
+            counts["different"] += newest(folder) != whole
+    return counts
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trial", choices=["cell"])
+    parser.add_argument("trial", choices=["cell", "fit"])
     parser.add_argument("--trials", type=int, default=20)
-    counts = cell(parser.parse_args().trials)
-    print("cell: " + ", ".join(f"{name} {n}" for name, n in counts.items()))
+    args = parser.parse_args()
+    counts = {"cell": cell, "fit": fit}[args.trial](args.trials)
+    print(f"{args.trial}: " + ", ".join(f"{name} {n}" for name, n in counts.items()))
     return bool(counts["lost"] or counts["different"])
 
 
