@@ -829,11 +829,12 @@ def adamw(
     init, step = adam(schedule, b1, b2, eps)
 
     def update(grads, opt_state, params):
-        rate = schedule(opt_state.num_steps)
+        # Arrays, so that the product rounds alike for known and traced numbers.
+        rate = jnp.asarray(schedule(opt_state.num_steps), float)
+        share = rate * jnp.asarray(weight_decay, float)
 
         def decay(u, w):
-            decayed = _times(weight_decay, jnp.asarray(w, u.dtype))
-            return u - _times(rate, decayed)
+            return u - _times(share, jnp.asarray(w, u.dtype))
 
         def choose(decays, updates, params):
             return jax.tree.map(decay, updates, params) if decays else updates

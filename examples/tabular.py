@@ -53,7 +53,7 @@ from collections.abc import Callable
 from datetime import date, timedelta
 from numbers import Integral
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +97,13 @@ class Data(NamedTuple):
     x: np.ndarray  # [N, F]
     y: np.ndarray  # [N]
     splits: list[Split]
+
+
+class Networks(NamedTuple):
+    """Trained networks, leaves [K, ...]."""
+
+    params: Any
+    hyper: dict
 
 
 class Model(NamedTuple):
@@ -286,7 +293,7 @@ GAUSSIAN = Model(2, init, gaussian_loss, gaussian_apply)
 SOFTMAX = Model(0, init_classes, softmax_loss, softmax_apply)
 
 
-def member_hyper(x, y, train, decay, second_decay, waves) -> dict:
+def member_hyper(x, y, train, decay, second_decay, waves, num_steps=1) -> dict:
     """Return one member's own settings: its recipe, its rows' normalization."""
     x_mean, x_scale = mean_and_scale(x[train])
     y_mean, y_scale = mean_and_scale(y[train])
@@ -303,6 +310,7 @@ def member_hyper(x, y, train, decay, second_decay, waves) -> dict:
         "decay": decay / len(train),
         "second_decay": second_decay / len(train),
         "waves": waves,
+        "num_steps": num_steps,  # of the schedule
     }
     return jax.tree.map(np.float32, h)
 
@@ -320,52 +328,39 @@ def member_orders(trains: list, epoch: int, seed: int) -> np.ndarray:
     return np.reshape(rows, (len(trains), -1, batch))
 
 
-class AdamInSteps(NamedTuple):
-    adam: pe.AdamState
-    num_steps: jax.Array  # the schedule's: an array, so that programs serve any number
+def adam(h) -> pe.Optimizer:
+    """Make Adam with a cosine schedule over a member's number of steps."""
+    # A walk of random steps comes half as far.
+    peak = 0.5 * h["num_steps"] ** -0.5
+    return pe.adam(pe.cosine_schedule(peak, h["num_steps"], warmup=WARMUP))
 
 
-def adam() -> pe.Optimizer:
-    """Make Adam with a cosine schedule whose number of steps is part of the state."""
-
-    def init(params):
-        return AdamInSteps(pe.adam(0).init(params), jnp.int32(0))
-
-    def update(grads, state, params=None):
-        # A walk of random steps comes half as far.
-        peak = 0.5 * state.num_steps.astype(jnp.float32) ** -0.5
-        rate = pe.cosine_schedule(peak, state.num_steps, warmup=WARMUP)
-        updates, own = pe.adam(rate).update(grads, state.adam, params)
-        return updates, state._replace(adam=own)
-
-    return pe.Optimizer(init, update)
-
-
-@functools.lru_cache(maxsize=64)  # fits of one form share it
-def make_trainer(model: Model, inputs: int, members: int) -> pe.Trainer:
-    """Make the trainer of all members.
-
-    Recipes and normalizations are model state, and the number of steps is in the
-    optimizer's state: fits that differ only in these share their programs.
-    """
-    # The form alone matters: `start` has the values.
-    hyper = member_hyper(np.zeros((1, inputs)), np.zeros(1), [0], 0, 0, 0)
-
-    def loss_fn(params, h, key, x, y, weight):
-        return model.loss_fn(params, x, y, weight, h), h
-
+@functools.lru_cache(maxsize=64)  # fits of one form share its programs
+def any_trainer(model: Model, inputs: int, members: int) -> pe.Trainer:
+    """Make a trainer whose members have the form of `hyper`, and no values of use."""
+    x, y = np.zeros((1, inputs)), np.zeros(1)
+    hyper = [member_hyper(x, y, [0], 0, 0, 0, 1)] * members
     return pe.make_trainer(
-        lambda key: (model.init(key, inputs, model.outputs), hyper),
-        loss_fn,
-        adam(),
+        lambda key, h: model.init(key, inputs, model.outputs),
+        model.loss_fn,
+        adam,
         members=members,
-        apply_fn=lambda params, h, x: model.apply_fn(params, x, h),
+        apply_fn=model.apply_fn,
         output=None,
-        stateful=True,
+        hyper=stacked(hyper),
         devices=min(members, jax.local_device_count()),
         chunk=1024,
         at_once=members,
     )
+
+
+def make_trainer(model: Model, inputs: int, hyper: dict) -> pe.Trainer:
+    """Make the trainer of all members, of their hyper [K, ...]."""
+    return any_trainer(model, inputs, len(hyper["decay"])).with_hyper(hyper)
+
+
+def stacked(hyper: list) -> dict:
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *hyper)
 
 
 def padded(x):  # add at least one row of zeros, up to a power of two: few shapes
@@ -381,15 +376,6 @@ def padded_orders(orders, row):  # fill batches with `row`, up to a power of two
     return np.pad(orders, [(0, 0), (0, 0), (0, size - batch)], constant_values=row)
 
 
-def start(trainer, hyper: list, num_steps: int, seed: int) -> pe.TrainState:
-    """Return members that differ in `hyper`, a list with an entry per member."""
-    state = trainer.gather(trainer.init(jax.random.key(seed)))
-    hyper = jax.tree.map(lambda *leaves: np.stack(leaves), *hyper)
-    counts = np.full(len(state.opt_state.num_steps), num_steps, np.int32)
-    opt_state = state.opt_state._replace(num_steps=counts)
-    return trainer.scatter(state._replace(model_state=hyper, opt_state=opt_state))
-
-
 def predict(trainer, state, x):  # the outputs, a list of leaves [K, N, ...]
     return [leaf[:, : len(x)] for leaf in trainer.predict_members(state, padded(x))]
 
@@ -402,22 +388,23 @@ def train(model: Model, data: Data, recipes, members: int, epochs: int, seed: in
     [splits, recipes, members, N, ...].
     """
     x, y, splits = data
-    hyper = []
-    trains = []
-    for split, own in zip(splits, recipes):
-        for recipe in own:
-            hyper += [member_hyper(x, y, split.train, *recipe)] * members
-            trains += [split.train] * members
+    pairs = [
+        (split.train, recipe) for split, own in zip(splits, recipes) for recipe in own
+    ]
+    trains = [rows for rows, _ in pairs for _ in range(members)]
     num_steps = epochs * member_orders(trains, 0, seed).shape[1]
-    trainer = make_trainer(model, x.shape[1], len(trains))
-    state = start(trainer, hyper, num_steps, seed)
+    hyper = []
+    for rows, recipe in pairs:
+        hyper += [member_hyper(x, y, rows, *recipe, num_steps)] * members
+    trainer = make_trainer(model, x.shape[1], stacked(hyper))
+    state = trainer.init(jax.random.key(seed))
     weight = np.ones(len(x), np.float32)
     placed = trainer.place(tuple(map(padded, (x, y, weight))))
     for epoch in range(epochs):
         orders = padded_orders(member_orders(trains, epoch, seed), len(x))
         state, _ = trainer.epoch(state, placed, orders)
     outputs = predict(trainer, state, x)
-    networks = trainer.gather(state)._replace(opt_state=(), key=None)
+    networks = Networks(trainer.gather(state).params, trainer.hyper)
     shape = (len(splits), -1, members)
     return networks, [leaf.reshape(shape + leaf.shape[1:]) for leaf in outputs]
 
@@ -543,11 +530,12 @@ class Ensemble(BaseEstimator):
         check_is_fitted(self)
         x = validate_data(self, X, reset=False, dtype=float)
         x = standardize("X", x, self.x_mean_, self.x_scale_)
-        count = len(jax.tree.leaves(self._networks)[0])
-        keys = jax.random.split(jax.random.key(0), count)  # predicting draws nothing
+        params, hyper = self._networks
+        keys = jax.random.split(jax.random.key(0), len(hyper["decay"]))
         model, num_features = self._form
-        trainer = make_trainer(model, num_features, count)
-        state = trainer.scatter(self._networks._replace(key=keys))
+        trainer = make_trainer(model, num_features, hyper)
+        # Predicting needs no optimizer, and draws nothing by the keys.
+        state = trainer.scatter(pe.TrainState(params, (), (), keys))
         return predict(trainer, state, x)
 
 

@@ -34,7 +34,7 @@ def solve(trainer, state, data, order):
     state = trainer.gather(state)
     numbers = y.dtype == np.float32  # whose variance is a constant
     params = state.params if numbers else state.params[0]
-    h = state.model_state
+    h = trainer.hyper
     last = params[-1]
     identity = pe.Dense(np.eye(tabular.HIDDEN), np.zeros(tabular.HIDDEN))
     for i, rows in enumerate(order.reshape(len(order), -1)):
@@ -337,9 +337,8 @@ def test_networks_are_those_that_train_one_by_one_without_padding():
     drawn = [order for i in (0, 1) for order in tabular.member_orders(trains, i, 0)[:2]]
     assert len({order.tobytes() for order in drawn}) == 4  # of one split
     hyper = [tabular.member_hyper(x, y, trains[i], *own[i // 2]) for i in range(4)]
-    together = tabular.make_trainer(model, 3, 4)
-    start = together.gather(tabular.start(together, hyper, 3 * 2, 0))
-    start = start._replace(opt_state=start.opt_state.adam)
+    together = tabular.make_trainer(model, 3, tabular.stacked(hyper))
+    start = together.gather(together.init(jax.random.key(0)))
     # Of 52 rows, 2 batches of 26 in each of 3 epochs.
     schedule = pe.cosine_schedule(0.5 * 6**-0.5, 6, warmup=0.05)
     alone = dataclasses.replace(
@@ -347,7 +346,8 @@ def test_networks_are_those_that_train_one_by_one_without_padding():
         members=1,
         devices=1,
         optimizer=pe.adam(schedule),
-        loss_fn=lambda p, h, key, x, y: (model.loss_fn(p, x, y, 1, h), h),
+        loss_fn=lambda p, x, y, h: model.loss_fn(p, x, y, 1, h),
+        hyper=jax.tree.map(lambda leaf: leaf[:1], together.hyper),
     )
     outputs = []
     for i, rows in enumerate(trains):
@@ -355,6 +355,8 @@ def test_networks_are_those_that_train_one_by_one_without_padding():
         assert_close(hyper[i]["x_scale"][0, :2], x[rows, :2].std(axis=0))
         assert hyper[i]["x_scale"][0, 2] == 1
         assert_close(hyper[i]["second_decay"], own[i // 2][1] / len(rows))
+        own_hyper = jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], together.hyper)
+        alone = alone.with_hyper(own_hyper)
         state = alone.scatter(jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], start))
         for epoch in range(3):
             order = tabular.member_orders(trains, epoch, 0)[i]
