@@ -4055,13 +4055,23 @@ def test_fit_ends_in_the_same_bytes_wherever_it_stopped(options, validates, tmp_
         how |= EPOCHS | options | callbacks
         return pe.fit(trainer, image_data(), folder=folder, **how)
 
-    whole = fit(0, tmp_path / "whole")
+    seen = []
+
+    def see(fitted):
+        seen.append(newest(tmp_path / "whole").name)
+
+    whole = fit(0, tmp_path / "whole", on_epoch=see)
+    assert seen[-1:] == step_names(15)  # before the last validation too
     for name, last in ("on_segment", 9), ("on_epoch", 3):
         for at in range(1, last + 1):
             folder = tmp_path / f"{name} {at}"
             first = fit(0, folder, **{name: stopping_at(at)})
             assert name == "on_segment" or first.losses.shape == (3, at)
-            found = fit(1, folder)
+            ended = []
+            found = fit(1, folder, on_epoch=ended.append)
+            # An epoch after which a callback stopped is validated and told again.
+            epochs = [each.losses.shape[1] for each in ended]
+            assert name == "on_segment" or epochs == list(range(at, 4))
             assert leaves_equal(found[1:], whole[1:])
             assert newest(folder).name == newest(tmp_path / "whole").name
             assert (
@@ -4120,40 +4130,50 @@ def diverging(params, images, labels, own):
     return net_loss(params, images, labels) * own
 
 
+DIVERGING = dict(
+    init_fn=lambda key, own: net_init(key),
+    loss_fn=diverging,
+    apply_fn=lambda params, images, own: net(params, images),
+)
+
+
+def step_names(*steps):
+    return [f"checkpoint_{step:08d}.safetensors" for step in steps]
+
+
 def test_fit_goes_on_without_members_that_are_not_finite(tmp_path):
     hyper = np.float32([1, np.inf, 1])
-    lone = dict(init_fn=lambda key, own: net_init(key), loss_fn=diverging)
-    lone["apply_fn"] = lambda params, images, own: net(params, images)
-    trainer = net_trainer.__wrapped__(3, 2, hyper=hyper, **lone)
+    trainer = net_trainer.__wrapped__(3, 2, hyper=hyper, **DIVERGING)
     how = EPOCHS | dict(validate=scores_of(trainer), folder=tmp_path)
-    with pytest.warns(
-        UserWarning, match=r"members \[1\] are not finite after epoch 1$"
-    ):
+    with pytest.warns(UserWarning, match="members") as caught:
         fitted = pe.fit(trainer, image_data(), **how)
+    texts = [str(each.message) for each in caught]
+    assert texts == ["members [1] are not finite after epoch 1"]
     assert np.isfinite(fitted.losses).all(axis=1).tolist() == [True, False, True]
-    finite = [np.isfinite(x).all() for x in jax.tree.leaves(fitted.best[0])]
-    assert all(finite)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(fitted.best[0]))
     none = trainer.with_hyper(np.float32([np.inf, np.nan, np.inf]))
     said = said_by(FloatingPointError, pe.fit, none, image_data(), **EPOCHS)
     assert said == "no model is finite after step 1; lower the learning rate"
     how = EPOCHS | dict(folder=tmp_path / "none")
     said = said_by(FloatingPointError, pe.fit, none, image_data(), **how)
-    assert said.endswith(
-        "after step 1; lower the learning rate (the checkpoint of step 0 is good)"
-    )
-    assert newest(tmp_path / "none").name == "checkpoint_00000000.safetensors"
-    skipping = net_trainer.__wrapped__(
-        2, 1, hyper=hyper[:2] * np.inf, skip_nonfinite=True, **lone
-    )
-    skipped = pe.fit(
-        skipping, image_data(), **how | dict(folder=tmp_path / "skip", keep=1)
-    )
-    assert np.isnan(skipped.losses).all() or not np.isfinite(skipped.losses).any()
-    names = sorted(os.listdir(tmp_path / "skip"))
-    assert names == [
-        "checkpoint_00000000.safetensors",
-        "checkpoint_00000015.safetensors",
-    ]
+    assert said.endswith("learning rate (the checkpoint of step 0 is good)")
+    assert sorted(os.listdir(tmp_path / "none")) == step_names(0)
+
+
+def test_fit_that_skips_steps_keeps_its_last_good_checkpoint(tmp_path):
+    hyper = np.float32([np.inf, np.inf])
+    options = DIVERGING | dict(hyper=hyper, skip_nonfinite=True)
+    trainer = net_trainer.__wrapped__(2, 1, **options)
+
+    def fit(epochs):
+        how = EPOCHS | dict(epochs=epochs, folder=tmp_path, keep=1)
+        losses = pe.fit(trainer, image_data(), **how).losses
+        assert losses.shape == (2, epochs) and not np.isfinite(losses).any()
+        return sorted(os.listdir(tmp_path))
+
+    assert fit(3) == step_names(0, 15)
+    assert fit(3) == step_names(0, 15)  # of a resumed one, none is known to be good
+    assert fit(5) == step_names(0, 15, 20, 25)
 
 
 def test_fit_stops_after_epochs_without_a_better_member(tmp_path):
@@ -4212,6 +4232,7 @@ def test_fit_skips_damaged_checkpoints_and_refuses_other_settings(tmp_path):
         ({"settings": settings | {"kind": "b"}}, 'has kind "a", not "b"'),
         ({"settings": settings | {"no": 0}}, "has no NaN, not 0"),
         ({"settings": settings | {"more": 1}}, "has more None, not 1"),
+        ({"settings": {}}, 'has kind "a", not None'),
         ({"key": jax.random.key(8)}, "has key [0, 7], not [0, 8]"),
         ({"batch_size": 24}, "has steps of an epoch 5, not 10"),
         ({"epochs": 2}, "has 3 epochs"),
@@ -4232,16 +4253,13 @@ def test_fit_skips_damaged_checkpoints_and_refuses_other_settings(tmp_path):
 def test_fit_removes_older_checkpoints_once_the_newest_has_its_name(
     tmp_path, monkeypatch
 ):
-    def names(*steps):
-        return [f"checkpoint_{step:08d}.safetensors" for step in steps]
-
     others = ["checkpoint_9.safetensors", "checkpoint_copy.safetensors"]
-    later = names(99)  # a damaged checkpoint
+    later = step_names(99)  # a damaged checkpoint
     for name in others + later:
         (tmp_path / name).write_bytes(b"")
     trainer = net_trainer(2, 1)
     state = trainer.gather(trainer.init(EPOCHS["key"]))
-    pe.save(tmp_path / names(5)[0], state)
+    pe.save(tmp_path / step_names(5)[0], state)
     seen = []
     unlink = os.unlink
 
@@ -4253,8 +4271,11 @@ def test_fit_removes_older_checkpoints_once_the_newest_has_its_name(
     monkeypatch.setattr(os, "unlink", removing)
     with pytest.warns(UserWarning, match="skipped .*99"):
         pe.fit(trainer, image_data(), **EPOCHS, folder=tmp_path, keep=1)
-    assert sorted(os.listdir(tmp_path)) == sorted(names(15) + later + others)
-    assert seen == [(*names(5), *names(10)), (*names(10), *names(15))]
+    assert sorted(os.listdir(tmp_path)) == sorted(step_names(15) + later + others)
+    assert seen == [
+        (*step_names(5), *step_names(10)),
+        (*step_names(10), *step_names(15)),
+    ]
 
 
 def test_fit_goes_on_from_a_state_that_was_saved_alone(tmp_path):
