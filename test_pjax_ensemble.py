@@ -4044,6 +4044,23 @@ def test_fit_equals_a_loop_by_hand(options):
     assert leaves_equal(trainer.gather(plain.state), trainer.gather(state))
 
 
+def test_fit_passes_the_aux_of_a_segments_steps():
+    def loss_fn(params, images, labels):
+        loss = net_loss(params, images, labels)
+        return loss, {"twice": 2 * loss}
+
+    segments = []
+    trainer = net_trainer(2, 1, loss_fn=loss_fn, has_aux=True)
+    fitted = pe.fit(trainer, image_data(), **EPOCHS, on_segment=segments.append)
+    losses, twice = (
+        np.concatenate(leaves, axis=1)
+        for leaves in zip(*((x.losses, x.aux["twice"]) for x in segments[1:]))
+    )
+    assert losses.shape == (2, 15) and segments[0].aux is None
+    assert_close(twice, 2 * losses)
+    assert_close(fitted.losses, losses.reshape(2, 3, 5).mean(axis=2))
+
+
 @cases("validates", False, True)
 @cases("options", {}, {"save_every": 0.4, "keep": 2}, {"save_every": 1.5})
 def test_fit_ends_in_the_same_bytes_wherever_it_stopped(options, validates, tmp_path):
