@@ -495,7 +495,14 @@ def format_report(report: dict) -> str:
     several members, the second has those of the first 1..K members, and a line of the
     members' disagreement follows.  A member whose scores are None has failed.  Accuracy
     and coverage are in percent.
+
+    Raises ValueError for a dict that is no report.
     """
+    if not isinstance(report, dict) or not {"ensemble", "member"} <= report.keys():
+        raise ValueError(
+            f"report is {report!r:.60}; expected the result of ensemble_report or of "
+            "regression_report"
+        )
     ensemble = report["ensemble"]
     members = report["member"]
     head = _line("", _cells(ensemble))

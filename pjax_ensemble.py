@@ -502,7 +502,10 @@ def dropout(key: Array | None, inputs: Array, rate: Real = 0.5) -> Array:
 
 
 def mlp_init(key: Array, sizes: Sequence[int]) -> list[Dense]:
-    """Draw the dense layers of a network of sizes [inputs, hidden, ..., outputs]."""
+    """Draw the dense layers of a network of sizes [inputs, hidden, ..., outputs].
+
+    Raises ValueError for fewer than two sizes, and for sizes below 1.
+    """
     if len(sizes) < 2:
         raise ValueError(f"sizes are {sizes}; expected two or more")
     keys = jax.random.split(key, len(sizes) - 1)
@@ -3700,7 +3703,7 @@ class Segment(NamedTuple):
     step: int  # steps so far, with those of earlier calls of `fit`
     losses: np.ndarray  # [K, n]
     aux: PyTree  # leaves [K, n, ...], or None
-    seconds: float
+    seconds: float  # of the call
 
 
 class Fitted(NamedTuple):

@@ -540,6 +540,10 @@ REGRESSION_MISFITS = {
         lambda: em.mixture(ZEROS, ZEROS[0]),
         r"shape \(2, 2\), variances \(2,\); expected both \[K, N, ...\], with a member",
     ),
+    "text of no report": (
+        lambda: em.format_report({"accuracy": 1}),
+        r"report is \{'accuracy': 1\}; expected the result of ensemble_report",
+    ),
     "mixture of no member": (lambda: em.mixture([], []), "with a member at least"),
     "mixture of a number": (lambda: em.mixture(1, 1), "with a member at least"),
     "mixture of nan": (

@@ -2193,7 +2193,7 @@ def mlir_for(program, args, platform):
 
 
 def test_programs_lowered_for_other_platforms_keep_their_convolutions():
-    settings = tm.Settings(
+    settings = tm.RECIPES["cnn"]._replace(
         image_shape=(8, 8, 1),
         classes=range(4),
         train_size=128,
