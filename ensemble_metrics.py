@@ -696,10 +696,12 @@ def fold_sets(scores: Any, folds: Any, values: Any, coverage=0.9) -> np.ndarray:
       coverage: The fraction of sets that hold the label, in [0, 1).
 
     Raises ValueError for scores that `conformal_quantile` refuses, values that are
-    masked or not real, folds that do not fit, and a coverage outside [0, 1).
+    masked, nan or not real, folds that do not fit, and a coverage outside [0, 1).
     """
     scores = _one_axis("scores", scores)
     values = _real("values", values, None)
+    if np.isnan(values).any():
+        raise ValueError(f"values have {np.isnan(values).sum()} nan; expected none")
     folds = _fold_indices(folds, scores, values)
     of_folds = (np.sort(scores[folds == k]) for k in range(len(values)))
     below = sum(map(np.searchsorted, of_folds, values))

@@ -7,6 +7,7 @@ several processes.
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import importlib.util
 import json
@@ -20,6 +21,7 @@ import textwrap
 import threading
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,9 +89,10 @@ def explain(error: Exception, several: bool) -> Failure:
             "out of memory; try fewer --members on more --devices, or a smaller "
             f"--batch-size: {text}"
         )
-    elif type(error) is not RuntimeError:  # it is one of JAX's
-        if not several:
-            raise error
+    elif type(error) is not RuntimeError and not several:
+        raise error
+    elif isinstance(error, jax.errors.JaxRuntimeError) or re.match("[A-Z_]+: ", text):
+        # XLA's errors begin with a code, of whatever class they are.
         text = f"lost contact with another process: {text}"
     return Failure(text, status=1)
 
@@ -157,7 +160,9 @@ class Flag(NamedTuple):
     says: str  # its help, with the default if that is no plain value
     default: Any = None
     value: str = ""  # as the help shows it
+    alone: bool = False  # it may stand without a value, and is then True
     setting: bool = False  # the results depend on it
+    local: bool = False  # each of several processes has its own
     added: bool = False  # later than config.json: runs without it had the default
 
     def text(self) -> str:
@@ -165,6 +170,8 @@ class Flag(NamedTuple):
         shown = self.value
         if not callable(self.kind):
             shown = f"{{{','.join(self.kind)}}}"
+        if self.alone:
+            shown = f"[{','.join(self.kind)}]"
         start = f"  {flag(self.name)} {shown}".rstrip()
         says = self.says
         if "(default: " not in says:
@@ -200,6 +207,9 @@ def given_flags(argv: Sequence[str] | None, flags: Iterable[Flag], help: str) ->
     for each in flags:
         if each.kind is bool:
             parser.add_argument(flag(each.name), action="store_true")
+        elif each.alone:
+            options = {"choices": each.kind, "const": True, "nargs": "?"}
+            parser.add_argument(flag(each.name), **options)
         elif callable(each.kind):
             parser.add_argument(flag(each.name), type=each.kind)
         else:
@@ -237,7 +247,8 @@ class Run:
 
     def __init__(self, args, settings, data, trainer, folder: Path | None = None):
         """Start a run, or continue the run in the folder.  Raises Failure."""
-        check_same_run(settings)
+        everyone = of_processes(settings._asdict())
+        check_same_processes(everyone, everyone[0])
         self.args = args
         self.settings = settings
         self.data = data
@@ -578,8 +589,9 @@ def load_members(path: Path, step: int, like, settings: Any) -> pe.TrainState:
     """
     state = pe.load(path, like)
     counted = state.opt_state.num_steps  # [K]
-    if counted.max() > step or (counted.min() < step and not settings.skip_nonfinite):
-        raise ValueError(f"{path}: holds step {counted.max()}, not step {step}")
+    wrong = counted > step if settings.skip_nonfinite else counted != step
+    if wrong.any():
+        raise ValueError(f"{path}: holds step {counted[wrong][0]}, not step {step}")
     return state
 
 
@@ -670,11 +682,68 @@ class Signals:
         return int(pe.gather_processes(np.int32(self.received)).max())
 
 
+def notice_of_tasks() -> None:
+    """Print a notice where a launcher has started several separate runs."""
+    for name in "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE":
+        count = os.environ.get(name, "1")
+        if count != "1":
+            print(
+                f"notice: {name} is {count}: each of these tasks trains all members by "
+                "itself; --distributed makes them one run"
+            )
+
+
+def is_elsewhere(host: str) -> bool:
+    """Return whether a host is another machine, or raise Failure if it is unknown."""
+    with named(f"{host} has no address here, see /etc/hosts", OSError):
+        family, kind, *_, address = socket.getaddrinfo(host, 0)[0]
+    try:
+        with socket.socket(family, kind) as own:
+            own.bind(address)
+    except OSError:
+        return True
+    return False
+
+
+def check_own_name(several: bool) -> None:
+    """Raise Failure if processes on other machines could not find this one.
+
+    Gloo, by which CPUs exchange arrays, tells them the address of the machine's name.
+    """
+    name = socket.gethostname()
+    with named(f"this machine's name, {name}, has no address, see /etc/hosts", OSError):
+        own = socket.gethostbyname(name)
+    if several and own.startswith("127."):
+        raise Failure(
+            f"this machine's name, {name}, is {own}, where no other machine finds it; "
+            "give it its address in the network, in /etc/hosts"
+        )
+
+
 def connect(args: argparse.Namespace) -> None:
     """Join the run's processes, if there are several.  Raises Failure."""
     if not (args.distributed or args.coordinator):
+        notice_of_tasks()
         return
-    where = f"--coordinator {args.coordinator}" if args.coordinator else "--distributed"
+    environ = os.environ
+    if args.coordinator:
+        where = f"--coordinator {args.coordinator}"
+        host, _, port = args.coordinator.rpartition(":")
+        first = args.process_id == 0
+        several = is_elsewhere(host.strip("[]"))
+    else:
+        where = "--distributed"
+        port = None
+        first = environ.get("SLURM_PROCID") == "0"
+        several = environ.get("SLURM_STEP_NUM_NODES", "1") != "1"
+        of_mpi = [f"OMPI_COMM_WORLD_{name}SIZE" for name in ("", "LOCAL_")]
+        several |= len(set(map(environ.get, of_mpi))) > 1
+        if "SLURM_STEP_ID" in environ:
+            # JAX takes the port from the job's number; the job's steps would meet.
+            step = f"{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
+            port = str(61440 + zlib.crc32(step.encode()) % 4096)
+            port = environ.setdefault("JAX_COORDINATOR_PORT", port)
+    check_own_name(several)
 
     def give_up():  # JAX would abort with a trace of C++
         text = (
@@ -691,9 +760,8 @@ def connect(args: argparse.Namespace) -> None:
     with named(where, OSError, ValueError, RuntimeError, status=1):
         timer.start()
         try:
-            if args.process_id == 0:  # at a busy port JAX would end without a message
-                port = int(args.coordinator.rpartition(":")[2])
-                socket.create_server(("", port)).close()
+            if first and port:  # at a busy port JAX would end without a message
+                socket.create_server(("", int(port))).close()
             jax.distributed.initialize(
                 args.coordinator,
                 args.num_processes,
@@ -701,6 +769,13 @@ def connect(args: argparse.Namespace) -> None:
                 initialization_timeout=args.connect_timeout + 60,
                 heartbeat_timeout_seconds=30,
             )
+        except ValueError as error:
+            if args.coordinator:
+                raise
+            raise ValueError(
+                "JAX finds no launcher here; start by srun or mpirun, or give "
+                f"--coordinator, --num-processes and --process-id ({error})"
+            ) from error
         finally:
             timer.cancel()
     signal.signal(signal.SIGTERM, handler)  # JAX has set its own
@@ -710,11 +785,22 @@ def connect(args: argparse.Namespace) -> None:
             f"--num-processes {args.num_processes}: the process at {args.coordinator} "
             f"expects {count}"
         )
+    devices = collections.Counter(device.process_index for device in jax.devices())
+    if len(set(devices.values())) > 1:
+        raise Failure(
+            f"the processes have {[devices[i] for i in range(count)]} devices; give "
+            "each as many, by --devices"
+        )
+    cause = f"{where}: the processes have met, but cannot exchange arrays"
+    with named(cause, RuntimeError, ValueError, status=1):
+        pe.gather_processes(np.int32(0))
 
 
-def share(tree: Any) -> Any:
-    """Return process 0's tree of arrays, of at most 32 bits, in every process."""
-    return jax.tree.map(lambda x: pe.gather_processes(x)[0], tree)
+def of_processes(value: Any) -> list:
+    """Return all processes' values, of JSON, in every process."""
+    text = json.dumps(value).ljust(8192).encode()  # one length in all processes
+    texts = pe.gather_processes(np.frombuffer(text, np.uint8))
+    return [json.loads(text.tobytes()) for text in texts]
 
 
 OTHER_RUN = (
@@ -723,16 +809,16 @@ OTHER_RUN = (
 )
 
 
-def check_same(who: str, ours: Any, theirs: Any, remedy=OTHER_RUN) -> None:
-    """Raise Failure for the first of our settings that differs in another run."""
-    for name, value, other in zip(ours._fields, ours, theirs):
-        if value != other:
-            raise Failure(f"{who}: {name} is {value} here, {other} there; {remedy}")
+def check_same(who: str, ours: dict, theirs: dict, remedy=OTHER_RUN) -> None:
+    """Raise Failure for the first of our values that differs in another run."""
+    for name, value in ours.items():
+        if value != theirs[name]:
+            text = f"{name} is {value} here, {theirs[name]} there"
+            raise Failure(f"{who}: {text}; {remedy}")
 
 
-def check_same_run(settings: Any) -> None:
-    """Raise Failure in a process whose settings differ from process 0's."""
-    text = json.dumps(settings).ljust(8192).encode()  # one length in all processes
-    first = type(settings)(*json.loads(share(np.frombuffer(text, np.uint8)).tobytes()))
-    who = f"--process-id {jax.process_index()}"
-    check_same(who, settings, first, "start it with the flags of process 0")
+def check_same_processes(everyone: list[dict], first: dict) -> None:
+    """Raise Failure, in all of them, for the first that differs from process 0."""
+    for process, ours in enumerate(everyone):
+        remedy = "start it with the flags of process 0"
+        check_same(f"process {process}", ours, first, remedy)

@@ -53,6 +53,7 @@ import functools
 import hashlib
 import importlib
 import inspect
+import itertools
 import json
 import math
 import operator
@@ -66,6 +67,7 @@ import time
 import traceback
 import types
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -1005,6 +1007,10 @@ def _wait_in_flight() -> None:
             jax.block_until_ready(x)
 
 
+if hasattr(os, "register_at_fork"):  # a child has none of the threads that copy
+    os.register_at_fork(after_in_child=_IN_FLIGHT.clear)
+
+
 def _is_done(x: Any) -> bool:
     return x.is_deleted() or x.is_ready()
 
@@ -1722,6 +1728,24 @@ def gather_processes(x: Any) -> np.ndarray:
     return _gather_devices(np.array(x)[None])
 
 
+def _check_alike(**values: Any) -> None:
+    """Raise ValueError unless all processes have the same values, of any kind.
+
+    Processes that differ would wait for each other, or mix their members; so may two
+    steps of a Slurm job, for which JAX takes one port.
+    """
+    values["SLURM_STEP_ID"] = os.environ.get("SLURM_STEP_ID")
+    ours = [zlib.crc32(repr(value).encode()) for value in values.values()]
+    digests = gather_processes(np.array(ours, np.uint32))  # [P, n]
+    for process, same in enumerate(digests == digests[0]):
+        if not same.all():
+            names = ", ".join(itertools.compress(values, ~same))
+            raise ValueError(
+                f"process {process} differs from process 0 in {names}; start all "
+                "processes together, with the same arguments"
+            )
+
+
 def _is_consumed(state: PyTree) -> bool:
     return any(isinstance(x, Array) and x.is_deleted() for x in jax.tree.leaves(state))
 
@@ -1735,12 +1759,15 @@ class _Guard:
     3. From then on interrupts wait until the context ends, when the result has a name.
     4. Then the handler that the user has set last is set again, and the waiting
        interrupts go on to it, also if the program failed.
+
+    Handlers are called, since a signal that is raised again would count twice where
+    `signal.set_wakeup_fd` counts signals, as in asyncio.
     """
 
     def __init__(self, state: PyTree):
         self.state = state
         self.users: Any = signal.getsignal(signal.SIGINT)  # the user's handler
-        self.waiting = 0  # interrupts
+        self.waiting: list[tuple] = []  # arguments of handlers
         # Only the main thread is interrupted, and only there can handlers be set.
         here = threading.main_thread() is threading.current_thread()
         self.guarded = here and callable(self.users)
@@ -1751,19 +1778,24 @@ class _Guard:
 
     def __call__(self, *interrupt: Any) -> None:
         if _is_consumed(self.state):
-            self.waiting += 1
+            self.waiting.append(interrupt)
         else:
-            signal.signal(signal.SIGINT, self.users)
-            signal.raise_signal(signal.SIGINT)
-            self.users = signal.signal(signal.SIGINT, self)  # it may have set another
+            self.users(*interrupt)
+            last = signal.signal(signal.SIGINT, self)
+            if last is not self:  # the handler has set another
+                self.users = last
 
     def __exit__(self, *error: Any) -> None:
         if self.guarded:
             last = signal.signal(signal.SIGINT, self.users)
             if last is not self:  # the user's, set during the call
                 signal.signal(signal.SIGINT, last)
-        for _ in range(self.waiting):
-            signal.raise_signal(signal.SIGINT)
+        for interrupt in self.waiting:
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler):
+                handler(*interrupt)
+            else:  # a default, which the user has set during the call
+                signal.raise_signal(signal.SIGINT)
 
 
 def _run_consuming(owner: Any, program: Callable, state: PyTree, *rest) -> tuple:
@@ -2273,7 +2305,8 @@ def _lay_out(members: int, devices: Any, shards: int) -> _Places:
             f"devices are {list(devices)}; expected one or more, each once, of one "
             "platform"
         )
-    alike = jax.device_count() == processes * jax.local_device_count()
+    counts = collections.Counter(x.process_index for x in jax.devices())
+    alike = len(set(counts.values())) == 1
     if processes > 1 and not (alike and list(devices) == jax.devices()):
         raise ValueError(
             f"devices is {len(devices)}; {processes} processes use all of their "
@@ -3040,8 +3073,22 @@ class Trainer:
         Raises ValueError unless key is one random key, for "rbg" keys with at_once
         above 1, and for an init_fn that returns leaves other than arrays.
         """
+        work = self._work_of_init(key)
+        self._check_processes(key)
         object.__setattr__(self, "latest", None)  # the trainer is frozen
-        return self._programs.run(self, self._work_of_init(key))
+        return self._programs.run(self, work)
+
+    def _check_processes(self, key: Any) -> None:
+        """Raise ValueError unless all processes make, or put, the same members."""
+        if jax.process_count() == 1:
+            return
+        leaves = jax.tree.leaves(self.hyper)
+        leaves = [jax.random.key_data(x) if _is_key(x) else x for x in leaves]
+        _check_alike(
+            members=self.members,
+            hyper=[np.asarray(x).tolist() for x in leaves],
+            keys=_key_data(key).tolist(),
+        )
 
     def _work_of_init(self, key):
         _check_outside(key)
@@ -3088,6 +3135,7 @@ class Trainer:
         members = range(self.members)
         expected = f"the trainer's {self.members} members"
         self._check_members(gathered, members, expected)
+        self._check_processes(gathered.key)
         object.__setattr__(self, "latest", None)
         return self._places.to_slots("members' state", gathered)
 
@@ -3483,7 +3531,10 @@ def replace_file(path: str | os.PathLike) -> Iterator[Any]:
     # 60 letters of at most four bytes keep the name within the limit for names.
     temporary = os.path.join(folder, f".{name[:60]}.{os.urandom(4).hex()}.tmp")
     opener = functools.partial(os.open, mode=stat.S_IMODE(old or 0o666))
+    here = None  # the folder, also if it gets another name; Windows does not open it
     try:
+        if hasattr(os, "O_DIRECTORY"):
+            here = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY)
         with open(temporary, "x+b", opener=opener) as file:
             if old:  # the process may have masked a part of its mode
                 os.chmod(temporary, stat.S_IMODE(old))
@@ -3491,19 +3542,20 @@ def replace_file(path: str | os.PathLike) -> Iterator[Any]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        if hasattr(os, "O_DIRECTORY"):  # where folders can be opened and synced
-            handle = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+        if here is not None:
+            os.fsync(here)
     except OSError as error:
         if error.filename not in (None, temporary, path, folder or "."):
             raise  # of another file, in the caller's block
         raise OSError(error.errno, error.strerror or str(error), path) from error
     finally:
         with contextlib.suppress(OSError):  # it exists only if something failed
-            os.unlink(temporary)
+            if here is None:
+                os.unlink(temporary)
+            else:
+                os.unlink(os.path.basename(temporary), dir_fd=here)
+        if here is not None:
+            os.close(here)
 
 
 # The safetensors format's names of NumPy's types, except float8, which the format's
@@ -4026,6 +4078,14 @@ def fit(
         save_steps=max(1, round(save_every * steps)),
         keep=keep,
         settings=_as_json(own | (settings or {})),
+    )
+    _check_alike(
+        settings=run.settings.tobytes(),
+        epochs=epochs,
+        save_every=run.save_steps,
+        folder=folder is None,
+        validate=validate is None,
+        patience=patience,
     )
     run.begin(key)
     data = trainer.place(data)

@@ -16,6 +16,7 @@ import re
 import runpy
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -1795,9 +1796,18 @@ def test_updates_keep_other_interrupt_handlers_and_run_in_threads(interrupts):
     received = []
     interrupts.before = 1
     interrupts.after = 2
-    with handling(lambda *args: received.append(args)):
-        state, _ = trainer.update(state, *batch)
-    assert len(received) == 3 and trainer.latest is state
+    end, other = socket.socketpair()
+    end.setblocking(False)
+    other.setblocking(False)
+    with handling(lambda *args: received.append(args)), end, other:
+        before = signal.set_wakeup_fd(end.fileno())  # as asyncio does
+        try:
+            state, _ = trainer.update(state, *batch)
+        finally:
+            signal.set_wakeup_fd(before)
+        assert other.recv(99) == bytes([signal.SIGINT] * 3)  # each counts once
+    assert [number for number, _ in received] == [signal.SIGINT] * 3
+    assert trainer.latest is state
     # If a handler returns, as asyncio's does, a second SIGINT still waits for the end.
     # If the first handler sets another one, that one stays in place after the update.
     second = mock.Mock(side_effect=KeyboardInterrupt)
@@ -1807,7 +1817,11 @@ def test_updates_keep_other_interrupt_handlers_and_run_in_threads(interrupts):
             assert signal.getsignal(signal.SIGINT) is new
         state = trainer.latest
         assert np.isfinite(np.asarray(state.params.dense.weight)).all()
-    interrupts.before = interrupts.after = 0
+    interrupts.after = 0
+    with handling(lambda *args: signal.signal(signal.SIGINT, second)):
+        state, _ = trainer.update(state, *batch)
+        assert signal.getsignal(signal.SIGINT) is second
+    interrupts.before = 0
     with mock.patch.object(signal, "getsignal", return_value=None):  # one set in C
         state, _ = trainer.update(state, *batch)
     with concurrent.futures.ThreadPoolExecutor() as pool:  # cannot set handlers
@@ -1821,6 +1835,24 @@ def test_updates_keep_other_interrupt_handlers_and_run_in_threads(interrupts):
     trainer, state = begin(net_trainer.__wrapped__(2, 2, loss_fn))
     trainer.update(state, *batch)
     assert signal.getsignal(signal.SIGINT) is second
+
+
+@posix
+def test_a_forked_process_does_not_wait_for_arrays_of_its_parent():
+    never = mock.Mock()
+    never.is_deleted.return_value = never.is_ready.return_value = False
+    never.block_until_ready = functools.partial(os._exit, 1)
+    pe._in_flight(never)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # JAX's, of its threads
+            child = os.fork()
+        if child == 0:
+            pe._wait_in_flight()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0 and never in pe._IN_FLIGHT
+    finally:
+        pe._IN_FLIGHT.remove(never)
 
 
 def train_beside_a_program_that_fails():
@@ -3526,6 +3558,41 @@ def one_process(index, count, local, port, folder):
         other = pe.make_ensemble_update(loss_fn, optimizer)
         other(state, *pe.replicate((xs, ys), local))
     np.savez(f"{folder}/{count} {index}.npz", **found)
+    if count == 1:
+        return
+
+    # Processes that differ do not gather; process 1 has another value each time.
+    def refuse(what, call, *args, **options):
+        said = f"process 1 differs from process 0 in {what}; start all"
+        with pytest.raises(ValueError, match=said):
+            call(*args, **options)
+
+    ours = on_all(init, loss_fn, optimizer, members=4)
+    members = ours.gather(ours.init(jax.random.key(0)))
+    other = jax.random.key(index)
+    refuse("keys", ours.init, other)
+    refuse("keys", ours.scatter, members._replace(key=jax.random.split(other, 4)))
+    how = dict(key=jax.random.key(0), epochs=1, batch_size=12)
+    changes = {
+        "epochs": 1 + index,
+        "save_every": 1.0 + index,
+        "patience": 1 + index,
+        "folder": [folder, None][index],
+        "validate": [None, ours.predict][index],
+        "settings": {"rate": index},
+    }
+    for name, value in changes.items():
+        refuse(name, pe.fit, ours, (xs, ys), **(how | {name: value}))
+    ours = on_all(
+        lambda key, rate: init(key),
+        lambda params, xs, ys, rate: loss_fn(params, xs, ys),
+        optimizer,
+        members=4,
+        hyper=np.full(4, 0.1 + index),
+    )
+    refuse("hyper", ours.init, jax.random.key(0))
+    os.environ["SLURM_STEP_ID"] = str(index)
+    refuse("hyper, SLURM_STEP_ID", ours.init, jax.random.key(0))
 
 
 @linux
@@ -3939,6 +4006,15 @@ def test_a_file_is_replaced_when_it_is_whole_and_not_before(path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="'other'"), pe.replace_file(path):
         Path("other").read_bytes()
     assert path.read_bytes() == b"new" and list(path.parent.iterdir()) == [path]
+
+
+@posix
+def test_no_half_file_stays_in_a_folder_that_gets_another_name(path):
+    renamed = path.parent.with_name("renamed")
+    with pytest.raises(FileNotFoundError), pe.replace_file(path) as file:
+        file.write(b"new")
+        path.parent.rename(renamed)
+    assert not list(renamed.iterdir())
 
 
 @posix

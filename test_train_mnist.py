@@ -613,9 +613,24 @@ def test_checkpoint_may_count_fewer_steps_only_if_the_run_skips_steps(tmp_path):
     pe.save(path, state)
     skipping = plain._replace(skip_nonfinite=True)
     assert leaves_equal(mr.load_members(path, 5, state, skipping), state)
-    for step, recipe in ((4, skipping), (5, plain), (3, plain)):
-        with pytest.raises(ValueError, match=f"holds step 5, not step {step}"):
+    for step, recipe, held in (4, skipping, 5), (5, plain, 3), (3, plain, 5):
+        with pytest.raises(ValueError, match=f"holds step {held}, not step {step}"):
             mr.load_members(path, step, state, recipe)
+
+
+def test_one_command_starts_a_run_and_goes_on(tmp_path, script, monkeypatch):
+    flags = RUN, "--resume auto --workdir", tmp_path
+    stop_at(monkeypatch, 9)
+    status, out, _ = script(*flags)
+    assert status == 143 and "resumed" not in out
+    status, out, _ = script(*flags)
+    assert status == 0 and f"resumed from {tmp_path / name_of(9)}" in out
+    ended = results(tmp_path)
+    status, out, _ = script(*flags)
+    assert status == 0 and f"resumed from {tmp_path / name_of(16)}" in out
+    assert results(tmp_path) == ended
+    status, _, err = script(*flags, "--seed 5")
+    assert status == 2 and "seed is 5 here, 0 there" in err
 
 
 @posix
@@ -860,7 +875,9 @@ mr.Run.look, pe._Fit.save = looking, saving
 
 
 @linux
-def test_processes_stop_together_and_notice_one_that_dies(tmp_path, start_run):
+def test_processes_stop_together_and_notice_one_that_dies(
+    tmp_path, start_run, whole_run
+):
     port = free_port()
     flags = [f"--save-every 9 {process_flags(port, i)}" for i in range(2)]
     runs = [start_run(each, code=DYING) for each in flags]
@@ -870,6 +887,14 @@ def test_processes_stop_together_and_notice_one_that_dies(tmp_path, start_run):
         pass
     assert checkpoints(tmp_path) == names_of(0, 8)
     assert pe.load(tmp_path / name_of(8))
+    # The same command goes on, where process 0 alone has the folder.
+    port = free_port()
+    flags = [f"--save-every 9 --resume auto {process_flags(port, i)}" for i in (0, 1)]
+    runs = [start_run(flags[0]), start_run(flags[1], "--workdir", tmp_path / "none")]
+    (out, _), _ = outputs_of(runs, [0, 0])
+    assert f"resumed from {tmp_path / name_of(8)}" in out
+    assert results(tmp_path).checkpoint == results(whole_run).checkpoint
+    assert not (tmp_path / "none").exists()
 
 
 @linux
@@ -885,6 +910,18 @@ def test_processes_that_do_not_fit_together_end_with_an_error(start_run, monkeyp
             mr.connect(tm.parse_arguments(args))
     said = r"--coordinator localhost:\d+: Address already in use"
     assert re.match(said, str(busy.value)) and busy.value.status == 1
+    port = free_port()
+    unlike = [start_run(f"--devices {i + 1} {process_flags(port, i)}") for i in (0, 1)]
+    port = free_port()
+    flags = "", "--save-every 0.5"
+    others = [start_run(f"{flags[i]} {process_flags(port, i)}") for i in (0, 1)]
+    for _, err in outputs_of(unlike, [2, 2]):
+        assert err.endswith(
+            "the processes have [1, 2] devices; give each as many, by --devices\n"
+        )
+    said = "process 1: save_every is 0.5 here, 1.0 there; start it with the flags of pr"
+    for _, err in outputs_of(others, [2, 2]):
+        assert said in err
     (_, late), (_, refused) = outputs_of([alone, third], [1, 2])
     assert "the processes did not meet within 1 seconds" in late
     assert "--num-processes 3: the process at" in refused
@@ -899,6 +936,8 @@ FULL = (
 @cases(
     "error, status, text",
     (jax.errors.JaxRuntimeError("gone\nat a line"), 1, f"{LOST}gone"),
+    (ValueError("UNKNOWN: Gloo"), 1, f"{LOST}UNKNOWN: Gloo"),
+    (ValueError("devices is 3"), 1, "devices is 3"),
     (MemoryError("no"), 1, f"{FULL}no"),
     (RuntimeError("RESOURCE_EXHAUSTED\nat a line"), 1, f"{FULL}RESOURCE_EXHAUSTED"),
     (RuntimeError("no room"), 1, "no room"),
@@ -915,12 +954,117 @@ def test_failing_process_waits_for_no_other(wrong, monkeypatch, error, status, t
     assert tm.main(words("--distributed")) == 143 and left.call_count == 2
 
 
-def test_process_with_other_settings_than_process_0_names_them(script, monkeypatch):
-    theirs = json.dumps(tm.Settings(mode="sync")).encode()
-    monkeypatch.setattr(mr, "share", lambda mine: np.frombuffer(theirs, np.uint8))
-    status, _, err = script(RUN)
-    assert status == 2 and "--process-id 0: mode is ensemble here, sync there" in err
-    assert err.endswith("; start it with the flags of process 0\n")
+@cases(
+    "theirs, said",  # flags and settings of process 0, and process 1's error
+    ({"save_every": 2.0}, "save_every is 1.0 here, 2.0 there"),
+    ({"workdir": False}, "workdir is True here, False there"),
+    ({"seed": 7, "keep": 4}, None),  # flags that process 1 was not given
+    ({"dataset_sha256": "0"}, "dataset_sha256 is .+ here, 0 there"),
+)
+def test_process_takes_flags_of_process_0_and_names_others(
+    tmp_path, script, monkeypatch, theirs, said
+):
+    def of_processes(ours):
+        changes = {name: x for name, x in theirs.items() if name in ours}
+        return [ours | changes, ours]
+
+    monkeypatch.setattr(tm, "of_processes", of_processes)
+    monkeypatch.setattr(mr, "of_processes", of_processes)
+    status, _, err = script(RUN, "--save-every 1 --epochs 0 --workdir", tmp_path)
+    if said is None:
+        config = json.loads((tmp_path / "config.json").read_text())
+        assert status == 0 and theirs.items() <= (config | {"keep": 4}).items()
+    else:
+        assert status == 2 and re.search(f"process 1: {said}; start it with", err)
+        assert err.endswith("; start it with the flags of process 0\n")
+
+
+@cases(
+    "own, host, environ, said",
+    ("127.0.1.1", "localhost", {}, None),
+    ("127.0.1.1", "192.0.2.1", {}, "this machine's name, .+, is 127.0.1.1, where no "),
+    ("10.0.0.1", "192.0.2.1", {}, None),
+    (None, "localhost", {}, "this machine's name, .+, has no address, see /etc/hosts"),
+    ("127.0.1.1", "nowhere.invalid", {}, "nowhere.invalid has no address here, see /"),
+    (
+        "127.0.1.1",
+        None,
+        {"SLURM_STEP_NUM_NODES": "2"},
+        ", is 127.0.1.1, where no other",
+    ),
+    (
+        "127.0.1.1",
+        None,
+        {"SLURM_STEP_NUM_NODES": "1"},
+        "JAX finds no launcher here; st",
+    ),
+    (
+        "127.0.0.1",
+        None,
+        {"OMPI_COMM_WORLD_SIZE": "2"},
+        ", is 127.0.0.1, where no other",
+    ),
+    (
+        "127.0.0.1",
+        None,
+        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+        "JAX finds no launcher here; start by srun or mpirun, or give --coordinator, -",
+    ),
+)
+def test_addresses_are_checked_before_processes_meet(
+    monkeypatch, own, host, environ, said
+):
+    def address_of(name):
+        if own is None:
+            raise socket.gaierror(-2, "Name or service not known")
+        return own
+
+    initialize = mock.Mock()
+    if host is None:  # as JAX does where it finds no cluster
+        initialize.side_effect = ValueError("coordinator_address should be defined.")
+    monkeypatch.setattr(socket, "gethostbyname", address_of)
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(jax.config, "update", mock.Mock())
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    flags = "--distributed"
+    if host:
+        flags = f"--coordinator {host}:1 --num-processes 1 --process-id 1"
+        flags = flags.replace("--num-processes 1", "--num-processes 2")
+    monkeypatch.setattr(jax, "process_count", lambda: 2 if host else 1)
+    monkeypatch.setattr(jax, "devices", lambda: [])
+    monkeypatch.setattr(pe, "gather_processes", lambda x: x[None])
+    args = tm.parse_arguments(words(flags))
+    if said is None:
+        mr.connect(args)
+        assert initialize.call_count == 1
+    else:
+        assert re.search(said, said_by(mr.Failure, mr.connect, args))
+        assert initialize.call_count == ("launcher" in said)
+
+
+@cases("environ, port", ({"JAX_COORDINATOR_PORT": "7"}, "7"), ({}, None))
+def test_steps_of_one_slurm_job_have_ports_of_their_own(monkeypatch, environ, port):
+    ports = set()
+    monkeypatch.setattr(jax.config, "update", mock.Mock())
+    monkeypatch.setattr(jax.distributed, "initialize", mock.Mock(side_effect=OSError))
+    for job, step in itertools.product("12", "01"):
+        slurm = {"SLURM_JOB_ID": job, "SLURM_STEP_ID": step} | environ
+        with mock.patch.dict(os.environ, slurm):
+            args = tm.parse_arguments(["--distributed"])
+            said_by(mr.Failure, mr.connect, args)
+            ports.add(os.environ["JAX_COORDINATOR_PORT"])
+    assert ports == {port} if port else len(ports) == 4
+    assert all(61440 <= int(x) < 65536 for x in ports - {port})
+
+
+@cases("name", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
+def test_tasks_that_each_train_everything_say_so(monkeypatch, capsys, name):
+    for count, said in ("1", ""), ("3", f"notice: {name} is 3: each of these tasks tr"):
+        monkeypatch.setenv(name, count)
+        mr.connect(tm.parse_arguments([]))
+        out = capsys.readouterr().out
+        assert out.startswith(said) and bool(out) == bool(said)
 
 
 # ---------------------------------------------------------------------------------
@@ -1069,7 +1213,7 @@ def test_help_shows_every_flag_with_its_choices_and_its_default(capsys):
     parts = re.split(r"^  --", capsys.readouterr().out, flags=re.MULTILINE)
     texts = {text.split()[0].replace("-", "_"): text for text in parts[1:]}
     assert texts.keys() == tm.FLAGS.keys()
-    plain = {name: x.default for name, x in tm.FLAGS.items() if x.kind is not bool}
+    plain = {n: x.default for n, x in tm.FLAGS.items() if x.default is not False}
     shown = {name: "" if x is None else f"{x})" for name, x in plain.items()}
     shown |= dict.fromkeys(tm.FLAGS.keys() - plain, "")
     for name in words("optimizer epochs schedule max_shift"):
@@ -1087,7 +1231,8 @@ def test_help_shows_every_flag_with_its_choices_and_its_default(capsys):
         assert f"(default: {shown[name]}" in " ".join(text.split())
         kind = tm.FLAGS[name].kind
         if not callable(kind):
-            assert f"{{{','.join(kind)}}}" in text
+            choices = ",".join(kind)
+            assert (f"[{choices}]" if name == "resume" else f"{{{choices}}}") in text
 
 
 def test_resumed_run_takes_its_flags_from_its_config(tmp_path, whole_run):

@@ -48,6 +48,7 @@ from mnist_run import (
     below_one,
     check_known,
     check_same,
+    check_same_processes,
     checkpoints,
     clear,
     connect,
@@ -59,6 +60,7 @@ from mnist_run import (
     locked,
     named,
     nonnegative,
+    of_processes,
     positive,
     read_json,
     warnings_in_lines,
@@ -194,6 +196,7 @@ SECTIONS = {
             "does not split over a member's replicas; on a CPU, one device per "
             "core)",
             value="D",
+            local=True,
         ),
         Flag(
             "at_once",
@@ -327,6 +330,7 @@ SECTIONS = {
             "set in files of the same format and names (default: $MNIST_DIR if "
             "it is set, otherwise pjax_ensemble in the user's cache folder)",
             value="DIR",
+            local=True,
         ),
         Flag(
             "train_size",
@@ -343,6 +347,7 @@ SECTIONS = {
             "folder for metrics.jsonl, report.json and the checkpoints "
             "(default: nothing is written)",
             value="DIR",
+            local=True,
         ),
         Flag(
             "plot",
@@ -366,12 +371,13 @@ SECTIONS = {
         ),
         Flag(
             "resume",
-            bool,
+            ("auto",),
             "continue the run in --workdir from its newest valid checkpoint, on "
             "any devices; the run's other flags are read from the folder, and "
-            "flags that determine its results cannot change (default: start a "
-            "new run)",
+            "flags that determine its results cannot change; auto: start the run "
+            "where the folder has no checkpoint yet (default: start a new run)",
             default=False,
+            alone=True,
         ),
     ],
     "several processes, all started with the same flags except --process-id; only\n"
@@ -382,25 +388,29 @@ SECTIONS = {
             "address of process 0 and a free port there, where the processes "
             "meet (default: none, for a single process)",
             value="HOST:PORT",
+            local=True,
         ),
         Flag(
             "num_processes",
             integer(1, 2**16),
             "number of processes (default: 1)",
             value="P",
+            local=True,
         ),
         Flag(
             "process_id",
             at_least_zero,
             "number of this process, from 0 to P - 1 (default: 0)",
             value="I",
+            local=True,
         ),
         Flag(
             "distributed",
             bool,
-            "let JAX find the processes, under Slurm or on TPUs, in place of "
-            "the three flags above (default: off)",
+            "let JAX find the processes, under Slurm, Open MPI or on TPUs, in "
+            "place of the three flags above (default: off)",
             default=False,
+            local=True,
         ),
         Flag(
             "connect_timeout",
@@ -408,6 +418,7 @@ SECTIONS = {
             "number of seconds to wait for the other processes",
             default=60,
             value="SECONDS",
+            local=True,
         ),
     ],
 }
@@ -552,36 +563,41 @@ def read_config(folder: Path) -> tuple[Settings, dict]:
     return Settings(**values), flags
 
 
-def resumed_flags(given: dict) -> dict:
-    """Return the flags of the run to resume.
+def resumed_flags(given: dict) -> dict | None:
+    """Return the flags of the run to resume, or None if there is none to resume.
 
     Raises Failure if a given flag would change a setting of that run.
     """
     folder = given["workdir"]
+    started = (folder / "config.json").exists()
+    if given["resume"] == "auto" and not (started and checkpoints(folder)):
+        return None
     # Only process 0 of several processes must have it.
     others = given.get("process_id") or "distributed" in given
-    if others and not (folder / "config.json").exists():
+    if others and not started:
         return {}
     settings, flags = read_config(folder)
     changes = {name: x for name, x in given.items() if name in Settings._fields}
-    check_same(f"--resume from {folder}", settings._replace(**changes), settings)
+    changed = settings._replace(**changes)
+    check_same(f"--resume from {folder}", changed._asdict(), settings._asdict())
     return flags
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; take other flags from a resumed run, or the defaults.
 
-    A flag without a value is None.  Raises Failure for a value out of range, and for
-    flags that exclude each other.
+    A flag without a value is None; `given` has the flags of the command line alone.
+    Raises Failure for a value out of range, and for flags that exclude each other.
     """
     given = given_flags(argv, FLAGS.values(), help_text())
     for name in ("plot", "save_every", "keep", "resume"):
         if name in given and "workdir" not in given:
             raise Failure(f"{flag(name)} needs --workdir, the folder of the run")
-    kept = resumed_flags(given) if "resume" in given else {}
+    kept = resumed_flags(given) if "resume" in given else None
     defaults = {name: None if x.setting else x.default for name, x in FLAGS.items()}
     defaults["data_dir"] = default_folder()
-    args = argparse.Namespace(**(defaults | kept | given))
+    flags = defaults | (kept or {}) | given | {"resume": kept is not None}
+    args = argparse.Namespace(**flags, given=given)
     if args.mode == "sync" and args.members not in (None, 1):
         raise Failure(f"--members {args.members}: --mode sync trains one model")
     optimizer = args.optimizer or RECIPES[args.network or "cnn"].optimizer
@@ -604,6 +620,24 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             f"--process-id {args.process_id}: expected 0 to {args.num_processes - 1}"
         )
     return args
+
+
+def with_flags_of_process_0(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the flags with process 0's in place of all but `local` ones.
+
+    Raises Failure if a process was given another value of such a flag.
+    """
+    names = [name for name, each in FLAGS.items() if not each.local]
+    flags = {name: getattr(args, name) for name in names}
+    given = {name: args.given[name] for name in names if name in args.given}
+    given["workdir"] = args.workdir is not None
+    all_given = of_processes(given)
+    first = of_processes({**flags, "data_dir": str(args.data_dir)})[0]
+    check_same_processes(all_given, first | all_given[0])
+    data_dir = args.data_dir
+    if args.resume and "data_dir" not in args.given:
+        data_dir = Path(first["data_dir"])
+    return argparse.Namespace(**(vars(args) | first | {"data_dir": data_dir}))
 
 
 def data_settings(data: Dataset) -> dict:
@@ -714,6 +748,7 @@ def train_and_report(args: argparse.Namespace) -> None:
         raise Failure("--plot needs matplotlib: python -m pip install matplotlib")
     pe.use_cpu_devices(args.devices)
     connect(args)
+    args = with_flags_of_process_0(args)
     with contextlib.ExitStack() as stack:
         folder = None
         if jax.process_index():  # every process has the results; only process 0 prints
@@ -727,7 +762,8 @@ def train_and_report(args: argparse.Namespace) -> None:
         announce(settings, recipe_of(settings), data, trainer.layout, args.devices)
         if folder and args.resume:
             there, _ = read_config(folder)
-            check_same(f"--resume from {folder}", settings, there)
+            was = there._asdict()
+            check_same(f"--resume from {folder}", settings._asdict(), was)
         run = Run(args, settings, data, trainer, folder)
         with contextlib.closing(run.signals), warnings_in_lines():
             evaluation = run.train()
