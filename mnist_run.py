@@ -705,19 +705,54 @@ def is_elsewhere(host: str) -> bool:
     return False
 
 
-def check_own_name(several: bool) -> None:
-    """Raise Failure if processes on other machines could not find this one.
+def check_own_name(machines: bool) -> None:
+    """Raise Failure if this machine has no address, or none for other machines.
 
     Gloo, by which CPUs exchange arrays, tells them the address of the machine's name.
     """
     name = socket.gethostname()
     with named(f"this machine's name, {name}, has no address, see /etc/hosts", OSError):
         own = socket.gethostbyname(name)
-    if several and own.startswith("127."):
+    if machines and own.startswith("127."):
         raise Failure(
             f"this machine's name, {name}, is {own}, where no other machine finds it; "
             "give it its address in the network, in /etc/hosts"
         )
+
+
+class Meeting(NamedTuple):
+    """Where and how the processes of a run meet."""
+
+    where: str  # as errors name it
+    port: str | None  # of process 0, if it is known
+    first: bool  # whether this is process 0, if it is known
+    machines: bool  # whether it is known that there are several
+
+
+def meeting(args: argparse.Namespace) -> Meeting:
+    """Return where processes meet, by the flags or by a launcher's variables.
+
+    Raises Failure for a coordinator without an address.
+    """
+    if args.coordinator:
+        host, _, port = args.coordinator.rpartition(":")
+        where = f"--coordinator {args.coordinator}"
+        machines = is_elsewhere(host.strip("[]"))
+        return Meeting(where, port, args.process_id == 0, machines)
+    environ = os.environ
+    if "SLURM_STEP_ID" in environ:
+        # JAX takes the port from the job's number alone; the job's steps would meet.
+        step = f"{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
+        port = 61440 + zlib.crc32(step.encode()) % 4096
+        environ.setdefault("JAX_COORDINATOR_PORT", str(port))
+    counts = [environ.get(f"OMPI_COMM_WORLD_{x}") for x in ("SIZE", "LOCAL_SIZE")]
+    nodes = environ.get("SLURM_STEP_NUM_NODES", "1")
+    return Meeting(
+        where="--distributed",
+        port=environ.get("JAX_COORDINATOR_PORT"),
+        first=environ.get("SLURM_PROCID") == "0",
+        machines=nodes != "1" or counts[0] != counts[1],
+    )
 
 
 def connect(args: argparse.Namespace) -> None:
@@ -725,25 +760,8 @@ def connect(args: argparse.Namespace) -> None:
     if not (args.distributed or args.coordinator):
         notice_of_tasks()
         return
-    environ = os.environ
-    if args.coordinator:
-        where = f"--coordinator {args.coordinator}"
-        host, _, port = args.coordinator.rpartition(":")
-        first = args.process_id == 0
-        several = is_elsewhere(host.strip("[]"))
-    else:
-        where = "--distributed"
-        port = None
-        first = environ.get("SLURM_PROCID") == "0"
-        several = environ.get("SLURM_STEP_NUM_NODES", "1") != "1"
-        of_mpi = [f"OMPI_COMM_WORLD_{name}SIZE" for name in ("", "LOCAL_")]
-        several |= len(set(map(environ.get, of_mpi))) > 1
-        if "SLURM_STEP_ID" in environ:
-            # JAX takes the port from the job's number; the job's steps would meet.
-            step = f"{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
-            port = str(61440 + zlib.crc32(step.encode()) % 4096)
-            port = environ.setdefault("JAX_COORDINATOR_PORT", port)
-    check_own_name(several)
+    where, port, first, machines = meeting(args)
+    check_own_name(machines)
 
     def give_up():  # JAX would abort with a trace of C++
         text = (
