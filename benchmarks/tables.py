@@ -1,4 +1,4 @@
-"""Compare examples/tabular.py with a forest and boosting under MAPIE.
+"""Compare ensemble_tables.py with a forest and boosting under MAPIE.
 
     python -m pip install '.[bench]'
     UCI_DIR=... python benchmarks/tables.py
@@ -45,11 +45,10 @@ from sklearn.model_selection import PredefinedSplit, RepeatedKFold, StratifiedKF
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "examples"))
-from tabular import Data, EnsembleClassifier, EnsembleRegressor, Split
-
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 import ensemble_metrics as em
 import pjax_ensemble as pe
+from ensemble_tables import Data, EnsembleClassifier, EnsembleRegressor, Split
 
 NLL = "negative_log_likelihood"
 DRAWN = {

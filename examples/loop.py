@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 import ensemble_metrics as em
 import pjax_ensemble as pe
 

@@ -4,7 +4,7 @@
     python tables.py --plot tables.png
 
 scikit-learn's diabetes data: ten numbers per patient, and the disease's progress after
-a year.  `tabular.py`, beside this file, has the estimator.
+a year.  `ensemble_tables` has the estimator.
 """
 
 import argparse
@@ -21,10 +21,9 @@ try:
 except ImportError as error:
     sys.exit(f"{error}: python -m pip install scikit-learn")
 
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
-from tabular import EnsembleRegressor
-
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 import pjax_ensemble as pe
+from ensemble_tables import EnsembleRegressor
 
 
 def draw(file, y, mean, ends, held):

@@ -21,7 +21,7 @@ try:
 except ImportError as error:
     sys.exit(f"{error}: python -m pip install flax")
 
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 import ensemble_metrics as em
 import pjax_ensemble as pe
 

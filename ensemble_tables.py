@@ -1,6 +1,6 @@
 """Ensembles of small networks for tables of numbers, as scikit-learn's estimators.
 
-    from tabular import EnsembleRegressor  # or EnsembleClassifier
+    from ensemble_tables import EnsembleRegressor  # or EnsembleClassifier
 
     model = EnsembleRegressor(random_state=0).fit(x, y)  # x [N, F], y [N]
     mean = model.predict(new)  # [n]
@@ -48,11 +48,9 @@ Targets are scaled to variance 1.  Three measures keep the variance from running
 
 import functools
 import math
-import sys
 from collections.abc import Callable
 from datetime import date, timedelta
 from numbers import Integral
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -60,14 +58,18 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
-from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-from sklearn.utils import check_array, check_random_state
-from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
 
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 import ensemble_metrics as em
 import pjax_ensemble as pe
+
+try:
+    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.utils import check_array, check_random_state
+    from sklearn.utils.multiclass import check_classification_targets
+    from sklearn.utils.validation import check_is_fitted, validate_data
+except ImportError as error:
+    remedy = "python -m pip install scikit-learn, of which 1.6 or newer"
+    raise ImportError(f"{error}: {remedy}") from error
 
 HIDDEN = 32
 WARMUP = 0.05
@@ -485,6 +487,23 @@ def check_each(y, refused: tuple, advice: str) -> None:
             raise ValueError(f"y[{row}] is {shown!r}; {advice}")
 
 
+def check_no_times(X) -> None:
+    """Raise ValueError for dates and durations, which float would count in ns."""
+    try:
+        values = np.asarray(X)
+    except (TypeError, ValueError):  # scikit-learn says why
+        return
+    times = np.full(values.shape, values.dtype.kind in "mM")
+    if values.dtype == object:
+        times.flat = [isinstance(v, TIMES) for v in values.flat]
+    if times.any():
+        place = tuple(np.argwhere(times)[0].tolist())
+        raise ValueError(
+            f"X{list(place)} is {values[place]!r}; pass a date or a duration as "
+            "numbers, such as the days since a first day, and the month"
+        )
+
+
 def whole(fit):
     """Make a fit that fails or is interrupted leave its estimator as it was."""
 
@@ -528,6 +547,7 @@ class Ensemble(BaseEstimator):
 
     def _outputs(self, X):  # of each network, leaves [members, N, ...]
         check_is_fitted(self)
+        check_no_times(X)
         x = validate_data(self, X, reset=False, dtype=float)
         x = standardize("X", x, self.x_mean_, self.x_scale_)
         params, hyper = self._networks
@@ -554,6 +574,7 @@ class EnsembleRegressor(RegressorMixin, Ensemble):
 
         Rows that share one of groups [N], such as a patient's, stay in one fold.
         """
+        check_no_times(X)
         check_each(y, NOT_NUMBERS, "use numbers, or EnsembleClassifier")
         X, y = validate_data(self, X, y, y_numeric=True, **INPUTS)
         self.y_mean_, self.y_scale_ = mean_and_scale(y)
@@ -621,6 +642,7 @@ class EnsembleClassifier(ClassifierMixin, Ensemble):
     @whole
     def fit(self, X, y, *, groups=None):
         """Fit to X [N, F], y [N], labels of any type, and groups [N], as above."""
+        check_no_times(X)
         check_each(y, (), "give each row a label, or leave the row out")
         X, y = validate_data(self, X, y, **INPUTS)
         check_classification_targets(y)

@@ -1,4 +1,4 @@
-"""Tests of tabular.py."""
+"""Tests of ensemble_tables.py."""
 
 import builtins
 import dataclasses
@@ -15,7 +15,6 @@ import pytest
 import scipy.special
 import scipy.stats
 import sklearn
-import tabular
 from numpy.testing import assert_allclose, assert_array_equal
 from scipy.sparse import csr_array
 from sklearn.model_selection import GridSearchCV, GroupKFold, cross_validate
@@ -24,6 +23,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
 
 import ensemble_metrics as em
+import ensemble_tables as et
 import pjax_ensemble as pe
 from conftest import HERE, assert_close, cases, member, randn, said_by
 
@@ -36,11 +36,11 @@ def solve(trainer, state, data, order):
     params = state.params if numbers else state.params[0]
     h = trainer.hyper
     last = params[-1]
-    identity = pe.Dense(np.eye(tabular.HIDDEN), np.zeros(tabular.HIDDEN))
+    identity = pe.Dense(np.eye(et.HIDDEN), np.zeros(et.HIDDEN))
     for i, rows in enumerate(order.reshape(len(order), -1)):
         rows = rows[weight[rows] == 1]
         hidden, own = jax.tree.map(lambda leaf, i=i: leaf[i], (params[:-1], h))
-        units = np.asarray(tabular.network((*hidden, identity), x[rows], own))
+        units = np.asarray(et.network((*hidden, identity), x[rows], own))
         normal = (y[rows] - own["y_mean"]) / own["y_scale"]
         one_hot = 10 * (y[rows, None] == np.arange(last.bias.shape[1])) - 5
         targets = np.c_[normal, 0 * normal - 2] if numbers else one_hot
@@ -54,12 +54,12 @@ def moved(params, size=1):
     return jax.tree.map(lambda p: np.asarray(p) + size * randn(9, *p.shape), params)
 
 
-@mock.patch.object(tabular, "FOLDS", 3)  # smaller programs
+@mock.patch.object(et, "FOLDS", 3)  # smaller programs
 @mock.patch.object(pe.Trainer, "epoch", solve)
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.SkipTestWarning")
 @cases("name", "EnsembleRegressor", "EnsembleClassifier")
 def test_estimators_are_as_scikit_learn_checks(name):
-    check_estimator(getattr(tabular, name)(members=1, epochs=1))
+    check_estimator(getattr(et, name)(members=1, epochs=1))
 
 
 def test_estimator_keeps_networks_of_all_rows_and_scores_rows_left_out():
@@ -76,47 +76,47 @@ def test_estimator_keeps_networks_of_all_rows_and_scores_rows_left_out():
         networks = {"number": np.arange(off[..., 0].size)}
         return networks, [data.y + off, np.ones(off.shape)]
 
-    with mock.patch.object(tabular, "train", train):
-        model = tabular.EnsembleRegressor(members=2, random_state=0).fit(x, y)
+    with mock.patch.object(et, "train", train):
+        model = et.EnsembleRegressor(members=2, random_state=0).fit(x, y)
     assert len(splits) == 6 and len(splits[5].train) == 25
     rows = list(range(25))
     assert sorted(np.concatenate([fold.test for fold in splits[:5]])) == rows
     assert all(sorted(np.concatenate(split)) == rows for split in splits)
-    assert model.recipe_ == (1, 100, 0) == tabular.RECIPES[1]
+    assert model.recipe_ == (1, 100, 0) == et.RECIPES[1]
     assert_close(model.scores_, np.full(25, 0.05) / model.factor_)
-    assert model.factor_ == tabular.FACTORS[0]
+    assert model.factor_ == et.FACTORS[0]
     assert_array_equal(model._networks["number"], [2 * (3 * 5 + 1) + i for i in (0, 1)])
 
 
 def test_folds_keep_together_rows_that_are_equal_or_share_a_group():
     order = np.random.default_rng(0).permutation(23)
-    folds = tabular.fold(np.arange(23), 5, 0)
+    folds = et.fold(np.arange(23), 5, 0)
     for (train, test), part in zip(folds, np.array_split(order, 5), strict=True):
         assert_array_equal(test, part)
         assert_array_equal(train, np.setdiff1d(order, part))
     x = np.arange(10) % 8
     groups = [*"abcdefgh", None, "c"]  # 9 equals 1, and is of 2's group
-    links = tabular.link(x[:, None], np.array(groups, object))
+    links = et.link(x[:, None], np.array(groups, object))
     assert links[0] == links[8] and links[1] == links[9] == links[2]
     assert len(set(links)) == 7
     links = np.repeat(np.arange(10), [90, 80, *[5] * 8])
-    tests = [test for _, test in tabular.fold(links, 5, 0)]
+    tests = [test for _, test in et.fold(links, 5, 0)]
     assert_array_equal(np.sort(np.concatenate(tests)), np.arange(210))
     assert sum(len(set(links[test])) for test in tests) == 10
     assert max(map(len, tests)) < 210 / 5 + 90  # not both of the largest
 
 
-@mock.patch.object(tabular, "FOLDS", 3)
+@mock.patch.object(et, "FOLDS", 3)
 @mock.patch.object(pe.Trainer, "epoch", solve)
 @cases("routing", False, True)
 def test_groups_reach_every_fit_by_the_ways_of_the_page(routing):
     patients = np.arange(24) // 3
-    pipe = make_pipeline(StandardScaler(), tabular.EnsembleRegressor(**SHORT))
+    pipe = make_pipeline(StandardScaler(), et.EnsembleRegressor(**SHORT))
     own = {"groups": patients}
     named = own if routing else {"ensembleregressor__groups": patients}
     of_splits = {} if routing else own
     search = GridSearchCV(pipe, {"ensembleregressor__epochs": [1]}, cv=GroupKFold(2))
-    watched = mock.patch.object(tabular, "link", wraps=tabular.link)
+    watched = mock.patch.object(et, "link", wraps=et.link)
     with sklearn.config_context(enable_metadata_routing=routing), watched as link:
         if routing:
             pipe[-1].set_fit_request(groups=True)
@@ -134,16 +134,16 @@ def test_intervals_hold_beside_repeated_rows(repeat):
     x = randn(0, 4000, 4)
     y = x[:, 0] + randn(1, 4000)
     rows = repeat(np.arange(50))
-    model = tabular.EnsembleRegressor(**SHORT).fit(x[rows], y[rows])
+    model = et.EnsembleRegressor(**SHORT).fit(x[rows], y[rows])
     low, high = model.predict_interval(x[50:]).T
     assert ((low < y[50:]) & (y[50:] < high)).mean() > 0.82
 
 
-@mock.patch.object(tabular, "FOLDS", 3)
+@mock.patch.object(et, "FOLDS", 3)
 @cases("name", "EnsembleRegressor", "EnsembleClassifier")
 def test_fit_that_fails_leaves_the_model_as_it_was(name):
     x = randn(0, 12, 2)
-    model = getattr(tabular, name)(**SHORT)
+    model = getattr(et, name)(**SHORT)
     with mock.patch.object(pe.Trainer, "epoch", solve):
         model.fit(x, x[:, 0] > 0 if "Class" in name else x[:, 0])
     before = vars(model).copy()
@@ -160,7 +160,7 @@ def test_names_a_target_too_far_from_the_others():
     y = 1e-25 * randn(0, 12)
     y[[3, 7]] = -1, 1.5
     rows = np.setdiff1d(np.arange(12), [3, 7])
-    hyper = functools.partial(tabular.member_hyper, randn(1, 12, 2), y)
+    hyper = functools.partial(et.member_hyper, randn(1, 12, 2), y)
     said = said_by(ValueError, hyper, rows, 1, 1, 1)
     assert said.startswith("y[7] is 1e18 deviations of the others from them; leave")
     assert hyper(np.arange(12), 1, 1, 1)["y_scale"] == pytest.approx(0.5, rel=0.1)
@@ -170,25 +170,25 @@ def test_names_a_target_too_far_from_the_others():
 def test_intervals_are_in_the_units_of_the_targets():
     x = 1e8 + np.float64(randn(2, 28, 3))  # float32 would have it in eights
     y = 5e9 + 1e8 * x[:, 0]
-    model = tabular.EnsembleRegressor(members=1, epochs=20, random_state=0).fit(x, y)
+    model = et.EnsembleRegressor(members=1, epochs=20, random_state=0).fit(x, y)
     mean, deviation = model.predict_deviation(x)
     ends = model.predict_interval(x, coverage=0.8)
     q = em.conformal_quantile(model.scores_, 0.8)
     assert_close(ends - mean[:, None], np.outer(q * deviation, [-1, 1]))
-    _, unit = tabular.mixture(*model._outputs(x))
+    _, unit = et.mixture(*model._outputs(x))
     assert_close(deviation, model.factor_ * unit * y.std())
     assert model.factor_ != 1
-    nll = tabular.student_nll(y - mean, deviation, model.dof_)
+    nll = et.student_nll(y - mean, deviation, model.dof_)
     assert_close(model.log_density(x, y), -nll)
     assert model.score(x, y) > 0.5
     assert_array_equal(model.predict_interval(x[:1], 0.99), [[-np.inf, np.inf]])
 
 
-@mock.patch.object(tabular, "FOLDS", 3)
+@mock.patch.object(et, "FOLDS", 3)
 def test_classifier_learns_labels_of_any_type():
     x = randn(4, 60, 2)
     y = np.array(["no", "yes"])[(x[:, 0] > 0).astype(int)]
-    model = tabular.EnsembleClassifier(members=1, epochs=20, random_state=0).fit(x, y)
+    model = et.EnsembleClassifier(members=1, epochs=20, random_state=0).fit(x, y)
     assert model.score(x, y) > 0.9
     probs = model.predict_proba(x)
     assert_close(probs.sum(axis=1), np.ones(60), 1e-15)
@@ -203,10 +203,10 @@ COUNTS = itertools.product(("members", "epochs"), (0, -1, 2.0, True, None))
 LABELS = [True] * 24, ["1"] * 24, np.array([False, 2.5] * 12, object)
 
 
-@mock.patch.object(tabular, "FOLDS", 3)
+@mock.patch.object(et, "FOLDS", 3)
 @mock.patch.object(pe.Trainer, "epoch", solve)
 def test_estimators_take_numbers_of_any_scale():
-    model = tabular.EnsembleRegressor(**SHORT)
+    model = et.EnsembleRegressor(**SHORT)
     ends = model.fit(X, Y).predict_interval(X, 0.5)
     tiny = 2.0**-565  # its square is 0
     huge = 2.0**531  # its square is inf
@@ -237,14 +237,36 @@ def test_estimators_take_numbers_of_any_scale():
     ({}, [datetime.date(2026, 1, 1)] * 24, "y[0] is datetime.date(2026, 1, 1); use n"),
 )
 def test_estimators_name_what_they_cannot_take(options, y, message):
-    model = tabular.EnsembleRegressor(**SHORT | options)
+    model = et.EnsembleRegressor(**SHORT | options)
     assert said_by(ValueError, model.fit, X, y).startswith(message)
+
+
+DAYS = np.datetime64("2026-01-01") + np.arange(24)
+
+
+@cases(
+    "times, place",
+    (DAYS[:, None], "[0, 0] is np.datetime64('2026-01-01')"),
+    (np.c_[X, DAYS.astype(object)], "[0, 2] is datetime.date(2026, 1, 1)"),
+    ((DAYS - DAYS[0])[:, None], "[0, 0] is np.timedelta64(0,'D')"),
+    (
+        [[1.0, 2.0, datetime.timedelta(i)] if i else [1.0, 2.0, 3.0] for i in range(24)],
+        "[1, 2] is datetime.timedelta(days=1)",
+    ),
+)
+def test_estimators_refuse_dates_and_durations(times, place):
+    said = f"X{place}; pass a date or a duration as numbers, such as the days since a"
+    for model in et.EnsembleRegressor(**SHORT), et.EnsembleClassifier(**SHORT):
+        assert said_by(ValueError, model.fit, times, Y > 0).startswith(said)
+    with mock.patch.object(et, "check_is_fitted"):  # in predictions too
+        assert said_by(ValueError, model.predict, times).startswith(said)
 
 
 REFUSED = (  # in the order of docs/tables.md
     dict(X=csr_array(X), y=Y),
     dict(X=np.where(X[3, 1] == X, np.nan, X), y=Y),
     dict(X=np.array([["a", 1.0]] * 24, object), y=Y),
+    dict(X=DAYS[:, None], y=Y),
     dict(X=X, y=Y, sample_weight=Y),
     dict(X=X, y=X),
     dict(X=X, y=[0.5, *["a"] * 23]),
@@ -255,7 +277,7 @@ REFUSED = (  # in the order of docs/tables.md
 
 def test_estimators_take_groups_by_name_and_labels_that_are_there():
     for name in "EnsembleRegressor", "EnsembleClassifier":
-        model = getattr(tabular, name)(**SHORT)
+        model = getattr(et, name)(**SHORT)
         assert "positional argument" in said_by(TypeError, model.fit, X, Y, Y)
     labels = np.where(SIXTH, None, np.where(Y > 0, "a", "b"))
     assert said_by(ValueError, model.fit, X, labels).startswith("y[5] is None; give")
@@ -267,29 +289,29 @@ def test_estimators_refuse_inputs_in_the_words_of_their_page():
     _, far = rows.pop()
     assert len(rows) == len(REFUSED) and far.startswith("X[3, 1] is 1e+300;")
     for (kind, message), inputs in zip(rows, REFUSED):
-        fit = functools.partial(tabular.EnsembleRegressor(**SHORT).fit, **inputs)
+        fit = functools.partial(et.EnsembleRegressor(**SHORT).fit, **inputs)
         assert said_by(getattr(builtins, kind), fit).startswith(message)
 
 
 def test_logits_are_a_networks_and_a_linear_models_with_a_decay_each():
-    params = moved(tabular.init_classes(jax.random.key(0), 3, 4))
+    params = moved(et.init_classes(jax.random.key(0), 3, 4))
     layers, skip = params
     x = randn(3, 5, 3)
     y = np.array([0, 1, 2, 3, 3])
-    h = tabular.member_hyper(x, np.arange(5), np.arange(5), 3.0, 7.0, 0)
+    h = et.member_hyper(x, np.arange(5), np.arange(5), 3.0, 7.0, 0)
     logits = (x - x.mean(axis=0)) / x.std(axis=0) @ skip.weight + skip.bias
-    logits += tabular.network(layers, x, h)
-    (probs,) = tabular.softmax_apply(params, x, h)
+    logits += et.network(layers, x, h)
+    (probs,) = et.softmax_apply(params, x, h)
     assert_close(probs, scipy.special.softmax(logits, axis=1))
     squares = [np.square(layer.weight).sum() for layer in (*layers, skip)]
     expected = -np.log(probs[np.arange(4), y[:4]]).mean()
     expected += (3 * sum(squares[:3]) + 7 * squares[3]) / 5
-    assert_close(tabular.softmax_loss(params, x, y, np.arange(5) < 4, h), expected)
+    assert_close(et.softmax_loss(params, x, y, np.arange(5) < 4, h), expected)
 
 
 def test_classifier_finds_the_temperature_and_the_recipe_of_labels():
     draw = np.random.default_rng(0)
-    model = tabular.EnsembleClassifier(**SHORT)
+    model = et.EnsembleClassifier(**SHORT)
     logits = draw.normal(size=(3, 1, 4000, 3))
     labels = (logits[1, 0] / 2 + draw.gumbel(size=(4000, 3))).argmax(axis=1)
     probs = np.repeat(scipy.special.softmax(logits, axis=3), 2, axis=1)
@@ -303,7 +325,7 @@ def test_classifier_finds_the_temperature_and_the_recipe_of_labels():
     p, q = probs[:2, 0, few, labels[:30]]  # one row more for each of the recipes
     nll = -np.log(ours * p + (1 - ours) * q).sum(axis=1, keepdims=True)
     best = ours[(nll - np.log(ours * (1 - ours))).argmin()]
-    assert_allclose(tabular.weigh(probs[:2, 0, :30], labels[:30])[:1], best, atol=0.002)
+    assert_allclose(et.weigh(probs[:2, 0, :30], labels[:30])[:1], best, atol=0.002)
     pooled = em.temper(probs[1, 0], model.temperatures_[1])
     pooled = (0.8 * pooled + 0.2 / 3) * model.weights_[1]
     assert abs(model.temperature_ - 1) < 0.1  # recipes have theirs already
@@ -316,28 +338,28 @@ def test_classifier_finds_the_temperature_and_the_recipe_of_labels():
     labels = (4 * logits[1, 0] + draw.gumbel(size=(4000, 3))).argmax(axis=1)
     random = np.where(draw.random(4000) < 0.15, draw.integers(3, size=4000), labels)
     sharp = scipy.special.softmax(8 * logits[1, 0], axis=1)
-    temperature, noise = tabular.soften_by(sharp, random)
+    temperature, noise = et.soften_by(sharp, random)
     assert abs(temperature - 2) < 0.4 and 0.1 <= noise <= 0.2
-    assert tabular.soften_by(np.eye(3), [0, 1, 2]) == (tabular.TEMPERATURES[0], 0)
+    assert et.soften_by(np.eye(3), [0, 1, 2]) == (et.TEMPERATURES[0], 0)
 
 
-@mock.patch.multiple(tabular, BATCH=30, STEPS=2)
+@mock.patch.multiple(et, BATCH=30, STEPS=2)
 def test_networks_are_those_that_train_one_by_one_without_padding():
     x = 5 + 2 * randn(3, 60, 3)
     x[:, 2] = 0.1  # a column that does not vary
     y = np.float32(300 + 40 * (np.sin(x[:, 0]) + 0.2 * randn(4, 60)))
     rows = np.random.default_rng(0).permutation(60)
     own = [(10, 300, 0), (0.1, 3, 1)]
-    splits = [tabular.Split(rows[6:], rows[:6]), tabular.Split(rows[8:], rows[:8])]
+    splits = [et.Split(rows[6:], rows[:6]), et.Split(rows[8:], rows[:8])]
     trains = [split.train for split in splits for _ in range(2)]
-    data = tabular.Data(x, y, splits)
-    model = tabular.GAUSSIAN
-    networks, found = tabular.train(model, data, [[r] for r in own], 2, 3, 0)
-    assert tabular.member_orders([np.arange(30)], 0, 0).shape == (1, 2, 15)
-    drawn = [order for i in (0, 1) for order in tabular.member_orders(trains, i, 0)[:2]]
+    data = et.Data(x, y, splits)
+    model = et.GAUSSIAN
+    networks, found = et.train(model, data, [[r] for r in own], 2, 3, 0)
+    assert et.member_orders([np.arange(30)], 0, 0).shape == (1, 2, 15)
+    drawn = [order for i in (0, 1) for order in et.member_orders(trains, i, 0)[:2]]
     assert len({order.tobytes() for order in drawn}) == 4  # of one split
-    hyper = [tabular.member_hyper(x, y, trains[i], *own[i // 2]) for i in range(4)]
-    together = tabular.make_trainer(model, 3, tabular.stacked(hyper))
+    hyper = [et.member_hyper(x, y, trains[i], *own[i // 2]) for i in range(4)]
+    together = et.make_trainer(model, 3, et.stacked(hyper))
     start = together.gather(together.init(jax.random.key(0)))
     # Of 52 rows, 2 batches of 26 in each of 3 epochs.
     schedule = pe.cosine_schedule(0.5 * 6**-0.5, 6, warmup=0.05)
@@ -359,7 +381,7 @@ def test_networks_are_those_that_train_one_by_one_without_padding():
         alone = alone.with_hyper(own_hyper)
         state = alone.scatter(jax.tree.map(lambda leaf, i=i: leaf[i : i + 1], start))
         for epoch in range(3):
-            order = tabular.member_orders(trains, epoch, 0)[i]
+            order = et.member_orders(trains, epoch, 0)[i]
             assert order.shape == (2, 26) == (2, len(set(order.flat)) // 2)
             assert set(order.flat) <= set(rows)
             state, _ = alone.epoch(state, (x, y), order)
@@ -367,7 +389,7 @@ def test_networks_are_those_that_train_one_by_one_without_padding():
         assert_close(member(networks.params, i), member(alone.gather(state).params, 0))
     means, variances = np.concatenate(outputs, axis=1)  # [4, 60] each
     assert_close(found, [z.reshape(2, 1, 2, 60) for z in (means, variances)])
-    mean, deviation = tabular.mixture(means[:2], variances[:2])
+    mean, deviation = et.mixture(means[:2], variances[:2])
     assert_close(mean, means[:2].mean(axis=0))
     assert_close(deviation**2, variances[:2].mean(axis=0) + means[:2].var(axis=0))
     assert means[:2].var(axis=0).min() > 0
@@ -378,59 +400,59 @@ def test_fits_of_near_sizes_share_a_program():
 
     def loss_fn(params, x, *args):
         traced.append(x.shape)
-        return tabular.gaussian_loss(params, x, *args)
+        return et.gaussian_loss(params, x, *args)
 
-    model = tabular.GAUSSIAN._replace(loss_fn=loss_fn)
+    model = et.GAUSSIAN._replace(loss_fn=loss_fn)
     for rows, batch, epochs in (100, 3, 2), (150, 4, 1):
         train = np.arange(rows - 10)
-        assert tabular.member_orders([train], 0, 0).shape[-1] == batch
-        splits = [tabular.Split(train, train)]
-        data = tabular.Data(randn(0, rows, 2), randn(1, rows), splits)
-        tabular.train(model, data, [[(1, 3, 1)]], 1, epochs, 0)
+        assert et.member_orders([train], 0, 0).shape[-1] == batch
+        splits = [et.Split(train, train)]
+        data = et.Data(randn(0, rows, 2), randn(1, rows), splits)
+        et.train(model, data, [[(1, 3, 1)]], 1, epochs, 0)
         traced.append(rows)
-    assert len(tabular.padded(np.ones(256))) == 512  # a row of padding is always there
+    assert len(et.padded(np.ones(256))) == 512  # a row of padding is always there
     assert traced[-2:] == [100, 150] and set(traced[:-2]) == {(4, 2)}
 
 
 def test_loss_weighs_rows_by_deviation_and_has_a_decay_for_each_output():
     x = randn(7, 20, 3)
     y = 5 + randn(8, 20)
-    h = tabular.member_hyper(x, y, np.arange(20), 3.0, 7.0, 1)
-    params = moved(tabular.init(jax.random.key(0), 3, 2))
+    h = et.member_hyper(x, y, np.arange(20), 3.0, 7.0, 1)
+    params = moved(et.init(jax.random.key(0), 3, 2))
     seen = np.arange(20) < 17  # the rest is padding
-    weights = seen * np.sqrt(tabular.gaussian_apply(params, x, h)[1])  # constants
+    weights = seen * np.sqrt(et.gaussian_apply(params, x, h)[1])  # constants
 
     def loss(params):
-        mean, variance = tabular.gaussian_apply(params, x, h)
+        mean, variance = et.gaussian_apply(params, x, h)
         nll = (jnp.log(2 * np.pi * variance) + (y - mean) ** 2 / variance) / 2
         (first, _), (second, _), (last, _) = params
         squares = sum(jnp.square(w).sum() for w in (first, second, last[:, 0]))
         decay = (3 * squares + 7 * jnp.square(last[:, 1]).sum()) / 20
         return (weights * nll).sum() / weights.sum() - np.log(y.std()) + decay
 
-    found = jax.value_and_grad(tabular.gaussian_loss)(params, x, y, seen, h)
+    found = jax.value_and_grad(et.gaussian_loss)(params, x, y, seen, h)
     assert_close(found, jax.value_and_grad(loss)(params))
     low = pe.Dense(jnp.zeros((32, 2)), jnp.full(2, -1e3))
-    _, variance = tabular.gaussian_apply((*params[:-1], low), x, h)
+    _, variance = et.gaussian_apply((*params[:-1], low), x, h)
     assert_close(variance, np.full(20, 1e-4 * y.var()))
 
 
 def test_waves_are_sines_and_cosines_of_the_inputs_that_a_recipe_has():
     x = 3 + 2 * randn(0, 20, 3)
     y = randn(1, 20)
-    params = moved(tabular.init(jax.random.key(0), 3, 2), 1 / 9)
+    params = moved(et.init(jax.random.key(0), 3, 2), 1 / 9)
     normal = np.float64((x - x.mean(axis=0)) / x.std(axis=0))
     phases = [k * column for column in normal.T for k in range(1, 9)]
     for on in (0, 1):
-        h = tabular.member_hyper(x, y, np.arange(20), 1, 1, on)
+        h = et.member_hyper(x, y, np.arange(20), 1, 1, on)
         waves = np.concatenate([np.sin(phases), np.cos(phases)]).T
         z = np.c_[normal, on * waves]
         for weight, bias in params[:2]:
             z = z @ weight + bias
             z /= 1 + np.exp(-z)
         expected = z @ params[2].weight + params[2].bias
-        assert_close(tabular.network(params, x, h), expected)
-    counts = [len(tabular.frequencies(inputs)) for inputs in (1, 8, 11, 500)]
+        assert_close(et.network(params, x, h), expected)
+    counts = [len(et.frequencies(inputs)) for inputs in (1, 8, 11, 500)]
     assert counts == [8, 8, 5, 1]
 
 
@@ -439,18 +461,18 @@ def test_score_of_numbers_is_the_interval_score():
     noise = randn(1, 2, 3, 50)
     means = y + 0.3 * noise[0]
     variances = np.exp(noise[1])
-    mean, deviation = tabular.mixture(means, variances)
+    mean, deviation = et.mixture(means, variances)
     totals = np.zeros(2)
     for i, (rank, weight) in enumerate([(26, 4), (46, 20)]):  # of 51 for 50% and 90%
         q = sorted(abs(y - mean) / deviation)[rank - 1]
         for low, high, target in zip(mean - q * deviation, mean + q * deviation, y):
             totals[i] += high - low + weight * max(low - target, 0, target - high)
     expected = np.log(totals / 50).mean()
-    assert_close(tabular.interval_score(means, variances, y), expected)
+    assert_close(et.interval_score(means, variances, y), expected)
     still = np.zeros((1, 50))
-    assert np.isfinite(tabular.interval_score(still, still + 1, still[0]))
+    assert np.isfinite(et.interval_score(still, still + 1, still[0]))
     # So that the plainest recipe is taken.
-    assert tabular.interval_score(means[:, :8], variances[:, :8], y[:8]) == np.inf
+    assert et.interval_score(means[:, :8], variances[:, :8], y[:8]) == np.inf
 
 
 def test_choice_is_the_plainest_of_the_best_that_are_finite():
@@ -458,17 +480,17 @@ def test_choice_is_the_plainest_of_the_best_that_are_finite():
     scales = np.array([2, 1, 0.5, 0.4999, np.nan])[:, None, None]
     # A recipe's members err alike.
     means = y + np.resize([1, -1, 0.5], 99)[None, None] * scales + np.zeros((5, 2, 99))
-    nll = tabular.losses(y, [means, np.ones(means.shape)])
+    nll = et.losses(y, [means, np.ones(means.shape)])
     assert_close(nll[:3] - nll[2], np.log([4, 2, 1]), 0.02)
     assert 0 < nll[2] - nll[3] < 0.01 and nll[4] > 10
-    assert tabular.plainest(nll) == 2
+    assert et.plainest(nll) == 2
 
 
-@cases("dof", *tabular.DOFS)
+@cases("dof", *et.DOFS)
 def test_density_is_a_students_t_with_the_deviation(dof):
     errors = np.linspace(-9, 9, 7)
     expected = -scipy.stats.t.logpdf(errors, dof, scale=3 / scipy.stats.t.std(dof))
-    assert_close(tabular.student_nll(errors, 3, dof), expected)
+    assert_close(et.student_nll(errors, 3, dof), expected)
 
 
 def test_calibration_finds_the_density_that_errors_are_from():
@@ -477,6 +499,6 @@ def test_calibration_finds_the_density_that_errors_are_from():
         unit = scipy.stats.t.ppf((np.arange(5000) + 0.5) / 5000, dof)
         unit = np.random.default_rng(0).permutation(unit) / scipy.stats.t.std(dof)
         errors = factor * deviation * unit
-        nll, found, by = tabular.calibrate(errors, deviation)
+        nll, found, by = et.calibrate(errors, deviation)
         assert found == dof and by == pytest.approx(factor, rel=0.08)
-        assert nll == tabular.student_nll(errors, by * deviation, found).mean()
+        assert nll == et.student_nll(errors, by * deviation, found).mean()
