@@ -30,6 +30,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -806,8 +807,9 @@ def risk_threshold(
 
     Returns:
       The threshold, or minus infinity, which keeps no example, where none has this
-      property.  The smallest calibration set with a threshold has n examples, none of
-      them wrong, where (1 - risk)^n <= 1 - confidence: 299 with the defaults.
+      property; a UserWarning then says why.  The smallest calibration set with a
+      threshold has n examples, none of them wrong, where (1 - risk)^n <= 1 -
+      confidence: 299 with the defaults.
 
     Examples are kept from the surest on, as long as so few errors among them would have
     at most the probability 1 - confidence if their risk were higher (Clopper and
@@ -839,7 +841,20 @@ def risk_threshold(
     is_last = np.searchsorted(scores, scores, side="right") == kept  # of equal scores
     tested = is_last & (kept >= start)
     improbable = np.logical_and.accumulate(so_few[tested] <= 1 - confidence)
-    return float(scores[tested][improbable].max(initial=-math.inf))
+    threshold = float(scores[tested][improbable].max(initial=-math.inf))
+    if threshold == -math.inf:
+        if tested.any():
+            first = int(tested.argmax())
+            why = f"{errors[first]} of the surest {first + 1} examples are wrong"
+        else:
+            needed = math.ceil(fewest)
+            why = f"it takes {needed} examples, none wrong, and there are {len(order)}"
+        warnings.warn(
+            f"no threshold has a risk of {risk} with confidence {confidence}, so none "
+            f"is kept: {why}; calibrate with more examples, or ask for a larger risk",
+            stacklevel=2,
+        )
+    return threshold
 
 
 def temper(probs: Any, temperature: float, bias: Any = 0) -> np.ndarray:

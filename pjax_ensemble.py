@@ -210,7 +210,10 @@ def _check_windows(images: Array, size: Sequence[int], padding: str = "VALID") -
     if padding not in ("SAME", "VALID"):
         raise ValueError(f"padding is {padding!r}; expected 'SAME' or 'VALID'")
     if images.ndim != 4:
-        raise ValueError(f"images have shape {images.shape}; expected [B, H, W, I]")
+        raise ValueError(
+            f"images have shape {images.shape}; expected [B, H, W, I]; one image x is "
+            "given as x[None]"
+        )
     if padding == "VALID" and any(map(operator.lt, images.shape[1:3], size)):
         raise ValueError(
             f"a window of {size[0]}x{size[1]} does not fit images of shape "
@@ -222,9 +225,12 @@ def _check_features(inputs: Array, weight: Array, axis: int = -2) -> None:
     """Check inputs [..., I] against I, the length of an axis of a layer's weight."""
     features = weight.shape[axis]
     if inputs.shape[-1:] != (features,):
+        remedy = ""
+        if weight.ndim == 4 and inputs.ndim == 4 and inputs.shape[1] == features:
+            remedy = "; channels are last: x.transpose(0, 2, 3, 1)"
         raise ValueError(
             f"inputs have shape {inputs.shape}; expected [..., {features}], as "
-            f"parameters of shape {weight.shape} take"
+            f"parameters of shape {weight.shape} take{remedy}"
         )
 
 
@@ -560,7 +566,16 @@ def cnn_init(
 
 
 def cnn(params: CNN, images: Array) -> Array:
-    """Map images [B, H, W, I], pixels in [0, 1], to logits [B, C]."""
+    """Map images [B, H, W, I], pixels in [0, 1], to logits [B, C].
+
+    Raises ValueError for images of integers, and as `conv` does.
+    """
+    images = jnp.asarray(images)
+    if not jnp.issubdtype(images.dtype, jnp.floating):
+        raise ValueError(
+            f"images are {images.dtype}; expected floats in [0, 1]; of bytes take "
+            "images.astype(jnp.float32) / 255"
+        )
     x = avg_pool(jax.nn.relu(conv(params.conv1, images)))
     x = avg_pool(jax.nn.relu(conv(params.conv2, x)))
     x = x.reshape(x.shape[0], -1)
@@ -575,9 +590,11 @@ def cnn(params: CNN, images: Array) -> Array:
 def _check_labels(logits: Any, labels: Any) -> None:
     shape = logits.shape[:-1]
     if labels.shape != shape or not jnp.issubdtype(labels.dtype, jnp.integer):
+        one_hot = labels.shape == logits.shape
+        remedy = "; of one-hot labels take labels.argmax(axis=-1)" if one_hot else ""
         raise ValueError(
             f"labels are {labels.dtype}{list(labels.shape)}; expected integers "
-            f"{list(shape)}, class indices"
+            f"{list(shape)}, class indices{remedy}"
         )
 
 
@@ -3699,6 +3716,18 @@ def _unpack(content: np.ndarray) -> dict[str, Any]:
     return leaves
 
 
+def _why_other(theirs: Any, like: Any) -> str:
+    """Say why a state differs from a trainer's, by its keys and by their form."""
+    if _kind(theirs) != _kind(like):
+        return "; give trainer.like a key of the kind that the file has"
+    if len(theirs) == len(like):
+        return "; it is of another network or optimizer"
+    numbers = np.asarray(_key_data(theirs))
+    if len(np.unique(numbers, axis=0)) < len(numbers):  # of replicas
+        return "; it was saved without gather: see help(load)"
+    return f"; it has {len(theirs)} members, and this trainer has {len(like)}"
+
+
 def _as_like(where: Any, leaves: dict[str, Any], like: PyTree) -> PyTree:
     """Return leaves by path as a tree like `like`, a part of their tree: see `load`."""
     names: tuple = ("",)
@@ -3708,12 +3737,9 @@ def _as_like(where: Any, leaves: dict[str, Any], like: PyTree) -> PyTree:
         names = tuple(f".{field}" for field in like._fields)
     leaves = {name: x for name, x in leaves.items() if name.startswith(names)}
     ours = _by_path(like)
-    remedy = ""
-    if isinstance(like, TrainState):
-        remedy = (
-            "; gather a state before you save it, or give its kind of key to like: see "
-            "help(load)"
-        )
+    remedy = "; load(path), without like, returns it"
+    if isinstance(like, TrainState) and ".key" in leaves and ".key" in ours:
+        remedy = _why_other(leaves[".key"], like.key)
     _check_leaves(where, _described(leaves), _described(ours), remedy)
     return jax.tree.unflatten(jax.tree.structure(like), [leaves[n] for n in ours])
 

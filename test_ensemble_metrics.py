@@ -1,5 +1,6 @@
 """Tests of ensemble_metrics.py, in the order of its sections."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -717,9 +718,11 @@ def test_risk_threshold_equals_binomial_tests_in_sequence(n):
         uncertainty = draw.uniform(size=n).round(decimals)
         wrong = draw.uniform(size=n) < uncertainty**power / 2
         expected = threshold_by_scipy(uncertainty, wrong, risk, confidence)
-        threshold = em.risk_threshold(
-            uncertainty, wrong, risk=risk, confidence=confidence
-        )
+        none = pytest.warns(UserWarning, match=f"no threshold has a risk of {risk} ")
+        with none if expected == -math.inf else contextlib.nullcontext():
+            threshold = em.risk_threshold(
+                uncertainty, wrong, risk=risk, confidence=confidence
+            )
         assert threshold == expected
         thresholds.add(threshold)
     assert n < 400 or len(thresholds) > 4
@@ -729,6 +732,17 @@ def test_risk_threshold_equals_binomial_tests_in_sequence(n):
     assert em.risk_threshold(np.arange(1193), np.arange(1193) < 1) == 1192
 
 
+def test_risk_threshold_says_what_it_lacks():
+    numbers = np.arange(400.0)
+    for n, wrong, said in (
+        (20, 0, "kept: it takes 299 examples, none wrong, and there are 20; calibrate"),
+        (400, 5, "kept: 5 of the surest 299 examples are wrong; calibrate with more"),
+    ):
+        with pytest.warns(UserWarning, match=said):
+            em.risk_threshold(numbers[:n], numbers[:n] < wrong)
+
+
+@pytest.mark.filterwarnings("ignore:no threshold")
 @cases("distance", 1e-3, 1e-9, 1e-12, 1e-15)
 def test_risk_threshold_is_exact_for_a_confidence_near_one(distance):
     confidence = 1 - distance
@@ -832,6 +846,10 @@ MEANINGLESS = {
     "coverage of None": (
         lambda: em.conformal_quantile(THREE, None),
         "coverage is None; expected 0 <=",
+    ),
+    "values that are nan": (
+        lambda: em.fold_sets(THREE, [0, 1, 0], np.where(np.eye(2), np.nan, 1)),
+        "values have 2 nan; expected none",
     ),
     "coverage in a list": (
         lambda: em.conformal_quantile(THREE, [0.9]),

@@ -250,7 +250,10 @@ DAYS = np.datetime64("2026-01-01") + np.arange(24)
     (np.c_[X, DAYS.astype(object)], "[0, 2] is datetime.date(2026, 1, 1)"),
     ((DAYS - DAYS[0])[:, None], "[0, 0] is np.timedelta64(0,'D')"),
     (
-        [[1.0, 2.0, datetime.timedelta(i)] if i else [1.0, 2.0, 3.0] for i in range(24)],
+        [
+            [1.0, 2.0, datetime.timedelta(i)] if i else [1.0, 2.0, 3.0]
+            for i in range(24)
+        ],
         "[1, 2] is datetime.timedelta(days=1)",
     ),
 )

@@ -645,9 +645,17 @@ LAYER_MISFITS = {
         lambda: pe.conv(CONV, ONES, padding="same"),
         "'same'; expected 'SAME' or",
     ),
+    "conv of channels before rows": (
+        lambda: pe.conv(CONV, ONES.transpose(0, 3, 1, 2)),
+        r"5, 5\); expected \[..., 2\], .* take; channels are last: x.transpose\(0, 2",
+    ),
     "conv of one image": (
         lambda: pe.conv(CONV, ONES[0]),
-        r"\(5, 5, 2\); expected \[B, H, W, I\]",
+        r"\(5, 5, 2\); expected \[B, H, W, I\]; one image x is given as x\[None\]$",
+    ),
+    "cnn of bytes": (
+        lambda: pe.cnn(pe.cnn_init(KEY), np.zeros((1, 28, 28, 1), np.uint8)),
+        r"uint8; expected floats in \[0, 1\]; of bytes take images.astype",
     ),
     "conv of images below its window": (
         lambda: pe.conv(CONV, ONES[:, :2], padding="VALID"),
@@ -918,7 +926,7 @@ LOSS_MISFITS = {
     ),
     "cross_entropy of labels that are floats": (
         lambda: cross_entropy(LOGITS, LOGITS),
-        r"labels are float64\[3, 4\]",
+        r"labels are float64\[3, 4\]; .*; of one-hot labels take labels.argmax\(ax",
     ),
     "accuracy of labels that are floats": (
         lambda: pe.accuracy(LOGITS, THREE),
@@ -3883,18 +3891,24 @@ def test_a_state_saved_without_gather_can_still_be_loaded(path):
     assert said.endswith("weight' is a form, without numbers; expected an array")
     pe.save(path, state)
     said = said_by(ValueError, pe.load, path, trainer.like())
-    assert "2>[4]; expected key<threefry2x32>[2]; gather a state before you" in said
+    assert "2>[4]; expected key<threefry2x32>[2]; it was saved without gather" in said
     found = trainer.gather(pe.load(path, state))
     assert leaves_equal(found, trainer.gather(state))
+    pe.save(path, found)
+    three = net_trainer(3, 3, **NOISY).like()
+    raw = trainer.like(jax.random.PRNGKey(0))
+    bare = trainer.like()._replace(opt_state=())
+    for like, why in (
+        (three, "it has 2 members, and this trainer has 3"),
+        (raw, "expected uint32[2, 2]; give trainer.like a key of the kind that the f"),
+        (bare, "it is of another network or optimizer"),
+    ):
+        assert f"; {why}" in said_by(ValueError, pe.load, path, like)
     like = {"best": trainer.like()}
     pe.save(path, {"best": found, "epoch": 3})
     assert leaves_equal(pe.load(path, like), found)
     like["best"] = like["best"]._replace(opt_state=())
     assert "expected absent" in said_by(ValueError, pe.load, path, like)
-    pe.save(path, found)
-    said = said_by(ValueError, pe.load, path, trainer.like(jax.random.PRNGKey(0)))
-    expected = "leaf '.key' is key<threefry2x32>[2]; expected uint32[2, 2]; gather"
-    assert expected in said and "give its kind of key to like: see help" in said
 
 
 def with_digest(content):

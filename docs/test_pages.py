@@ -57,9 +57,25 @@ def run_example(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_example_of_abstaining_finds_the_numbers_of_the_pages(run_example):
+def test_readme_says_of_its_numbers_and_its_picture_what_is_true(readme, run_example):
+    said = (
+        r"wrong on (\d+)% of all 2,000, and on\n(\d+)% of the (\d+)% that it keeps of"
+    )
+    said += r" 1,500. The threshold promises at most (\d+)%"
+    error, wrong, kept, risk = map(int, re.search(said, README).groups())
+    scores = readme["scores"]
+    assert f"risk={risk / 100}" in README and error == 100 - round(
+        100 * scores[-1]["accuracy"]
+    )
+    probs, truth = readme["probs"], readme["y"][200:]
+    each = [(em.predictive_entropy(p[None]), p.argmax(axis=-1) != truth) for p in probs]
+    each.append((readme["unsure"], readme["wrong"]))
+    areas = [em.aurc(unsure[500:], wrong[500:]) for unsure, wrong in each]
+    losses = [score["negative_log_likelihood"] for score in scores]
+    assert min(areas[:-1]) > areas[-1] and min(losses[:-1]) > losses[-1]
     classes, *found = run_example("abstain")
-    assert_allclose(classes, [82, 3.5], atol=2)  # of docs/deciding.md with more digits
+    assert (HERE / "examples/abstain.py").read_text().count(f"RISK = {risk / 100}") == 1
+    assert_allclose(classes, [kept, wrong], atol=0.5)
     assert_allclose([row[1:] for row in found], [[92, 81], [39, 31]], atol=5)
 
 

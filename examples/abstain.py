@@ -17,6 +17,7 @@ import ensemble_metrics as em
 import pjax_ensemble as pe
 
 TRAIN, CALIBRATE, TEST = np.split(np.arange(2200), [200, 700])  # rows of both data sets
+RISK = 0.04  # the largest share of errors among the examples kept
 BLUE, ORANGE = "#0072b2", "#d55e00"
 
 
@@ -53,7 +54,7 @@ def decide(axes=None):  # which examples of four classes to decide
     each = [*probs[:, None], probs]  # five members, each alone, and their ensemble
     unsure = np.array([em.predictive_entropy(own) for own in each])
     wrong = np.array([own.mean(axis=0).argmax(axis=-1) != y for own in each])
-    limit = em.risk_threshold(unsure[5, CALIBRATE], wrong[5, CALIBRATE], risk=0.05)
+    limit = em.risk_threshold(unsure[5, CALIBRATE], wrong[5, CALIBRATE], risk=RISK)
     kept = TEST[unsure[5, TEST] <= limit]
     found = 100 * len(kept) / len(TEST), 100 * wrong[5, kept].mean()
     print("classes: kept {:.1f}%, wrong among them {:.1f}%".format(*found))
@@ -63,8 +64,9 @@ def decide(axes=None):  # which examples of four classes to decide
         x, y = 100 * count / len(TEST), 100 * errors / count
         axes.plot(x, y[:5].T, color=BLUE, lw=0.8, label=["members", *[None] * 4])
         axes.plot(x, y[5], color=ORANGE, lw=2, label="ensemble")
-        axes.plot(*found, "o", color=ORANGE, label="threshold, found for 5%")
-        axes.axhline(5, color="0.4", lw=0.8, ls="--", label="5%, as requested")
+        axes.plot(*found, "o", color=ORANGE, label=f"threshold, found for {RISK:.0%}")
+        line = dict(color="0.4", lw=0.8, ls="--", label=f"{RISK:.0%}, as requested")
+        axes.axhline(100 * RISK, **line)
         axes.set(xlabel="kept, surest first (%)", ylabel="errors (%)", xlim=(30, 100))
 
 
