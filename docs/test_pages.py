@@ -17,6 +17,7 @@ from unittest import mock
 import jax
 import loop
 import numpy as np
+import page as pages
 import pytest
 from numpy.testing import assert_allclose
 from trials import devices as machines
@@ -261,7 +262,9 @@ def test_examples_take_modules_beside_or_above_them(tmp_path):
         shutil.copy(HERE / "pjax_ensemble.py", tmp_path / "examples")  # for the second
 
 
-PATHS = [HERE / "README.md", HERE / "CONTRIBUTING.md", *sorted(HERE.glob("docs/*.md"))]
+INDEX = HERE / "docs" / "README.md"
+PATHS = [HERE / "README.md", HERE / "CONTRIBUTING.md"]
+PATHS += sorted({*HERE.glob("docs/*.md")} - {INDEX})
 PAGES = {path.stem: path.read_text("utf-8") for path in PATHS}
 README, EVERY_PAGE = PAGES["README"], "".join(PAGES.values())
 OF_CODE = [name for name in PAGES if "```python" in PAGES[name] and name != "README"]
@@ -436,7 +439,7 @@ def test_gallery_has_every_example_with_its_command_and_its_picture():
     assert all((HERE / "images" / name).stat().st_size < 100_000 for name in shown)
 
 
-OTHERS = [GALLERY, HERE / "benchmarks" / "README.md", HERE / "CHANGELOG.md"]
+OTHERS = [GALLERY, HERE / "benchmarks" / "README.md", HERE / "CHANGELOG.md", INDEX]
 
 
 @pytest.fixture(scope="module")
@@ -447,7 +450,7 @@ def parse():
 
 
 every_page = pytest.mark.parametrize(
-    "page", [*PATHS, *OTHERS], ids=[*PAGES, "gallery", "benchmarks", "changes"]
+    "page", [*PATHS, *OTHERS], ids=[*PAGES, "gallery", "benchmarks", "changes", "index"]
 )
 
 
@@ -492,19 +495,50 @@ def test_links_of_every_page_lead_somewhere(page, parse):
                 assert anchor in anchors(parse(target.read_text("utf-8"))), link
 
 
+def test_code_of_a_page_is_a_file(tmp_path, capsys):
+    shown = sorted(re.findall(r"\]\(([\w-]+)\.md\)", INDEX.read_text("utf-8")))
+    assert shown == sorted({*PAGES} - {"README", "CONTRIBUTING"})  # each page once
+    for name in OF_CODE:
+        pages.main([name])
+        code = capsys.readouterr().out
+        compile(code, name, "exec")
+        blocks = [x for kind, x in machines.blocks(PAGES[name]) if kind == "python"]
+        assert code.split("\n\n")[-1].strip() == blocks[-1].split("\n\n")[-1].strip()
+        from_readme = "](../README.md)" in PAGES[name]
+        assert code.count("pe.adam(rate), members=5") >= from_readme
+    assert "usage: python docs/page.py" in said_by(SystemExit, pages.main, ["READ"])
+    pages.main(["several-machines"])
+    said = run_python(capsys.readouterr().out, cwd=tmp_path, PYTHONPATH=str(HERE))
+    assert "kept 0.77, wrong" in said and (tmp_path / "members.safetensors").exists()
+
+
 FUNCTIONS = HERE / "docs" / "functions.md"
+
+
+class Shown(str):
+    """A default, shown without quotes."""
+
+    __repr__ = str.__str__
 
 
 def write_functions():
     """Return the page: its text above the first section, and the modules' names."""
+
+    def shown(parameter):
+        default = parameter.default
+        if not callable(default) or default is inspect.Parameter.empty:
+            return default
+        return Shown(getattr(default, "__name__", "...").replace("<lambda>", "..."))
 
     def row(name, thing):
         called = ""
         if callable(thing):
             call, none = inspect.signature(thing), inspect.Parameter.empty
             names = [p for p in call.parameters.values() if p.name != "self"]
-            names = [p.replace(annotation=none, default=none) for p in names]
+            names = [p.replace(annotation=none, default=shown(p)) for p in names]
             called = call.replace(parameters=names, return_annotation=none)
+            if name == "Trainer":  # its arguments are those of make_trainer
+                return "| `Trainer` | The type of what `make_trainer` returns. |\n"
         return f"| `{name}{called}` | {thing.__doc__.splitlines()[0]} |\n"
 
     page, *_ = FUNCTIONS.read_text("utf-8").partition("\n## ")
