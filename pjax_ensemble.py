@@ -2695,6 +2695,21 @@ _CHUNKS = {True: (8, 256), False: (32, 4096)}
 _BLOCK_CHUNKS, _BLOCK_BYTES = 128, 2**22
 
 
+def _of_probabilities(softmaxes: np.ndarray) -> bool:
+    """Return whether logits of softmaxes [K, n, ..., C] look like probabilities.
+
+    Logits are known but for a sum, which is 1 for probabilities.  Logits of sum 1 that
+    are all above 0, and most of them near 0 or 1, are no others by chance, if there are
+    enough.
+    """
+    num_classes = softmaxes.shape[-1]
+    logs = np.log(np.maximum(softmaxes, 1e-30))
+    logits = logs + (1 - logs.sum(axis=-1, keepdims=True)) / num_classes
+    largest = logits.max(axis=-1)
+    enough = num_classes > 2 and largest.size >= 8
+    return enough and logits.min() > -1e-3 and np.median(largest) > 0.8
+
+
 @dataclasses.dataclass(eq=False)
 class _Predictions:
     """Predicting: from inputs to blocks of chunks, and back to the members' outputs."""
@@ -2844,6 +2859,12 @@ class _Predictions:
             x = x[:, :count]
             if not _near(x, np.broadcast_to(x[:, :1], x.shape), like=x):
                 self.independent.add(key)
+        softmax = self.programs.member.output is jax.nn.softmax
+        if softmax and key in self.independent and _of_probabilities(outputs):
+            _warn(
+                "predictions look like the softmax of probabilities; apply_fn has to "
+                "return logits, or give make_trainer output=None"
+            )
 
 
 # ---------------------------------------------------------------------------------

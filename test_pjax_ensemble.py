@@ -2922,6 +2922,35 @@ def predicting(apply_fn, output=jax.nn.softmax, rows=128):
     return lambda: trainer.predict(net_trainer(2).init(KEY), inputs)
 
 
+def test_outputs_that_are_probabilities_already_get_a_warning():
+    def scaled(params, x):
+        return params * x
+
+    xs = np.eye(4, dtype=np.float32)[np.arange(16) % 4]
+    said = "look like the softmax of probabilities; apply_fn has to return logits"
+    options = dict(members=2, devices=1)
+    for name, apply_fn, inputs, warns in (
+        ("one-hot", scaled, xs, True),
+        ("soft", lambda p, x: jax.nn.softmax(9 * p * x), xs, True),
+        ("few", scaled, xs[:3], False),
+        ("all equal", scaled, xs[np.zeros(16, int)], False),
+        ("logits", lambda p, x: 9 * p * x, xs, False),
+        ("nearly uniform", lambda p, x: 0.1 * p * x, xs, False),
+        ("of two classes", lambda p, x: (p * x)[:, :2], xs[np.arange(16) % 2], False),
+        ("one wide row", lambda p, x: p * x * (1 + 9 * (x[:, :1] > 0)), xs, False),
+    ):
+        trainer = pe.make_trainer(
+            lambda key: jnp.ones(()), net_loss, SGD, apply_fn=apply_fn, **options
+        )
+        state = trainer.init(KEY)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                trainer.predict(state, inputs)
+        messages = [str(each.message) for each in found]
+        assert len(messages) == warns and all(said in x for x in messages), name
+
+
 ALONE = r"outputs have .*\[\(\)\]; expected 8, an entry .* of the chunk"
 
 OUTPUT_MISFITS = {
