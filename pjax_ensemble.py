@@ -3741,8 +3741,10 @@ def _why_other(theirs: Any, like: Any) -> str:
     """Say why a state differs from a trainer's, by its keys and by their form."""
     if _kind(theirs) != _kind(like):
         return "; give trainer.like a key of the kind that the file has"
-    if len(theirs) == len(like):
+    if theirs.shape == like.shape:
         return "; it is of another network or optimizer"
+    if not (theirs.shape and like.shape):
+        return "; a trainer's members have keys [K], and a single model has one"
     numbers = np.asarray(_key_data(theirs))
     if len(np.unique(numbers, axis=0)) < len(numbers):  # of replicas
         return "; it was saved without gather: see help(load)"

@@ -3931,6 +3931,7 @@ def test_a_state_saved_without_gather_can_still_be_loaded(path):
         (three, "it has 2 members, and this trainer has 3"),
         (raw, "expected uint32[2, 2]; give trainer.like a key of the kind that the f"),
         (bare, "it is of another network or optimizer"),
+        (member(found, 0), "a trainer's members have keys [K], and a single model has"),
     ):
         assert f"; {why}" in said_by(ValueError, pe.load, path, like)
     like = {"best": trainer.like()}
@@ -4399,10 +4400,10 @@ def test_fit_removes_older_checkpoints_once_the_newest_has_its_name(
     seen = []
     unlink = os.unlink
 
-    def removing(path):
+    def removing(path, **where):
         if not path.endswith(".tmp"):
             seen.append((os.path.basename(path), newest(tmp_path, but=later).name))
-        unlink(path)
+        unlink(path, **where)
 
     monkeypatch.setattr(os, "unlink", removing)
     with pytest.warns(UserWarning, match="skipped .*99"):

@@ -346,8 +346,8 @@ def save_points(folder: Path) -> Iterator[tuple]:
     ):
         pe.save(place / "state", trees[1])
     step("the end", int)
-    order = ["create", "open", *["write", "rest"] * events.count("write")]
-    if events != [*order, "fsync", "replace", "open", "fsync", "the end"]:
+    order = ["open", "create", "open", *["write", "rest"] * events.count("write")]
+    if events != [*order, "fsync", "replace", "fsync", "the end"]:
         yield "the order of a save", OTHER, ", ".join(events)
     for number, label in enumerate(labels):
         path = folder / str(number) / "state"
