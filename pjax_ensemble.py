@@ -2698,9 +2698,9 @@ _BLOCK_CHUNKS, _BLOCK_BYTES = 128, 2**22
 def _of_probabilities(softmaxes: np.ndarray) -> bool:
     """Return whether logits of softmaxes [K, n, ..., C] look like probabilities.
 
-    Logits are known but for a sum, which is 1 for probabilities.  Logits of sum 1 that
-    are all above 0, and most of them near 0 or 1, are no others by chance, if there are
-    enough.
+    A softmax tells its logits but for a constant, which is chosen so that they sum to
+    1.  They are taken for probabilities if none is below 0, and half of the rows have
+    one above 0.8; two classes, or few rows, may be so by chance.
     """
     num_classes = softmaxes.shape[-1]
     logs = np.log(np.maximum(softmaxes, 1e-30))
