@@ -1249,7 +1249,8 @@ def _check_axes(what, tree, *lengths, expected=_ANY):
 
 def _check_outside(*args: Any) -> None:
     """Raise ValueError for arguments that JAX traces."""
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+    # A list here takes no call per leaf, as a generator does.
+    if any([isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)]):
         raise ValueError(
             "arguments are traced, inside jax.jit or jax.grad; call it outside, and "
             "give loss_fn or apply_fn to jax.jit or jax.grad"
@@ -1310,8 +1311,12 @@ def _numbers(what: str, x: Any) -> Any:
 
 def _private(what: str, tree: PyTree) -> PyTree:
     """Copy NumPy's arrays, whose memory `jax.device_put` may share on a CPU."""
-    tree = jax.tree.map(functools.partial(_numbers, what), tree)
-    return jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, tree)
+
+    def own(x):
+        x = _numbers(what, x)
+        return np.array(x) if isinstance(x, np.ndarray) else x
+
+    return jax.tree.map(own, tree)
 
 
 # ---------------------------------------------------------------------------------
@@ -1708,9 +1713,12 @@ class _Member:
 # ---------------------------------------------------------------------------------
 
 
+_NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
+
+
 def _apart(f: Callable, *args) -> Any:
     """Return f(*args), apart from a mesh of `jax.set_mesh`: programs have their own."""
-    with jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ())):
+    with jax.set_mesh(_NO_MESH):
         return f(*args)
 
 
@@ -1764,7 +1772,9 @@ def _check_alike(**values: Any) -> None:
 
 
 def _is_consumed(state: PyTree) -> bool:
-    return any(isinstance(x, Array) and x.is_deleted() for x in jax.tree.leaves(state))
+    return any(
+        [isinstance(x, Array) and x.is_deleted() for x in jax.tree.leaves(state)]
+    )
 
 
 class _Guard:
@@ -2180,6 +2190,8 @@ class _Places:
 
         def put(x):
             where = self.divide(x, sharding) if divide else sharding
+            if isinstance(x, Array) and x.committed and x.sharding == where:
+                return x  # it is there already
             if self.absent or isinstance(x, jax.ShapeDtypeStruct):
                 return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
             if jax.process_count() == 1:
@@ -2695,6 +2707,9 @@ _CHUNKS = {True: (8, 256), False: (32, 4096)}
 _BLOCK_CHUNKS, _BLOCK_BYTES = 128, 2**22
 
 
+_TRIES = 8  # of the independence of examples, where their outputs are equal
+
+
 def _of_probabilities(softmaxes: np.ndarray) -> bool:
     """Return whether logits of softmaxes [K, n, ..., C] look like probabilities.
 
@@ -2716,10 +2731,10 @@ class _Predictions:
 
     programs: _Programs
     chunk: int | None  # examples that a device takes at a time; None is by size
-    # What earlier calls found out, by the form of the inputs: the sizes of blocks, and
-    # that no example changes another.
+    # By the form of the inputs: the sizes of blocks, and how often it was tried whether
+    # an example changes another.
     sizes: dict[str, _Sizes] = dataclasses.field(default_factory=dict)
-    independent: set = dataclasses.field(default_factory=set)
+    tries: collections.Counter = dataclasses.field(default_factory=collections.Counter)
 
     def works(self, model: tuple, inputs: PyTree) -> Iterator[_Work]:
         """Yield the work of each block of the inputs, for a model by slot.
@@ -2829,11 +2844,11 @@ class _Predictions:
 
         The first and the last example of a chunk are tried, each among copies of
         itself, until a chunk of such a form has outputs that differ by more than
-        rounding.
+        rounding, or for `_TRIES` calls.
         """
         inputs = jax.tree.map(functools.partial(_array, "inputs"), inputs)
         key = str(_described(inputs, first=1))
-        if key in self.independent:
+        if self.tries[key] == _TRIES:
             return
         chunk = jax.tree.leaves(block.outputs)[0].shape[2]
         count = min(self.programs.places.layout.replicas * chunk, block.num_rows)
@@ -2855,12 +2870,13 @@ class _Predictions:
                         "others; inputs are [N, ...], x[None] for one x; use no batch "
                         "statistics: train=False"
                     )
+        self.tries[key] += 1
         for x in jax.tree.leaves(outputs):
             x = x[:, :count]
             if not _near(x, np.broadcast_to(x[:, :1], x.shape), like=x):
-                self.independent.add(key)
+                self.tries[key] = _TRIES
         softmax = self.programs.member.output is jax.nn.softmax
-        if softmax and key in self.independent and _of_probabilities(outputs):
+        if softmax and self.tries[key] == _TRIES and _of_probabilities(outputs):
             _warn(
                 "predictions look like the softmax of probabilities; apply_fn has to "
                 "return logits, or give make_trainer output=None"
@@ -3323,9 +3339,10 @@ class Trainer:
         shared = self._programs.shared_steps(state, data, size)
         half = -(-shared // 2)  # longer orders are multiples of it
         more = max(shared - num_steps, -num_steps % half)
-        order = np.pad(order, [(0, 0)] * len(members) + [(0, more), (0, 0)])
+        padded = np.zeros((*members, num_steps + more, size), np.int32)
+        padded[..., :num_steps, :] = order
         of_slot, of_all = self._places.deal(
-            "order", order, axis=order.ndim - 1, each=order.ndim == 3
+            "order", padded, axis=order.ndim - 1, each=order.ndim == 3
         )
         of_all = {"data": data, "num_steps": np.int32(num_steps)} | of_all
         steps = self._programs.member.steps

@@ -2922,6 +2922,74 @@ def predicting(apply_fn, output=jax.nn.softmax, rows=128):
     return lambda: trainer.predict(net_trainer(2).init(KEY), inputs)
 
 
+def test_examples_of_equal_outputs_are_tried_eight_times(monkeypatch):
+    seen = []
+    hook(monkeypatch, pe._Predictions, "_compute", lambda *_: seen.append(1))
+    trainer = pe.make_trainer(
+        lambda key: jnp.ones(()),
+        net_loss,
+        SGD,
+        members=1,
+        devices=1,
+        apply_fn=lambda params, x: params + 0 * x,
+    )
+    state = trainer.init(KEY)
+    for _ in range(9):
+        trainer.predict(state, np.ones((4, 2), np.float32))
+    assert len(seen) == 8 * 3 + 1
+
+
+def python_calls(call):
+    """Return how many functions of Python a call enters."""
+    count = itertools.count()
+
+    def profile(frame, event, arg):
+        if event == "call":
+            next(count)
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return next(count)
+
+
+def test_warm_calls_enter_few_functions_of_python():
+    """Each call counts: with a tiny network, they are most of a step's time."""
+
+    def calls(num_layers):
+        trainer = pe.make_trainer(
+            functools.partial(pe.mlp_init, sizes=[4] * (num_layers + 1)),
+            lambda params, x, y: pe.softmax_cross_entropy(pe.mlp(params, x), y).mean(),
+            pe.adam(0.1),
+            members=1,
+            devices=1,
+            apply_fn=pe.mlp,
+        )
+        batch = randn(0, 8, 4), np.arange(8) % 4
+        data = trainer.place(batch)
+        trainer.init(KEY)
+        do = {
+            "update": lambda: trainer.update(
+                trainer.latest or trainer.init(KEY), *batch
+            ),
+            "epoch": lambda: trainer.epoch(trainer.latest, data, np.arange(8)[None]),
+            "predict": lambda: trainer.predict(trainer.latest, batch[0]),
+        }
+        for call in do.values():
+            for _ in range(pe._TRIES + 1):  # outputs may be equal
+                call()
+        return {name: python_calls(call) for name, call in do.items()}
+
+    few, many = calls(4), calls(40)
+    for name, most in {"update": 190, "epoch": 345, "predict": 200}.items():
+        assert few[name] <= most, (name, few)
+        # Three trees of NamedTuples are made anew: parameters and two moments.
+        made = 0 if name == "predict" else 3 * 36
+        assert many[name] - few[name] <= made + 1, (name, few, many)
+
+
 def test_outputs_that_are_probabilities_already_get_a_warning():
     def scaled(params, x):
         return params * x
