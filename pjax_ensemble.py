@@ -1894,19 +1894,24 @@ def _check_apart(state: PyTree) -> None:
 def _let_in(owner: Any, state: Any, given: Any, fit: Callable, trains=True) -> Any:
     """Let a state in: the one door for states, of updates and of trainers.
 
-    It comes with the other arguments, `given`.  The owner's latest needs few checks.
-    For any other, fit(state) raises ValueError if it does not fit, and returns it on
-    its devices.  Where a state is to be trained, no two leaves may share a buffer.
+    It comes with the other arguments, `given`.  The owner's latest needs few checks,
+    since it is consumed as a whole.  For any other, fit(state) raises ValueError if it
+    does not fit, and returns it on its devices.  Where a state is to be trained, no two
+    leaves may share a buffer.
     """
     latest = owner.latest
-    known = latest and (state is latest or _identity(state) == _identity(latest))
-    _check_state(state, given)
-    if _is_consumed(state):
+    is_latest = latest is not None and state is latest
+    if is_latest:
+        _check_outside(given)
+    else:
+        _check_state(state, given)
+    leaves = jax.tree.leaves(state)
+    if _is_consumed(leaves[:1] if is_latest else leaves):
         raise ValueError(
             "the state was consumed by an earlier call; go on with the one that it "
             "returned, trainer.latest; if it failed, a saved one"
         )
-    if not known:
+    if not is_latest and _identity(state) != _identity(latest):
         state = fit(state)
         if trains:
             _check_apart(state)
@@ -3989,6 +3994,7 @@ class _Fit:
         step = self.step
         if self.folder is None or not (due or step % self.save_steps == 0):
             return
+        _check_alike(step=step)
         state = self.trainer.gather(self.at.state)
         leaves = [
             x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.inexact)

@@ -3688,6 +3688,9 @@ def one_process(index, count, local, port, folder):
     }
     for name, value in changes.items():
         refuse(name, pe.fit, ours, (xs, ys), **(how | {name: value}))
+    how["folder"] = f"{folder}/of_other_steps"
+    with mock.patch.object(pe._Fit, "step", 4 + index):
+        refuse("step", pe.fit, ours, (xs, ys), **how)
     ours = on_all(
         lambda key, rate: init(key),
         lambda params, xs, ys, rate: loss_fn(params, xs, ys),
@@ -3703,6 +3706,7 @@ def one_process(index, count, local, port, folder):
 @linux
 def test_two_processes_equal_one_with_as_many_devices(tmp_path):
     code = "import contextlib, functools, os, jax, pytest, numpy as np\n"
+    code += "from unittest import mock\n"
     code += f"import pjax_ensemble as pe\n{inspect.getsource(one_process)}"
     port = free_port()
     calls = [f"one_process({i}, 2, 2, {port}, {str(tmp_path)!r})" for i in range(2)]
