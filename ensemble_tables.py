@@ -68,7 +68,7 @@ try:
     from sklearn.utils.multiclass import check_classification_targets
     from sklearn.utils.validation import check_is_fitted, validate_data
 except ImportError as error:
-    remedy = "python -m pip install scikit-learn, of which 1.6 or newer"
+    remedy = "python -m pip install -U scikit-learn (1.6 or newer)"
     raise ImportError(f"{error}: {remedy}") from error
 
 HIDDEN = 32

@@ -1894,10 +1894,9 @@ def _check_apart(state: PyTree) -> None:
 def _let_in(owner: Any, state: Any, given: Any, fit: Callable, trains=True) -> Any:
     """Let a state in: the one door for states, of updates and of trainers.
 
-    It comes with the other arguments, `given`.  The owner's latest needs few checks,
-    since it is consumed as a whole.  For any other, fit(state) raises ValueError if it
-    does not fit, and returns it on its devices.  Where a state is to be trained, no two
-    leaves may share a buffer.
+    It comes with the other arguments, `given`.  The owner's latest needs few checks.
+    For any other, fit(state) raises ValueError if it does not fit, and returns it on
+    its devices.  Where a state is to be trained, no two leaves may share a buffer.
     """
     latest = owner.latest
     is_latest = latest is not None and state is latest
@@ -1905,8 +1904,7 @@ def _let_in(owner: Any, state: Any, given: Any, fit: Callable, trains=True) -> A
         _check_outside(given)
     else:
         _check_state(state, given)
-    leaves = jax.tree.leaves(state)
-    if _is_consumed(leaves[:1] if is_latest else leaves):
+    if _is_consumed(state):
         raise ValueError(
             "the state was consumed by an earlier call; go on with the one that it "
             "returned, trainer.latest; if it failed, a saved one"
@@ -3782,7 +3780,7 @@ def _as_like(where: Any, leaves: dict[str, Any], like: PyTree) -> PyTree:
         names = tuple(f".{field}" for field in like._fields)
     leaves = {name: x for name, x in leaves.items() if name.startswith(names)}
     ours = _by_path(like)
-    remedy = "; load(path), without like, returns it"
+    remedy = "; load(path), without like, returns the file's leaves"
     if isinstance(like, TrainState) and ".key" in leaves and ".key" in ours:
         remedy = _why_other(leaves[".key"], like.key)
     _check_leaves(where, _described(leaves), _described(ours), remedy)

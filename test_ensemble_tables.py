@@ -25,7 +25,7 @@ from sklearn.utils.estimator_checks import check_estimator
 import ensemble_metrics as em
 import ensemble_tables as et
 import pjax_ensemble as pe
-from conftest import HERE, assert_close, cases, member, randn, said_by
+from conftest import HERE, assert_close, cases, member, randn, said_by, start_python
 
 
 def solve(trainer, state, data, order):
@@ -239,6 +239,13 @@ def test_estimators_take_numbers_of_any_scale():
 def test_estimators_name_what_they_cannot_take(options, y, message):
     model = et.EnsembleRegressor(**SHORT | options)
     assert said_by(ValueError, model.fit, X, y).startswith(message)
+
+
+def test_module_without_scikit_learn_names_it():
+    code = "import sys; sys.modules['sklearn.base'] = None; import ensemble_tables"
+    run = start_python(code)
+    _, errors = run.communicate(timeout=100)
+    assert run.returncode and "pip install -U scikit-learn (1.6 or newer)" in errors
 
 
 DAYS = np.datetime64("2026-01-01") + np.arange(24)

@@ -1798,6 +1798,15 @@ def test_an_interrupt_loses_no_state(kind, interrupts):
     said_by(KeyboardInterrupt, call, owner.latest, *batch)
 
 
+def test_a_latest_state_of_which_one_leaf_is_gone_is_consumed():
+    trainer, state = begin(net_trainer.__wrapped__(2, 2))
+    (batch,) = net_batches(1)
+    state, _ = trainer.update(state, *batch)
+    jax.tree.leaves(state.opt_state)[-1].delete()
+    assert "consumed" in said_by(ValueError, trainer.update, state, *batch)
+    assert state is trainer.latest
+
+
 def test_updates_keep_other_interrupt_handlers_and_run_in_threads(interrupts):
     trainer, state = begin(net_trainer.__wrapped__(2, 2))
     (batch,) = net_batches(1)

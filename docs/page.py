@@ -17,7 +17,7 @@ def code_of(text: str) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     names = sorted(path.stem for path in HERE.glob("*.md") if path.stem != "README")
-    name, *rest = sys.argv[1:] if argv is None else argv or [""]
+    name, *rest = (sys.argv[1:] if argv is None else argv) or [""]
     if rest or name not in names:
         sys.exit(f"usage: python docs/page.py NAME > FILE; NAME is {', '.join(names)}")
     text = (HERE / f"{name}.md").read_text("utf-8")
