@@ -1054,6 +1054,12 @@ def _device_put(x: Any, where: Any) -> Array:
     return _in_flight(y) if isinstance(x, Array) else y
 
 
+def _from_host(x: np.ndarray, where: Any) -> Array:
+    """Put an array of NumPy on devices, in a third of the time of `jax.device_put`."""
+    with jax.transfer_guard_host_to_device("allow"):
+        return jax.make_array_from_callback(x.shape, where, x.__getitem__)
+
+
 def replicate(tree: PyTree, num_devices: int | None = None) -> PyTree:
     """Copy every leaf [...] to [D, ...], one copy on each of the first D devices.
 
@@ -1147,16 +1153,18 @@ def _check_leaves(what: Any, theirs: dict, ours: dict, remedy: str = "") -> None
             )
 
 
+def _form(tree: PyTree, first: int = 0, typed: bool = True) -> tuple:
+    """Return what `_described` names, and the structure: to compare, and faster."""
+    leaves, structure = jax.tree.flatten(tree)
+    shapes = [np.shape(x)[first:] for x in leaves]
+    dtypes = [getattr(x, "dtype", None) for x in leaves if typed]
+    return structure, *shapes, *dtypes
+
+
 def _check_form(what, tree, like, remedy="", first=0, typed=True) -> None:
     """Raise ValueError unless two trees have one structure, and leaves of one form."""
-
-    def shape_and_type(x):
-        return np.shape(x)[first:], typed and getattr(x, "dtype", None)
-
-    structure: Any = jax.tree.structure(tree)
-    expected: Any = jax.tree.structure(like)
-    found = [shape_and_type(x) for x in jax.tree.leaves(tree)]
-    wanted = [shape_and_type(x) for x in jax.tree.leaves(like)]
+    structure, *found = _form(tree, first, typed)
+    expected, *wanted = _form(like, first, typed)
     if structure == expected and found == wanted:
         return  # without names, which take longer
     theirs = dict(_named(_described(tree, first, typed)))
@@ -1247,14 +1255,17 @@ def _check_axes(what, tree, *lengths, expected=_ANY):
         )
 
 
-def _check_outside(*args: Any) -> None:
+_TRACED = (
+    "arguments are traced, inside jax.jit or jax.grad; call it outside, and give "
+    "loss_fn or apply_fn to jax.jit or jax.grad"
+)
+
+
+def _check_outside(tree: PyTree) -> None:
     """Raise ValueError for arguments that JAX traces."""
     # A list here takes no call per leaf, as a generator does.
-    if any([isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)]):
-        raise ValueError(
-            "arguments are traced, inside jax.jit or jax.grad; call it outside, and "
-            "give loss_fn or apply_fn to jax.jit or jax.grad"
-        )
+    if any([isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)]):
+        raise ValueError(_TRACED)
 
 
 def _array(what: str, x: Any) -> Any:
@@ -1263,8 +1274,9 @@ def _array(what: str, x: Any) -> Any:
     An array whose type says how a mesh divides it, and so cannot be cut, is copied to
     the host.
     """
+    if isinstance(x, jax.core.Tracer):
+        raise ValueError(_TRACED)
     if isinstance(x, (Array, jax.ShapeDtypeStruct)):
-        _check_outside(x)
         mesh = getattr(x.sharding, "mesh", None)
         explicit = jax.sharding.AxisType.Explicit
         divided = mesh is not None and explicit in mesh.axis_types
@@ -1281,6 +1293,12 @@ def _array(what: str, x: Any) -> Any:
             "masked"
         )
     return array
+
+
+def _arrays(what: str, tree: PyTree) -> PyTree:
+    """Return a tree of arrays [N, ...]; raise ValueError where it is none."""
+    _check_axes(what, tree)
+    return jax.tree.map(functools.partial(_array, what), tree)
 
 
 # JAX has these types whatever its settings are, so they need no further check.
@@ -1377,7 +1395,7 @@ _GPU, _TURNS = ("gpu",), 32
 def _scan_first(f, carry, xs, count, platform) -> tuple:
     """Scan the first `count` of xs; results for the others are 0.
 
-    `count` is traced, so one program serves every count up to the length of xs.
+    `count`, at least 1, is traced: a program serves every count up to the length of xs.
     """
 
     def at(i):
@@ -1388,9 +1406,11 @@ def _scan_first(f, carry, xs, count, platform) -> tuple:
         carry, y = run(carry, at(i))
         return carry, jax.tree.map(lambda ys, y: ys.at[i].set(y), ys, y)
 
+    length = len(jax.tree.leaves(xs)[0])
+    if length == 1:
+        return _scan(f, carry, xs)
     run = jax.jit(f, inline=True)  # f is traced once for all uses
     _, shapes = run.eval_shape(carry, at(0))
-    length = len(jax.tree.leaves(xs)[0])
     ys = jax.tree.map(lambda y: jnp.zeros((length, *y.shape), y.dtype), shapes)
     done = 0
     if platform in _GPU and length >= _TURNS:
@@ -1772,9 +1792,9 @@ def _check_alike(**values: Any) -> None:
 
 
 def _is_consumed(state: PyTree) -> bool:
-    return any(
-        [isinstance(x, Array) and x.is_deleted() for x in jax.tree.leaves(state)]
-    )
+    # NumPy's arrays, of a state that somebody put together, are never deleted.
+    leaves = jax.tree.leaves(state)
+    return any([x.is_deleted() for x in leaves if hasattr(x, "is_deleted")])
 
 
 class _Guard:
@@ -1838,7 +1858,9 @@ def _run_consuming(owner: Any, program: Callable, state: PyTree, *rest) -> tuple
 
 def _key_data(keys: Any) -> Array:
     advice = "expected random keys, such as jax.random.split(key, K)"
-    return _user_call("the state's key", advice, jax.random.key_data, keys)
+    data = _user_call("the state's key", advice, jax.random.key_data, keys)
+    _check_outside(data)  # inside `jax.jit`, it is traced even if the state is not
+    return data
 
 
 def _check_keys(key_data: Any, members: Sequence[int] | np.ndarray) -> None:
@@ -1865,9 +1887,9 @@ def _identity(tree: PyTree) -> tuple:
     return jax.tree.flatten(jax.tree.map(id, tree))
 
 
-def _check_state(state: Any, given: tuple = ()) -> None:
+def _check_state(state: Any) -> None:
     """Raise ValueError unless it is a state, and is given outside of `jax.jit`."""
-    _check_outside(state, given)
+    _check_outside(state)
     # Fields are compared, since a reloaded module has another class.
     if getattr(state, "_fields", ()) != TrainState._fields:
         raise ValueError(
@@ -1891,25 +1913,22 @@ def _check_apart(state: PyTree) -> None:
             )
 
 
-def _let_in(owner: Any, state: Any, given: Any, fit: Callable, trains=True) -> Any:
+def _let_in(owner: Any, state: Any, fit: Callable, trains=True) -> Any:
     """Let a state in: the one door for states, of updates and of trainers.
 
-    It comes with the other arguments, `given`.  The owner's latest needs few checks.
-    For any other, fit(state) raises ValueError if it does not fit, and returns it on
-    its devices.  Where a state is to be trained, no two leaves may share a buffer.
+    The owner's latest needs few checks.  For any other, fit(state) raises ValueError if
+    it does not fit, and returns it on its devices.  Where a state is to be trained, no
+    two leaves may share a buffer.
     """
-    latest = owner.latest
-    is_latest = latest is not None and state is latest
-    if is_latest:
-        _check_outside(given)
-    else:
-        _check_state(state, given)
+    is_latest = state is not None and state is owner.latest
+    if not is_latest:
+        _check_state(state)
     if _is_consumed(state):
         raise ValueError(
             "the state was consumed by an earlier call; go on with the one that it "
             "returned, trainer.latest; if it failed, a saved one"
         )
-    if not is_latest and _identity(state) != _identity(latest):
+    if not is_latest and _identity(state) != _identity(owner.latest):
         state = fit(state)
         if trains:
             _check_apart(state)
@@ -1953,7 +1972,7 @@ def _make_update(axis: str, member: _Member) -> Callable:
 
     def update(state, *batch):
         """Take a step: (state, metrics).  `state` is consumed."""
-        state = _let_in(update, state, batch, fit)
+        state = _let_in(update, state, fit)
         _check_axes("state and the batch", (state, batch), expected=alike)
         alone = meet and jax.default_backend() == "cpu"
         program = functools.partial(_run, mapped, alone)
@@ -2187,27 +2206,33 @@ class _Places:
         """Put a tree, the same in every process, on the devices.
 
         With `divide`, the devices of a slot divide its leaves.  For absent devices, and
-        for a form, return the form there.  No other function moves a trainer's arrays
-        to devices, but a program puts NumPy's arguments itself: see `give`.
+        for a form, return the form there.
         """
 
         def put(x):
-            where = self.divide(x, sharding) if divide else sharding
-            if isinstance(x, Array) and x.committed and x.sharding == where:
-                return x  # it is there already
-            if self.absent or isinstance(x, jax.ShapeDtypeStruct):
-                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-            if jax.process_count() == 1:
-                return _device_put(x, where)
-            return _on_data(functools.partial(put_part, where), x)
-
-        def put_part(where, x):  # of an array that is not there yet
-            if isinstance(x, Array) and not x.is_fully_addressable:
-                return jax.device_put(x, where)
-            x = np.asarray(x)
-            return jax.make_array_from_callback(x.shape, where, x.__getitem__)
+            return self.put_leaf(x, self.divide(x, sharding) if divide else sharding)
 
         return jax.tree.map(put, tree)
+
+    def put_leaf(self, x: Any, where: Any) -> Any:
+        """Put a leaf on the devices: see `put`.
+
+        No other function moves a trainer's arrays to devices, but a program puts
+        NumPy's arguments itself: see `give`.
+        """
+
+        def put_part(x):  # of an array that is not there yet
+            if isinstance(x, Array) and not x.is_fully_addressable:
+                return jax.device_put(x, where)
+            return _from_host(np.asarray(x), where)
+
+        if isinstance(x, Array) and x.committed and x.sharding == where:
+            return x  # it is there already
+        if self.absent or isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+        if isinstance(x, Array) and jax.process_count() == 1:
+            return _device_put(x, where)
+        return _on_data(put_part, x)
 
     def give(self, arguments: PyTree, sharding: Any) -> PyTree:
         """Put arguments of a program, but leave NumPy's arrays to the program itself.
@@ -2219,7 +2244,7 @@ class _Places:
             return self.put(arguments, sharding)
 
         def give(x):
-            return self.put(x, sharding) if isinstance(x, Array) else x
+            return self.put_leaf(x, sharding) if isinstance(x, Array) else x
 
         return jax.tree.map(give, arguments)
 
@@ -2292,11 +2317,10 @@ class _Places:
             copies = [s.data for s in x.addressable_shards[:: replicas * self.shards]]
             if len(copies) == 1 and copies[0].shape[: len(lengths)] == lengths:
                 return copies[0]  # at once, which short steps notice
-            (device,) = copies[0].devices()
             if steps and self.on_cpu:
                 parts = np.concatenate(list(map(_gather_devices, copies)))
-                return jax.device_put(parts[cut], device)
-            copies = jax.device_put(copies, device)
+                return _from_host(parts[cut], copies[0].sharding)
+            copies = jax.device_put(copies, copies[0].sharding)
             return _in_flight(_apart(_joined, copies, lengths))
 
         return jax.tree.map(take, tree)
@@ -2587,7 +2611,7 @@ class _Programs:
             return 1
         if self.places.absent:
             return count
-        known = work.f, str(_described((work.of_slot, work.of_all)))
+        known = work.f, _form((work.of_slot, work.of_all))
         if known not in self.fitting:
             where = self.places.by_slot
             while count > 1 and not _fits(self._mapped(work, count), args, where):
@@ -2736,16 +2760,15 @@ class _Predictions:
     chunk: int | None  # examples that a device takes at a time; None is by size
     # By the form of the inputs: the sizes of blocks, and how often it was tried whether
     # an example changes another.
-    sizes: dict[str, _Sizes] = dataclasses.field(default_factory=dict)
+    sizes: dict[Any, _Sizes] = dataclasses.field(default_factory=dict)
     tries: collections.Counter = dataclasses.field(default_factory=collections.Counter)
 
     def works(self, model: tuple, inputs: PyTree) -> Iterator[_Work]:
-        """Yield the work of each block of the inputs, for a model by slot.
+        """Yield the work of each block of the inputs, which are arrays [N, ...].
 
-        A block has the same number of chunks for each replica, dealt out in turn.
+        The model is by slot.  A block has the same number of chunks for each replica,
+        dealt out in turn.
         """
-        _check_axes("inputs", inputs)
-        inputs = jax.tree.map(functools.partial(_array, "inputs"), inputs)
         num_rows = len(jax.tree.leaves(inputs)[0])
         places = self.programs.places
         replicas = places.layout.replicas
@@ -2774,13 +2797,13 @@ class _Predictions:
 
         Few rows fill one chunk of a power of two; all larger numbers share a program.
         """
-        few = _Sizes(2 ** math.ceil(math.log2(num_rows)), 1)
+        few = _Sizes(1 << (num_rows - 1).bit_length(), 1)
         if few.chunk < (self.chunk or _CHUNKS[self.programs.places.on_cpu][0]):
             return few
-        key = str(_described(inputs, first=1))
-        if key not in self.sizes:
-            self.sizes[key] = self._largest_sizes(model, inputs)
-        return few if few.chunk < self.sizes[key].chunk else self.sizes[key]
+        form = _form(inputs, first=1)
+        if form not in self.sizes:
+            self.sizes[form] = self._largest_sizes(model, inputs)
+        return few if few.chunk < self.sizes[form].chunk else self.sizes[form]
 
     def _largest_sizes(self, model, inputs) -> _Sizes:
         """Return how to divide many inputs.
@@ -2816,6 +2839,7 @@ class _Predictions:
 
     def blocks(self, model: tuple, inputs: PyTree) -> Iterator:
         """Yield the members' outputs for the inputs, a block at a time, [K, n, ...]."""
+        inputs = _arrays("inputs", inputs)
         computing: list = []
         for work in self.works(model, inputs):
             computing.append(self._compute(work))
@@ -2849,9 +2873,8 @@ class _Predictions:
         itself, until a chunk of such a form has outputs that differ by more than
         rounding, or for `_TRIES` calls.
         """
-        inputs = jax.tree.map(functools.partial(_array, "inputs"), inputs)
-        key = str(_described(inputs, first=1))
-        if self.tries[key] == _TRIES:
+        form = _form(inputs, first=1)
+        if self.tries[form] == _TRIES:
             return
         chunk = jax.tree.leaves(block.outputs)[0].shape[2]
         count = min(self.programs.places.layout.replicas * chunk, block.num_rows)
@@ -2873,13 +2896,13 @@ class _Predictions:
                         "others; inputs are [N, ...], x[None] for one x; use no batch "
                         "statistics: train=False"
                     )
-        self.tries[key] += 1
+        self.tries[form] += 1
         for x in jax.tree.leaves(outputs):
             x = x[:, :count]
             if not _near(x, np.broadcast_to(x[:, :1], x.shape), like=x):
-                self.tries[key] = _TRIES
+                self.tries[form] = _TRIES
         softmax = self.programs.member.output is jax.nn.softmax
-        if softmax and self.tries[key] == _TRIES and _of_probabilities(outputs):
+        if softmax and self.tries[form] == _TRIES and _of_probabilities(outputs):
             _warn(
                 "predictions look like the softmax of probabilities; apply_fn has to "
                 "return logits, or give make_trainer output=None"
@@ -2893,7 +2916,7 @@ class _Predictions:
 
 def _checked_order(order: Any, members: int, num_rows: int) -> np.ndarray:
     """Check an order [steps, B] or [K, steps, B] of rows; return it as int32."""
-    order = np.asarray(_numbers("order", order))
+    order = np.asarray(_array("order", order))
     fits = order.ndim == 2 or (order.ndim == 3 and len(order) == members)
     if not (fits and order.size and order.dtype.kind in "iu"):
         raise ValueError(
@@ -3106,9 +3129,9 @@ class Trainer:
         self._check_members(state, members, expected, trains)
         return places.put(state, places.by_slot, divide=True) if moves else state
 
-    def _admit(self, state, given=(), trains=False):
+    def _admit(self, state, trains=False):
         fit = functools.partial(self._fit, trains=trains)
-        return _let_in(self, state, given, fit, trains)
+        return _let_in(self, state, fit, trains)
 
     # `_work_of_init`, `_work_of_update` and so on check a method's arguments and return
     # its work, which `_programs` runs, or lowers.
@@ -3283,7 +3306,7 @@ class Trainer:
         Raises ValueError for a batch that is empty or does not divide into
         micro-batches.
         """
-        state = self._admit(state, batch, trains=True)
+        state = self._admit(state, trains=True)
         work = self._work_of_update(state, *batch, per_member=per_member)
         self._warn_if_equal(state, differ=per_member)
         state, metrics = self._programs.run(self, work)
@@ -3321,7 +3344,7 @@ class Trainer:
         Raises ValueError for an order that is empty or has rows outside the data, and
         for data of several lengths.
         """
-        state = self._admit(state, (data, order), trains=True)
+        state = self._admit(state, trains=True)
         work = self._work_of_epoch(state, data, order, self.place)
         order = np.asarray(order)
         self._warn_if_equal(state, order.ndim == 3 and (order != order[:1]).any())
@@ -3390,8 +3413,8 @@ class Trainer:
         program's first call, for outputs of an example that depend on other examples.
         """
 
-        def mean(x):
-            return x.mean(axis=0, dtype=_wide(x.dtype))
+        def mean(x):  # in less time than `x.mean`, which one example notices
+            return x.sum(axis=0, dtype=_wide(x.dtype)) / self.members
 
         with np.errstate(invalid="ignore", over="ignore"):
             means = [jax.tree.map(mean, x) for x in self.predict_blocks(state, inputs)]
@@ -3412,10 +3435,11 @@ class Trainer:
         devices are a block ahead of the loop, so the state may be consumed only after
         the last block.  Inputs and errors are those of `predict`.
         """
-        state = self._admit(state, inputs)
+        state = self._admit(state)
         return self._predictions.blocks(self._model(state), inputs)
 
     def _work_of_predict(self, state, inputs):
+        inputs = _arrays("inputs", inputs)
         return next(self._predictions.works(self._model(state), inputs))
 
     def _model(self, state):
