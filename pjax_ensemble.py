@@ -67,6 +67,7 @@ import time
 import traceback
 import types
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -1882,11 +1883,6 @@ def _check_keys(key_data: Any, members: Sequence[int] | np.ndarray) -> None:
             )
 
 
-def _identity(tree: PyTree) -> tuple:
-    """Return which leaves a tree holds, and its structure."""
-    return jax.tree.flatten(jax.tree.map(id, tree))
-
-
 def _check_state(state: Any) -> None:
     """Raise ValueError unless it is a state, and is given outside of `jax.jit`."""
     _check_outside(state)
@@ -1916,23 +1912,36 @@ def _check_apart(state: PyTree) -> None:
 def _let_in(owner: Any, state: Any, fit: Callable, trains=True) -> Any:
     """Let a state in: the one door for states, of updates and of trainers.
 
-    The owner's latest needs few checks.  For any other, fit(state) raises ValueError if
-    it does not fit, and returns it on its devices.  Where a state is to be trained, no
-    two leaves may share a buffer.
+    The owner's latest needs few checks.  So does the one that was let in last without
+    being trained: `owner._seen` has weak references to its leaves, and the structure.
+    For any other, fit(state) raises ValueError if it does not fit, and returns it on
+    its devices.  Where a state is to be trained, no two leaves may share a buffer.
     """
-    is_latest = state is not None and state is owner.latest
-    if not is_latest:
+    leaves, structure = jax.tree.flatten(state)
+
+    def has(others, its_structure):
+        return structure == its_structure and all(map(operator.is_, leaves, others))
+
+    known = state is owner.latest or has(*jax.tree.flatten(owner.latest))
+    if not (known or trains) and owner._seen:
+        references, its_structure = owner._seen
+        known = has([reference() for reference in references], its_structure)
+    if state is None or not known:
         _check_state(state)
-    if _is_consumed(state):
+    if _is_consumed(leaves):
         raise ValueError(
             "the state was consumed by an earlier call; go on with the one that it "
             "returned, trainer.latest; if it failed, a saved one"
         )
-    if not is_latest and _identity(state) != _identity(owner.latest):
-        state = fit(state)
-        if trains:
-            _check_apart(state)
-    return state
+    if known:
+        return state
+    fitting = fit(state)
+    if trains:
+        _check_apart(fitting)
+    elif fitting is state:  # its arrays are in their places, where nothing changes them
+        references = list(map(weakref.ref, leaves))
+        object.__setattr__(owner, "_seen", (references, structure))
+    return fitting
 
 
 # ---------------------------------------------------------------------------------
@@ -2138,7 +2147,6 @@ class _Places:
         from_slots  arrays by slot         -> members [K, ...], their first replicas
         deal        a batch                -> its parts by slot, or whole everywhere
         put         a tree                 -> on the devices, with a given sharding
-        give        a program's arguments  -> the same, but NumPy's where it puts them
     """
 
     layout: Layout
@@ -2202,51 +2210,37 @@ class _Places:
         between = max(axes, key=lambda i: shape[i]) - len(spec)
         return _sharding(sharding.mesh, *spec, *[None] * between, "shards")
 
-    def put(self, tree: PyTree, sharding: Any, divide: bool = False) -> PyTree:
+    def put(
+        self, tree: PyTree, sharding: Any, divide: bool = False, given: bool = False
+    ) -> PyTree:
         """Put a tree, the same in every process, on the devices.
 
         With `divide`, the devices of a slot divide its leaves.  For absent devices, and
-        for a form, return the form there.
+        for a form, return the form there.  No other function moves a trainer's arrays
+        to devices.  But arguments `given` to a program that are NumPy's stay where they
+        are in a single process without shards: the program puts them itself, which
+        takes less time.  It may share their memory, so they are copies of a user's.
         """
+        stay = given and jax.process_count() == 1 and self.shards == 1
 
         def put(x):
-            return self.put_leaf(x, self.divide(x, sharding) if divide else sharding)
+            if stay and not isinstance(x, Array):
+                return x
+            where = self.divide(x, sharding) if divide else sharding
+            if isinstance(x, Array) and x.committed and x.sharding == where:
+                return x  # it is there already
+            if self.absent or isinstance(x, jax.ShapeDtypeStruct):
+                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+            if isinstance(x, Array) and jax.process_count() == 1:
+                return _device_put(x, where)
+            return _on_data(functools.partial(put_part, where), x)
 
-        return jax.tree.map(put, tree)
-
-    def put_leaf(self, x: Any, where: Any) -> Any:
-        """Put a leaf on the devices: see `put`.
-
-        No other function moves a trainer's arrays to devices, but a program puts
-        NumPy's arguments itself: see `give`.
-        """
-
-        def put_part(x):  # of an array that is not there yet
+        def put_part(where, x):  # of an array that is not there yet
             if isinstance(x, Array) and not x.is_fully_addressable:
                 return jax.device_put(x, where)
             return _from_host(np.asarray(x), where)
 
-        if isinstance(x, Array) and x.committed and x.sharding == where:
-            return x  # it is there already
-        if self.absent or isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
-        if isinstance(x, Array) and jax.process_count() == 1:
-            return _device_put(x, where)
-        return _on_data(put_part, x)
-
-    def give(self, arguments: PyTree, sharding: Any) -> PyTree:
-        """Put arguments of a program, but leave NumPy's arrays to the program itself.
-
-        That takes less time, and works in a single process without shards.  The program
-        may share the arrays' memory, so they are copies of a user's arrays.
-        """
-        if jax.process_count() > 1 or self.shards > 1:
-            return self.put(arguments, sharding)
-
-        def give(x):
-            return self.put_leaf(x, sharding) if isinstance(x, Array) else x
-
-        return jax.tree.map(give, arguments)
+        return jax.tree.map(put, tree)
 
     def to_slots(self, what: str, tree: PyTree) -> PyTree:
         """Lay members [K, ...] into their slots, [D * M, ...]."""
@@ -2631,8 +2625,8 @@ class _Programs:
         places = self.places
         if places.absent:
             raise ValueError("the devices are a topology's; use Trainer.lower")
-        of_slot = places.give(work.of_slot, places.by_slot)
-        of_all = places.give(work.of_all, places.everywhere)
+        of_slot = places.put(work.of_slot, places.by_slot, given=True)
+        of_all = places.put(work.of_all, places.everywhere, given=True)
         program, args = self._program(work._replace(of_slot=of_slot, of_all=of_all))
         meet = places.shards > 1 or (work.trains and places.layout.replicas > 1)
         call = functools.partial(_run, program, meet and places.on_cpu)
@@ -3023,6 +3017,7 @@ class Trainer:
     frozen: PyTree = None  # arrays that members share and none trains
     shards: int = 1  # devices that hold one member together
     latest: TrainState | None = dataclasses.field(init=False, default=None)
+    _seen: tuple | None = dataclasses.field(init=False, default=None)  # see `_let_in`
     _places: _Places = dataclasses.field(init=False)
     _programs: _Programs = dataclasses.field(init=False)
     _predictions: _Predictions = dataclasses.field(init=False)

@@ -2974,6 +2974,9 @@ def python_calls(call):
     return next(count)
 
 
+LIMITS = {"update": 190, "epoch": 265, "predict": 165, "serve": 170}
+
+
 def test_warm_calls_enter_few_functions_of_python():
     """Each call counts: with a tiny network, they are most of a step's time."""
 
@@ -2988,13 +2991,14 @@ def test_warm_calls_enter_few_functions_of_python():
         )
         batch = randn(0, 8, 4), np.arange(8) % 4
         data = trainer.place(batch)
-        trainer.init(KEY)
+        loaded = trainer.scatter(trainer.gather(trainer.init(KEY)))
         do = {
             "update": lambda: trainer.update(
                 trainer.latest or trainer.init(KEY), *batch
             ),
             "epoch": lambda: trainer.epoch(trainer.latest, data, np.arange(8)[None]),
             "predict": lambda: trainer.predict(trainer.latest, batch[0]),
+            "serve": lambda: trainer.predict(loaded, batch[0]),
         }
         for call in do.values():
             for _ in range(pe._TRIES + 1):  # outputs may be equal
@@ -3002,11 +3006,32 @@ def test_warm_calls_enter_few_functions_of_python():
         return {name: python_calls(call) for name, call in do.items()}
 
     few, many = calls(4), calls(40)
-    for name, most in {"update": 185, "epoch": 260, "predict": 165}.items():
+    for name, most in LIMITS.items():
         assert few[name] <= most, (name, few)
         # Three trees of NamedTuples are made anew: parameters and two moments.
-        made = 0 if name == "predict" else 3 * 36
+        made = 3 * 36 if name in ("update", "epoch") else 0
         assert many[name] - few[name] <= made + 1, (name, few, many)
+
+
+def test_a_state_that_was_predicted_with_is_known_but_not_kept():
+    trainer, state = begin(net_trainer(2, D))
+    images, labels = image_data()
+    expected = trainer.predict(state, images)
+    assert leaves_equal(trainer.predict(state._replace(), images), expected)
+    twins = state.key[np.zeros(len(state.key), int)]
+    for message, other in (
+        ("have equal keys", state._replace(key=twins)),
+        ("leaf .* absent", state._replace(params=())),
+    ):
+        refuses_state(other, message, (trainer.predict, images))
+        assert leaves_equal(trainer.predict(state, images), expected)
+    untrained = state._replace(opt_state=())  # which predicting does not ask for
+    trainer.predict(untrained, images)
+    refuses_state(untrained, "another trainer", (trainer.update, images, labels))
+    leaf = weakref.ref(state.params.dense.weight)
+    del state, untrained, other
+    gc.collect()
+    assert leaf() is None
 
 
 def test_outputs_that_are_probabilities_already_get_a_warning():

@@ -7,8 +7,9 @@ Every system is its own process (benchmarks/peers), which warms up and then wait
 systems of a group take turns at rounds of a fixed number of steps.  Every round draws a
 new order, since a system may leave the machine slower for the next one.  A figure is
 the median over the rounds, in member-images trained per second, or in member-rows if
-the data are rows.  In the last group a round is a whole job, from the start of its
-process to its end, in seconds.  `gpu.py` is for accelerators.
+the data are rows, or in calls of a tiny network.  In the last group a round is a whole
+job, from the start of its process to its end, in seconds.  `gpu.py` is for
+accelerators.
 """
 
 import argparse
@@ -96,6 +97,16 @@ GROUPS = {
         "JAX, jit(vmap(scan)), D = 1": "jax_members.py transformer",
         "JAX, pmap(vmap(scan)), D = 2": "jax_members.py transformer --devices 2",
         "torch.func.vmap": "torch_members.py transformer",
+    },
+    "calls that take a step of a tiny network, K = D = 1; calls": {
+        "pjax_ensemble, update": "single_calls.py update",
+        "pjax_ensemble, epoch of one step": "single_calls.py epoch",
+        "JAX, jit(vmap(step))": "single_calls.py update --by-hand",
+    },
+    "calls that predict one row of it; calls": {
+        "pjax_ensemble, predict": "single_calls.py predict --batch 1",
+        "pjax_ensemble, predict of eight": "single_calls.py predict",
+        "JAX, jit(vmap)": "single_calls.py predict --batch 1 --by-hand",
     },
     "whole job, two epochs with their tests, K = 2, batch 128": JOBS,
 }

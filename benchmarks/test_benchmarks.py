@@ -4,6 +4,7 @@ import argparse
 import concurrent.futures
 import functools
 import importlib.util
+import io
 import itertools
 import json
 import math
@@ -184,9 +185,9 @@ def test_speed_says_in_a_line_why_it_stops(tmp_path, monkeypatch):
     monkeypatch.setenv("MNIST_DIR", str(tmp_path / "none"))
     with monkeypatch.context() as patch:  # before anything starts
         patch.setattr(speed.subprocess, "Popen", None)
-        assert refused("9") == "--group is 9; expected groups from 1 to 7"
+        assert refused("11") == "--group is 11; expected groups from 1 to 9"
         assert refused("5").startswith(f"{data}: cannot reshape array of size 3 into")
-        assert refused("7").startswith(f"MNIST_DIR is {tmp_path}/none, not a folder;")
+        assert refused("9").startswith(f"MNIST_DIR is {tmp_path}/none, not a folder;")
         monkeypatch.delenv("UCI_DIR")
         assert refused("5").startswith("UCI_DIR is not set; set it to the folder")
     peer = "a peer", "../speed.py --nope"  # whose last line is quoted
@@ -226,6 +227,29 @@ def test_networks_of_all_systems_have_the_same_parameters(name, monkeypatch):
         model = networks_torch.network(name)()
         more = 4 * 128 if name == "LSTM" else 0  # a second bias
         assert sum(p.numel() for p in model.parameters()) == num_params + more
+
+
+@pytest.mark.once
+def test_calls_of_a_tiny_network_are_counted_and_take_steps(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(HERE / "benchmarks" / "peers")
+    import single_calls
+
+    batch = np.eye(8, dtype=np.float32), np.arange(8)
+    for what, make in (
+        ("update", single_calls.call_of_ours),
+        ("epoch", single_calls.call_of_ours),
+        ("update", single_calls.call_by_hand),
+    ):
+        call = make(what, *batch)
+        losses = [float(np.sum(call()[1][0])) for _ in range(40)]
+        assert losses[-1] < losses[0] < 9, (what, make)
+    for make in single_calls.call_of_ours, single_calls.call_by_hand:
+        assert make("predict", *batch)().sum(axis=-1) == pytest.approx(np.ones(8))
+    monkeypatch.setattr(sys, "argv", ["single_calls.py", "epoch", "--steps", "3"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("train\n"))
+    single_calls.main()
+    *_, last = capsys.readouterr().out.splitlines()
+    assert json.loads(last)["rows"] == 3
 
 
 @pytest.mark.once
