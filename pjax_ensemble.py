@@ -1396,7 +1396,7 @@ _GPU, _TURNS = ("gpu",), 32
 def _scan_first(f, carry, xs, count, platform) -> tuple:
     """Scan the first `count` of xs; results for the others are 0.
 
-    `count`, at least 1, is traced: a program serves every count up to the length of xs.
+    `count` is traced, so one program serves every count up to the length of xs.
     """
 
     def at(i):
@@ -1407,11 +1407,9 @@ def _scan_first(f, carry, xs, count, platform) -> tuple:
         carry, y = run(carry, at(i))
         return carry, jax.tree.map(lambda ys, y: ys.at[i].set(y), ys, y)
 
-    length = len(jax.tree.leaves(xs)[0])
-    if length == 1:
-        return _scan(f, carry, xs)
     run = jax.jit(f, inline=True)  # f is traced once for all uses
     _, shapes = run.eval_shape(carry, at(0))
+    length = len(jax.tree.leaves(xs)[0])
     ys = jax.tree.map(lambda y: jnp.zeros((length, *y.shape), y.dtype), shapes)
     done = 0
     if platform in _GPU and length >= _TURNS:
@@ -1702,7 +1700,10 @@ class _Member:
             inputs = _over_shards(inputs, self.shards)
             return carry, self.outputs_of(model, inputs, hyper, frozen)
 
-        _, outputs = _scan_first(turn, (), chunks, count, self.platform)
+        if len(jax.tree.leaves(chunks)[0]) == 1:  # count is 1
+            _, outputs = _scan(turn, (), chunks)
+        else:
+            _, outputs = _scan_first(turn, (), chunks, count, self.platform)
         return outputs
 
     def outputs_of(self, model, inputs, hyper, frozen):
