@@ -2315,7 +2315,8 @@ class _Places:
             if steps and self.on_cpu:
                 parts = np.concatenate(list(map(_gather_devices, copies)))
                 return _from_host(parts[cut], copies[0].sharding)
-            copies = jax.device_put(copies, copies[0].sharding)
+            (device,) = copies[0].devices()  # given a sharding, it takes longer
+            copies = jax.device_put(copies, device)
             return _in_flight(_apart(_joined, copies, lengths))
 
         return jax.tree.map(take, tree)
