@@ -1056,7 +1056,7 @@ def _device_put(x: Any, where: Any) -> Array:
 
 
 def _from_host(x: np.ndarray, where: Any) -> Array:
-    """Put an array of NumPy on devices, in a third of the time of `jax.device_put`."""
+    """Put an array of NumPy on devices: faster than `jax.device_put`, and explicit."""
     with jax.transfer_guard_host_to_device("allow"):
         return jax.make_array_from_callback(x.shape, where, x.__getitem__)
 
@@ -1700,7 +1700,7 @@ class _Member:
             inputs = _over_shards(inputs, self.shards)
             return carry, self.outputs_of(model, inputs, hyper, frozen)
 
-        if len(jax.tree.leaves(chunks)[0]) == 1:  # count is 1
+        if len(jax.tree.leaves(chunks)[0]) == 1:  # a loop takes few rows longer
             _, outputs = _scan(turn, (), chunks)
         else:
             _, outputs = _scan_first(turn, (), chunks, count, self.platform)
@@ -1794,9 +1794,9 @@ def _check_alike(**values: Any) -> None:
 
 
 def _is_consumed(state: PyTree) -> bool:
-    # NumPy's arrays, of a state that somebody put together, are never deleted.
-    leaves = jax.tree.leaves(state)
-    return any([x.is_deleted() for x in leaves if hasattr(x, "is_deleted")])
+    return any(
+        [isinstance(x, Array) and x.is_deleted() for x in jax.tree.leaves(state)]
+    )
 
 
 class _Guard:
@@ -1910,23 +1910,30 @@ def _check_apart(state: PyTree) -> None:
             )
 
 
+class _Seen(NamedTuple):
+    """The mark of a state that was let in, which keeps none of its arrays alive."""
+
+    references: list  # to its leaves, weak ones
+    structure: Any  # of its tree
+
+
 def _let_in(owner: Any, state: Any, fit: Callable, trains=True) -> Any:
     """Let a state in: the one door for states, of updates and of trainers.
 
-    The owner's latest needs few checks.  So does the one that was let in last without
-    being trained: `owner._seen` has weak references to its leaves, and the structure.
-    For any other, fit(state) raises ValueError if it does not fit, and returns it on
-    its devices.  Where a state is to be trained, no two leaves may share a buffer.
+    The owner's latest needs few checks, and so does the state that was let in last
+    without being trained, `owner._seen`.  For any other, fit(state) raises ValueError
+    if it does not fit, and returns it on its devices.  Where a state is to be trained,
+    no two leaves may share a buffer.
     """
     leaves, structure = jax.tree.flatten(state)
 
-    def has(others, its_structure):
+    def holds(others, its_structure):
         return structure == its_structure and all(map(operator.is_, leaves, others))
 
-    known = state is owner.latest or has(*jax.tree.flatten(owner.latest))
+    known = state is owner.latest or holds(*jax.tree.flatten(owner.latest))
     if not (known or trains) and owner._seen:
-        references, its_structure = owner._seen
-        known = has([reference() for reference in references], its_structure)
+        seen = [reference() for reference in owner._seen.references]
+        known = holds(seen, owner._seen.structure)
     if state is None or not known:
         _check_state(state)
     if _is_consumed(leaves):
@@ -1940,8 +1947,8 @@ def _let_in(owner: Any, state: Any, fit: Callable, trains=True) -> Any:
     if trains:
         _check_apart(fitting)
     elif fitting is state:  # its arrays are in their places, where nothing changes them
-        references = list(map(weakref.ref, leaves))
-        object.__setattr__(owner, "_seen", (references, structure))
+        seen = _Seen(list(map(weakref.ref, leaves)), structure)
+        object.__setattr__(owner, "_seen", seen)
     return fitting
 
 
@@ -2793,7 +2800,7 @@ class _Predictions:
 
         Few rows fill one chunk of a power of two; all larger numbers share a program.
         """
-        few = _Sizes(1 << (num_rows - 1).bit_length(), 1)
+        few = _Sizes(2 ** math.ceil(math.log2(num_rows)), 1)
         if few.chunk < (self.chunk or _CHUNKS[self.programs.places.on_cpu][0]):
             return few
         form = _form(inputs, first=1)
@@ -3019,7 +3026,7 @@ class Trainer:
     frozen: PyTree = None  # arrays that members share and none trains
     shards: int = 1  # devices that hold one member together
     latest: TrainState | None = dataclasses.field(init=False, default=None)
-    _seen: tuple | None = dataclasses.field(init=False, default=None)  # see `_let_in`
+    _seen: _Seen | None = dataclasses.field(init=False, default=None)
     _places: _Places = dataclasses.field(init=False)
     _programs: _Programs = dataclasses.field(init=False)
     _predictions: _Predictions = dataclasses.field(init=False)

@@ -2974,9 +2974,6 @@ def python_calls(call):
     return next(count)
 
 
-LIMITS = {"update": 190, "epoch": 265, "predict": 165, "serve": 170}
-
-
 def test_warm_calls_enter_few_functions_of_python():
     """Each call counts: with a tiny network, they are most of a step's time."""
 
@@ -3006,7 +3003,8 @@ def test_warm_calls_enter_few_functions_of_python():
         return {name: python_calls(call) for name, call in do.items()}
 
     few, many = calls(4), calls(40)
-    for name, most in LIMITS.items():
+    limits = {"update": 190, "epoch": 265, "predict": 165, "serve": 170}
+    for name, most in limits.items():
         assert few[name] <= most, (name, few)
         # Three trees of NamedTuples are made anew: parameters and two moments.
         made = 3 * 36 if name in ("update", "epoch") else 0
