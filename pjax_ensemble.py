@@ -1932,8 +1932,8 @@ def _let_in(owner: Any, state: Any, fit: Callable, trains=True) -> Any:
 
     known = state is owner.latest or holds(*jax.tree.flatten(owner.latest))
     if not (known or trains) and owner._seen:
-        seen = [reference() for reference in owner._seen.references]
-        known = holds(seen, owner._seen.structure)
+        alive = [reference() for reference in owner._seen.references]
+        known = holds(alive, owner._seen.structure)
     if state is None or not known:
         _check_state(state)
     if _is_consumed(leaves):
